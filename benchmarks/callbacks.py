@@ -35,7 +35,7 @@ from small_project import SETTINGS, build, linked
 from ratchet.config.base import Base, TinyModelSettings
 from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tracking.mlflow.store import MlflowStore
+from ratchet.tracking.mlflow.experiments import MlflowStore
 
 MOST = 1.01
 WARM_STEPS = 3

@@ -29,8 +29,8 @@ from pathlib import Path
 from waiting_overhead import cpu_s
 
 from ratchet.config import params_file
-from ratchet.config.library_defaults import set_library_defaults
 from ratchet.config.settings import Settings
+from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.stages.project import Project
 from ratchet.stages.train import train

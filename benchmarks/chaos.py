@@ -59,7 +59,7 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
     from ratchet.config import params_file
     from ratchet.data.batches import BatchPlan
     from ratchet.runs.fault_injection import plan
-    from ratchet.stages import fault_campaign as campaigns
+    from ratchet.stages import chaos as campaigns
 
     settings = params_file.load(project.params)
     train = settings.train.model_copy(update={"epochs": CAMPAIGN_EPOCHS})

@@ -20,7 +20,7 @@ from ratchet.config.train import GradientCompressionSettings, Train
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.models import adapters, chunked_loss, loading
-from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.gradient_compression import GradientReducer
 from ratchet.models.loss import SequenceBatch
 from ratchet.training import optimizer as optimizers
 from ratchet.training import optimizer as schedule

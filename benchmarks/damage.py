@@ -16,7 +16,7 @@ from report_rows import count
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.models import adapters, base_model, loading
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout

@@ -32,8 +32,13 @@ from ratchet.models.loss import SequenceBatch
 from ratchet.models.teacher import TeacherCandidate, TeacherModel
 from ratchet.storage import files
 from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
-from ratchet.training.distillation import KIND, TeacherShardPlan, TeacherShardReader, TeacherShardWriter
-from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.distillation import (
+    KIND,
+    OnlineTeacherReader,
+    TeacherShardPlan,
+    TeacherShardReader,
+    TeacherShardWriter,
+)
 
 CPU = torch.device("cpu")
 VOCABULARY, TOP_K = 8000, 32

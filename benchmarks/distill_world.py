@@ -31,6 +31,7 @@ from ratchet.models import adapters, base_model, loading
 from ratchet.models.device import Model
 from ratchet.runs.directory import RunDirectory
 from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.stages.base import base
 from ratchet.stages.generate import generate
 from ratchet.stages.prepare import prepare
@@ -42,7 +43,6 @@ from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import worker
 from ratchet.training.run_spec import build_launch, build_run_spec
-from ratchet.training.stopping import GracefulShutdown
 
 TEACHER = "models/teacher"
 CPU = torch.device("cpu")

@@ -26,15 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from ratchet.config.gate import ExportParityRule
 from ratchet.errors import RatchetError
-from ratchet.exporters import huggingface
+from ratchet.exporters import merged_model, onnx
 from ratchet.exporters.gguf import writer
-from ratchet.exporters.onnx import exporter
-from ratchet.exporters.verification.divergence import measure_distance
-from ratchet.exporters.verification.parity import TorchRuntime
+from ratchet.exporters.verification import probe_inputs
+from ratchet.exporters.verification.parity import ModelRuntime, TorchRuntime, measure_distance
 from ratchet.models import base_model
-from ratchet.models.runtimes import llama, tokenizer_probes
+from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes import onnx as onnx_runtime
-from ratchet.models.runtimes.runtime import ModelRuntime
 from ratchet.storage.records.export import DistributionDistance
 
 VOCABULARY, TOKENS = 544, 512
@@ -91,9 +89,7 @@ class Cell:
         """Within the bound, or refused with a message that says what can be carried."""
         if self.found is None:
             return bool(self.why)
-        return self.found.kl <= self.allowed and self.texts >= RULE.min_tokenizer_agreement * len(
-            tokenizer_probes.TEXTS
-        )
+        return self.found.kl <= self.allowed and self.texts >= RULE.min_tokenizer_agreement * len(probe_inputs.TEXTS)
 
 
 def tokenizer_of(directory: Path) -> Any:
@@ -133,22 +129,22 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
     targets = [row[1:] for row in rows]
     whole = TorchRuntime(model, tokenizer)
     reference = [whole.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True)]
-    texts = [whole.token_ids(text) for text in tokenizer_probes.TEXTS]
+    texts = [whole.token_ids(text) for text in probe_inputs.TEXTS]
 
     def examined(form: str, runtime: ModelRuntime) -> Cell:
         found = (runtime.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True))
         close = measure_distance(reference, found, targets)
-        same = sum(runtime.token_ids(text) == ids for text, ids in zip(tokenizer_probes.TEXTS, texts, strict=True))
+        same = sum(runtime.token_ids(text) == ids for text, ids in zip(probe_inputs.TEXTS, texts, strict=True))
         return Cell(name, form, runtime.name, close, same)
 
-    reopened, again = huggingface.reopen_model(merged, torch.float32, torch.device("cpu"))
+    reopened, again = merged_model.reopen_model(merged, torch.float32, torch.device("cpu"))
     yield examined("hf", TorchRuntime(reopened, again))
     for kind in GGUF_TYPES[: 4 if quick else None]:
         path = scratch / f"{kind}.gguf"
         try:
             writer.require_exportable(merged, [kind], None)
             writer.write_gguf(merged, path, kind, lambda *_: None)
-            with llama.open_runtime(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
+            with llama_server.open_runtime(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
                 yield examined(f"gguf/{kind}", runtime)
         except RatchetError as error:
             yield Cell(name, f"gguf/{kind}", "llama.cpp", None, 0, str(error))
@@ -156,8 +152,8 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
         path = scratch / kind
         path.mkdir()
         try:
-            exporter.require_exportable(merged)
-            exporter.write_onnx(merged, path, kind, lambda *_: None)
+            onnx.require_exportable(merged)
+            onnx.write_onnx(merged, path, kind, lambda *_: None)
             with onnx_runtime.open_runtime(path, 1) as runtime:
                 yield examined(f"onnx/{kind}", runtime)
         except RatchetError as error:
@@ -194,9 +190,7 @@ def main() -> int:
     for name in QUICK_ARCHITECTURES if options.quick else ARCHITECTURES:
         with tempfile.TemporaryDirectory() as scratch:
             for cell in cells(name, ARCHITECTURES[name], Path(scratch), options.quick):
-                note = (
-                    cell.why or f"{written(cell)}, {cell.texts} of {len(tokenizer_probes.TEXTS)} texts, {cell.runtime}"
-                )
+                note = cell.why or f"{written(cell)}, {cell.texts} of {len(probe_inputs.TEXTS)} texts, {cell.runtime}"
                 print(f"{cell.architecture:<26} {cell.form:<10} {note}", flush=True)
                 found.append(cell)
     print("\nKL in nats / same most likely token\n")

@@ -29,10 +29,10 @@ from ratchet.models.memory import capacity
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import files
 from ratchet.training.context import TrainingContext
 from ratchet.training.memory_monitor import MemoryMonitor
-from ratchet.training.stopping import GracefulShutdown
 from ratchet.training.trainer import TrainingLoop
 
 SHAPE = {

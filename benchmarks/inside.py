@@ -23,16 +23,16 @@ from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import InterruptedRunError
 from ratchet.models import adapters, base_model, loading
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.training import async_checkpoint, checkpoint
 from ratchet.training.context import TrainingContext
 from ratchet.training.memory_monitor import MemoryMonitor
-from ratchet.training.stopping import GracefulShutdown
 from ratchet.training.trainer import TrainingLoop
 
 MTBF_S = 30 * 60.0

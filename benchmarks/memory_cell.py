@@ -23,11 +23,11 @@ from ratchet.models.memory import capacity, forecast
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.training import memory_monitor
 from ratchet.training.context import TrainingContext
-from ratchet.training.loss_scale import initial_loss_scale
 from ratchet.training.memory_monitor import MemoryMonitor
-from ratchet.training.stopping import GracefulShutdown
+from ratchet.training.optimizer import initial_loss_scale
 from ratchet.training.trainer import TrainingLoop
 
 STEPS = 3

@@ -57,7 +57,7 @@ from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.store import MlflowStore
+from ratchet.tracking.mlflow.experiments import MlflowStore
 from ratchet.training.run_spec import build_launch, build_run_spec
 
 STUDY = "benchmark"

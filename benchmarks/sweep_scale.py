@@ -27,9 +27,7 @@ from ratchet.tuning import final_round, samplers
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import open_storage
-from ratchet.tuning.study_versions import compute_identity
-from ratchet.tuning.trial_serialization import select_searched
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.study import TrialStore, compute_identity, select_searched
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import postgres

@@ -29,7 +29,7 @@ from ratchet.stages.project import Project
 from ratchet.stages.train import train
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tracking.mlflow.store import MlflowStore
+from ratchet.tracking.mlflow.experiments import MlflowStore
 
 STEP_S = 1 / 20
 """The fastest training that the target speaks of."""

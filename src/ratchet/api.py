@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.config.library_defaults import set_library_defaults
+from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs import directory
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
-from ratchet.console.log_lines import RunEventFormatter, step_unit, summarize_run
+from ratchet.console.callback import RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
 from ratchet.console.text_layout import ScreenSize
 from ratchet.runs.journal import JournalEvent
-from ratchet.runs.progress_view import GenerationProgress, ProgressView
-from ratchet.runs.run_source import SidecarState
+from ratchet.runs.progress_view import GenerationProgress, ProgressView, SidecarState
 
 LIVE = {
     "rows": 64, "held_tokens": 12_800, "waiting": 20, "budget_tokens": 40_000, "available_bytes": 20 * GIB,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
-from ratchet.console.log_lines import RunEventFormatter, summarize_run
+from ratchet.console.callback import RunEventFormatter, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
 from ratchet.console.text_layout import (
     ASCII,
@@ -17,9 +17,8 @@ from ratchet.console.text_layout import (
     sparkline_range,
 )
 from ratchet.runs.journal import JournalEvent
-from ratchet.runs.progress_view import ProgressView
+from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication_protocol import ReplicationState
-from ratchet.runs.run_source import SidecarState
 
 
 def eventful() -> list[JournalEvent]:

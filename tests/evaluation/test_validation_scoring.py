@@ -35,7 +35,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import ValidationJob, ValidationScores, validation_scores_path
-from ratchet.tuning import validation_scores
+from ratchet.tuning import scheduler
 from validation_scoring_cases import SETTINGS, damage, ids, launch, layout, made, scorer, wait_for  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
@@ -253,23 +253,21 @@ def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
 
 def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout, ids: dict[str, str]) -> None:
     with pytest.raises(DataError, match="no result"):
-        validation_scores.score_runs(
-            layout, SETTINGS, ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",))
-        )
+        scheduler.score_runs(layout, SETTINGS, ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
     with pytest.raises(SettingsError, match="train_seconds"):
-        validation_scores.score_run(layout, SETTINGS, ids["first"], ["train_seconds"])
+        scheduler.score_run(layout, SETTINGS, ids["first"], ["train_seconds"])
 
 
 def test_arguments_hold_no_password(
     layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
-    monkeypatch.setattr(validation_scores, "SCORER", (sys.executable, "-c", script))
+    monkeypatch.setattr(scheduler, "SCORER", (sys.executable, "-c", script))
     machine = SETTINGS.machine.model_copy(update={"study_storage": "postgresql://user:opensesame@host/name"})
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml with such an address is refused
     job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        validation_scores.score_runs(layout, settings, job)
+        scheduler.score_runs(layout, settings, job)
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 
@@ -292,14 +290,14 @@ signal.signal(signal.SIGTERM, ended)
 pathlib.Path({str(marks)!r}, str(os.getpid())).touch()
 time.sleep(600)
 """
-    monkeypatch.setattr(validation_scores, "SCORER", (sys.executable, "-c", script))
+    monkeypatch.setattr(scheduler, "SCORER", (sys.executable, "-c", script))
 
     def look() -> None:
         if list(marks.iterdir()):
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        validation_scores.score_runs(
+        scheduler.score_runs(
             layout, SETTINGS, ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look
         )
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]

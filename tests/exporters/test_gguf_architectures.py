@@ -11,7 +11,7 @@ import gguf_models
 from gguf_models import families
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.exporters.gguf import architectures, llama_cpp_tools, writer
-from ratchet.models.runtimes import llama
+from ratchet.models.runtimes import llama_server
 from tiny_gguf import expected, greedy
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -71,7 +71,7 @@ def file_of(model: Any, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("case", EXACT)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
     model = made(*EXACT[case])
-    with llama.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
+    with llama_server.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
         found = runtime.log_probabilities(IDS, range(len(IDS)))
         answer = runtime.generate(IDS[:20], 12, [])
     assert np.abs(found - expected(model, IDS)).max() < 2e-5
@@ -89,7 +89,7 @@ class FromTable(torch.nn.Module):
 @pytest.mark.parametrize("case", GELU)
 def test_gemma_differs_by_the_gelu_of_the_runtime(case: str, tmp_path: Path) -> None:
     model = made(*GELU[case])
-    with llama.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
+    with llama_server.open_runtime(file_of(model, tmp_path), 1, 64) as runtime:
         found = runtime.log_probabilities(IDS, range(len(IDS)))
     plain = np.abs(found - expected(model, IDS)).max()
     for layer in model.model.layers:

@@ -18,7 +18,7 @@ from ratchet.config.export import BuiltInGgufType
 from ratchet.errors import BaseModelError
 from ratchet.exporters.gguf import writer
 from ratchet.exporters.gguf import writer as gguf_tensors
-from ratchet.models.runtimes import llama
+from ratchet.models.runtimes import llama_server
 from ratchet.storage import files
 
 Q = GGMLQuantizationType
@@ -59,7 +59,7 @@ def test_every_type_contains_the_quantized_weights(type_: BuiltInGgufType, direc
     assert np.array_equal(norm.data, weights["model.layers.0.input_layernorm.weight"].numpy())
     assert found["output.weight"].tensor_type == (wanted if wanted in (Q.F32, Q.F16, Q.BF16) else Q.Q8_0)
     assert found["token_embd.weight"].tensor_type == wanted
-    with llama.open_runtime(file, 1, 64) as runtime:
+    with llama_server.open_runtime(file, 1, 64) as runtime:
         assert np.isfinite(runtime.log_probabilities([5, 6], [1])).all()
 
 

@@ -14,8 +14,8 @@ from ratchet.errors import BaseModelError
 from ratchet.exporters.gguf import tokenizer as gguf_vocabulary
 from ratchet.exporters.gguf import tokenizer as pretokenizers
 from ratchet.exporters.gguf import writer
-from ratchet.models.runtimes import llama
-from ratchet.models.runtimes.tokenizer_probes import TEXTS
+from ratchet.exporters.verification.probe_inputs import TEXTS
+from ratchet.models.runtimes import llama_server
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 MARKED = (
@@ -44,14 +44,14 @@ def exported(tokenizer: Any, tmp_path: Path, family: str = "llama") -> tuple[Any
     return AutoTokenizer.from_pretrained(directory), file, notes
 
 
-def cut_otherwise(runtime: llama.LlamaRuntime, tokenizer: Any, texts: Sequence[str]) -> list[str]:
+def cut_otherwise(runtime: llama_server.LlamaRuntime, tokenizer: Any, texts: Sequence[str]) -> list[str]:
     due = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return [text for text, ids in zip(texts, due, strict=True) if runtime.token_ids(text) != ids]
 
 
 def assert_same_ids(file: Path, tokenizer: Any, texts: Sequence[str], chat: Any = None) -> None:
     """Compare the token ids of these texts and of a conversation."""
-    with llama.open_runtime(file, 1, 64) as runtime:
+    with llama_server.open_runtime(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, texts) == []
         if chat:
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
@@ -80,7 +80,7 @@ def test_a_wrong_rule_changes_tokens(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.count(b"\x05\0\0\0\0\0\0\0qwen2") == 1
     file.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0gpt-2"))
-    with llama.open_runtime(file, 1, 64) as runtime:
+    with llama_server.open_runtime(file, 1, 64) as runtime:
         assert len(cut_otherwise(runtime, tokenizer, TEXTS)) > 5
 
 
@@ -96,7 +96,7 @@ def test_a_wrong_rule_changes_tokens(tmp_path: Path) -> None:
 def test_approximate_rules_have_a_note(made: dict[str, Any], said: str, texts: list[str], tmp_path: Path) -> None:
     tokenizer, file, notes = exported(gguf_models.byte_level(**made), tmp_path)
     assert said in notes[0]
-    with llama.open_runtime(file, 1, 64) as runtime:
+    with llama_server.open_runtime(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, texts) == texts
         assert len(cut_otherwise(runtime, tokenizer, TEXTS)) <= 3
 
@@ -125,7 +125,7 @@ def test_a_space_before_the_first_word_is_correct_in_conversations(template: str
 def test_without_a_template_it_is_correct_in_plain_texts(tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, None, add_bos_token=True, add_eos_token=True), tmp_path)
     assert "llama.cpp also inserts one after special tokens" in " ".join(notes)
-    with llama.open_runtime(file, 1, 64) as runtime:
+    with llama_server.open_runtime(file, 1, 64) as runtime:
         plain = [text for text in TEXTS if not text.startswith((" ", "▁")) and "<" not in text]
         assert cut_otherwise(runtime, tokenizer, plain) == []
         whole = runtime._server.tokenize("a", add_special=True)

@@ -33,14 +33,14 @@ def test_a_modified_update_requires_merged_evaluation() -> None:
 def test_too_little_disk_space_is_reported_before_anything_is_loaded(
     run: Callable[[Settings], ModelBundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ratchet.storage import disk
+    from ratchet.storage import files
 
     real = os.statvfs("/")
 
     def nothing(*_: object) -> os.statvfs_result:
         return os.statvfs_result((*real[:4], 1, *real[5:10]))
 
-    monkeypatch.setattr(disk.os, "statvfs", nothing)
+    monkeypatch.setattr(files.os, "statvfs", nothing)
     with pytest.raises(OSError, match=r"needs .* bytes"):
         run(with_export(EVERY))
 

@@ -17,7 +17,7 @@ from onnx_export_cases import (
 )
 from onnx_models import save
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.exporters.onnx import exporter, int8
+from ratchet.exporters import onnx
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -66,7 +66,7 @@ def test_the_directory_is_complete_valid_and_as_large_as_predicted(exported: Any
         "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     size = sum(path.stat().st_size for path in target.iterdir())
-    assert size <= exporter.onnx_size_bytes(source, "fp32") < 2 * size
+    assert size <= onnx.onnx_size_bytes(source, "fp32") < 2 * size
     stored = onnx_format.load(str(target / "model.onnx")).graph.initializer
     assert {onnx_format.TensorProto.DataType.Name(one.data_type) for one in stored} <= {"FLOAT", "INT64", "BOOL"}
     weights = [one.name for one in stored if one.name.startswith("model.")]
@@ -77,16 +77,16 @@ def test_the_directory_is_complete_valid_and_as_large_as_predicted(exported: Any
 def test_numbers_in_8_bits_are_off_by_half_a_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = np.random.default_rng(0).normal(size=(70, 96)).astype(np.float32)
     matrix[3, 32:64] = 0
-    whole = int8.quantize_matrix(matrix, 1, 32)
+    whole = onnx.quantize_matrix(matrix, 1, 32)
     for axis, given in ((1, matrix), (0, matrix.T)):
-        numbers, scales = int8.quantize_matrix(given, axis, 32)
+        numbers, scales = onnx.quantize_matrix(given, axis, 32)
         assert numbers.shape == given.shape
         assert numbers.min() == -127 or numbers.max() == 127
         wide = np.repeat(scales, 32, axis=axis)
         assert (np.abs(numbers * wide - given) <= wide * 0.501).all()
-    assert [int8.block_width(width) for width in (64, 48, 72)] == [32, 16, None]
-    monkeypatch.setattr(int8, "_SLICE_NUMBERS", 200)  # slices change nothing
-    for one, other in zip(whole, int8.quantize_matrix(matrix, 1, 32), strict=True):
+    assert [onnx.block_width(width) for width in (64, 48, 72)] == [32, 16, None]
+    monkeypatch.setattr(onnx, "_SLICE_NUMBERS", 200)  # slices change nothing
+    for one, other in zip(whole, onnx.quantize_matrix(matrix, 1, 32), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -102,9 +102,9 @@ def test_an_unsupported_model_type_is_refused_from_its_config_alone(kind: str, t
     with pytest.raises(
         SettingsError, match=rf"export\.onnx\.types: .*found model type {kind} \(Some\).*supports .*llama.*qwen2"
     ):
-        exporter.require_exportable(directory)
+        onnx.require_exportable(directory)
     with pytest.raises(SettingsError, match="ONNX export supports"):
-        exporter.write_onnx(directory, tmp_path / "out", "fp32", silent)
+        onnx.write_onnx(directory, tmp_path / "out", "fp32", silent)
     assert not (tmp_path / "out").exists()
 
 
@@ -114,8 +114,8 @@ def test_frequencies_that_follow_the_length_are_refused(tmp_path: Path) -> None:
     plain = config(tmp_path / "plain", model_type="llama", rope_parameters={"rope_type": "llama3"})
     for directory in (old, new):
         with pytest.raises(SettingsError, match="rope_type dynamic"):
-            exporter.require_exportable(directory)
-    exporter.require_exportable(plain)
+            onnx.require_exportable(directory)
+    onnx.require_exportable(plain)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"], ids=["none", "torn", "list"])
@@ -123,21 +123,21 @@ def test_a_config_that_cannot_be_read_is_named(content: str | None, tmp_path: Pa
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(BaseModelError, match=r"config\.json: "):
-        exporter.require_exportable(tmp_path)
+        onnx.require_exportable(tmp_path)
 
 
 def test_a_model_without_a_fast_tokenizer_is_refused_before_it_is_traced(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"no tokenizer\.json"):
-        exporter.write_onnx(config(tmp_path / "model", model_type="llama"), tmp_path / "out", "fp32", silent)
+        onnx.write_onnx(config(tmp_path / "model", model_type="llama"), tmp_path / "out", "fp32", silent)
 
 
 def test_a_model_that_torch_cannot_trace_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save("mamba", tmp_path / "model")
-    monkeypatch.setattr(exporter, "SUPPORTED_MODEL_TYPES", (*exporter.SUPPORTED_MODEL_TYPES, "mamba"))
+    monkeypatch.setattr(onnx, "SUPPORTED_MODEL_TYPES", (*onnx.SUPPORTED_MODEL_TYPES, "mamba"))
     with pytest.raises(BaseModelError, match="torch cannot export a MambaForCausalLM to ONNX: ") as raised:
-        exporter.write_onnx(source, tmp_path / "out", "fp32", silent)
+        onnx.write_onnx(source, tmp_path / "out", "fp32", silent)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DamagedFileError
-from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.output import AnswerLedger
 from ratchet.inference.spec import ANSWERS, GenerationAnswer, GenerationPaths, replace_surrogates
 from ratchet.storage import files
 

@@ -9,10 +9,10 @@ import fake_answers
 from ratchet.cli.generate import format_generation
 from ratchet.cli.status import format_status
 from ratchet.config.settings import Settings
-from ratchet.console.log_lines import RunLogPrinter
+from ratchet.console.callback import RunLogPrinter
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference import output
-from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.output import AnswerLedger
 from ratchet.inference.spec import CARD, GenerationAnswer, GenerationCard, GenerationPaths, GenerationStart
 from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.inference.reasoning import ReasoningParts, ReasoningSplitter, split_reasoning
+from ratchet.inference.spec import ReasoningParts, ReasoningSplitter, split_reasoning
 
 MARKS = ("<think>", "</think>")
 

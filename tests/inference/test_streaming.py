@@ -13,10 +13,10 @@ from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.errors import DataError
 from ratchet.inference import model_reference, torch_backend
 from ratchet.inference.backend import AnswerChunk, AnswerEnd, BackendCallbacks
-from ratchet.inference.chat_session import ChatSession
-from ratchet.inference.reasoning import ReasoningSplitter
-from ratchet.inference.streaming import StreamingDecoder, stream_chunks
+from ratchet.inference.spec import ReasoningSplitter
+from ratchet.inference.torch_backend import StreamingDecoder, stream_chunks
 from ratchet.models.decoding.decoder import DecodingOptions
+from ratchet.stages.chat import ChatSession
 from ratchet.storage.layout import ProjectLayout
 
 QUESTIONS = ("what is water", "and the colour of it", "name three")

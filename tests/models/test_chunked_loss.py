@@ -21,7 +21,7 @@ import families
 from ratchet.config.train import Train
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.chunked_loss import ForwardPass
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory.trace import AllocationTrace, BatchShape
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import families
 from ratchet.config.train import Train
 from ratchet.models import adapters
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 
 FOUR = ("q_proj", "v_proj", "up_proj", "down_proj")
 

@@ -1,6 +1,6 @@
 """Tests the malloc simulation: reuse of freed memory, trimming and mapping."""
 
-from ratchet.models.memory.malloc import HELD_SHARE, AllocationEvent, MallocSimulator
+from ratchet.models.memory.trace import HELD_SHARE, AllocationEvent, MallocSimulator
 
 MIB = 2**20
 LARGE = 40 * MIB

@@ -18,7 +18,7 @@ from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll, require_packing_isolation
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from families import make
 from ratchet.config.train import Train
 from ratchet.models import loading, quantization_error
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.reports import plots
 from ratchet.storage.records.training import QuantizationCost, QuantizationReport
 

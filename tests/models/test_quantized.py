@@ -14,7 +14,8 @@ from bitsandbytes.nn import Linear4bit
 import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.models import adapters, frozen_weights, loading, scoring
+from ratchet.models import adapters, loading, scoring
+from ratchet.models.weights import dense_weight
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -213,21 +214,21 @@ ROWS = [list(range(3, 40)), list(range(50, 90))]
 
 def test_the_weight_of_a_layer_is_outputs_by_inputs() -> None:
     conv1d = families.make("gpt2").transformer.h[0].mlp.c_fc
-    assert torch.equal(frozen_weights.dense_weight(conv1d), conv1d.weight.T)
+    assert torch.equal(dense_weight(conv1d), conv1d.weight.T)
     model = families.make("llama")
-    whole = frozen_weights.dense_weight(model.model.layers[0].mlp.down_proj).clone()
+    whole = dense_weight(model.model.layers[0].mlp.down_proj).clone()
     assert whole.shape == (families.HIDDEN, families.INNER)
     pissa = adapters.attach(model, Train(rank=4, alpha=16, quantization="none", initialization="pissa"), "base")
     wrapped = pissa.get_base_model().model.layers[0].mlp.down_proj
     assert (wrapped.get_base_layer().weight - whole).abs().max() > 0.01
-    torch.testing.assert_close(frozen_weights.dense_weight(wrapped), whole)
+    torch.testing.assert_close(dense_weight(wrapped), whole)
 
 
 def test_a_weight_of_unknown_storage_is_refused() -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(BaseModelError, match=r"found torch\.int8"):
-        frozen_weights.dense_weight(layer)
+        dense_weight(layer)
 
 
 def test_four_bit_layers_keep_their_layout_in_evaluation_mode(llama: Path) -> None:

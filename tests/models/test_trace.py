@@ -6,7 +6,7 @@ import torch
 import families
 from ratchet.config.train import Train
 from ratchet.models import adapters, chunked_loss, model_spec
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory import meta_model, trace
 from ratchet.models.memory.trace import AllocationTrace, BatchShape, iterate_own_tensors

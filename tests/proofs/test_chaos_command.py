@@ -18,8 +18,7 @@ from ratchet.cli.chaos import format_chaos
 from ratchet.runs.fault_injection import plan
 from ratchet.runs.fault_injection.injection import InjectedFault
 from ratchet.runs.fault_injection.plan import FaultTrial
-from ratchet.stages.chaos import ChaosOptions, chaos
-from ratchet.stages.fault_campaign import FaultCampaign
+from ratchet.stages.chaos import ChaosOptions, FaultCampaign, chaos
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -22,8 +23,15 @@ SLOW, SLOWER = (json.dumps([InjectedFault(kind="slow", seconds=each).model_dump(
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
+def template(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
     return tiny_project.prepared(tmp_path_factory.mktemp("hangup") / "project")
+
+
+@pytest.fixture
+def project(template: ProjectLayout, tmp_path: Path) -> ProjectLayout:
+    """A copy without runs: a run of another test would be taken for the one that was just started."""
+    shutil.copytree(template.root, tmp_path / "project", symlinks=True)
+    return ProjectLayout(tmp_path / "project")
 
 
 def begun(layout: ProjectLayout, process: subprocess.Popen[bytes], step: int) -> RunPaths:
@@ -65,8 +73,6 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: P
 
 def test_nohup_is_heeded(project: ProjectLayout, tmp_path: Path) -> None:
     """It has SIGHUP ignored by the process that it becomes."""
-    for paths in list_runs(project.runs):
-        tiny_project.ratchet(project, "reset", paths.root.name, "--yes")
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             ["nohup", *tiny_project.command("train")], cwd=project.root,

@@ -15,7 +15,7 @@ from promoted_models import SETTINGS, promote_fake_model
 from ratchet.registry.deployment.release import DeploymentDirectory
 from ratchet.stages.deploy import DeployOptions, check_release, deploy
 from ratchet.stages.project import Project
-from ratchet.storage import disk, files
+from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("registry", "stages")
@@ -90,7 +90,7 @@ def test_killed_anywhere(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
+        monkeypatch.setattr(files, "exchange_names", lambda a, b: False)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # what the kernel has, a killed process does not lose
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
     prepare, work, states, kept, history = SCENARIOS[name]

@@ -29,7 +29,7 @@ from ratchet.config.sweep import PrunerSettings, SweepParameter
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import parameters
+from ratchet.tuning import search_space
 from tiny_project import outcome
 
 PACKAGES = ("training", "tuning", "models")
@@ -46,7 +46,7 @@ def test_padding_is_told_once_when_training_begins(project: ProjectLayout) -> No
 
 
 def test_temperature_and_top_k_may_be_searched(project: ProjectLayout) -> None:
-    assert parameters.find_searchable_setting("train.distill.top_k").kind == "int"
+    assert search_space.find_searchable_setting("train.distill.top_k").kind == "int"
     space = {
         "train.distill.temperature": SweepParameter(low=1.0, high=3.0),
         "train.distill.top_k": SweepParameter(low=2, high=40, log=True),

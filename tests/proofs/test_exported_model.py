@@ -12,7 +12,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
-from ratchet.exporters import huggingface
+from ratchet.exporters import merged_model
 from ratchet.models import adapter_format, adapters, base_model, loading
 from ratchet.stages import evaluate, export
 from ratchet.stages.project import Project
@@ -75,14 +75,14 @@ def test_the_exported_model_is_the_trained_one_with_its_tokens(
 def test_its_tokenizer_asks_as_in_training(exported: ProjectLayout) -> None:
     row = token_files.open_split(exported.data, "test")[0]
     question = Conversation.from_json(row["conversation"]).context
-    _, tokenizer = huggingface.reopen_model(exported.merged_model, torch.float32, CPU)
+    _, tokenizer = merged_model.reopen_model(exported.merged_model, torch.float32, CPU)
     asked = chat_template.encode_prompt(tokenizer, question)
     assert row["input_ids"][: len(asked)] == asked
 
 
 def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: ProjectLayout) -> None:
     first = files_in(exported.merged_model)
-    card = (exported.merged_model / huggingface.MODEL_CARD).read_text(encoding="utf-8")
+    card = (exported.merged_model / merged_model.MODEL_CARD).read_text(encoding="utf-8")
     assert all(f"`{token}`" in card for token in ADDED)
     assert str(exported.root) not in card
     bundle = ModelBundle.load(exported.bundle)

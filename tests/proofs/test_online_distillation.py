@@ -19,7 +19,7 @@ from ratchet.models.loss import SequenceBatch
 from ratchet.models.teacher import OnlineTeacherTargets
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.distillation import OnlineTeacherReader
 from small_loop import ROWS, after_steps, loop_of, losses, random_rows, trained_by
 
 PACKAGES = ("training", "models")

@@ -21,7 +21,7 @@ from onnx_export_cases import (
     rows,
     written,
 )
-from ratchet.exporters.onnx import exporter
+from ratchet.exporters import onnx
 
 PACKAGES = ("exporters", "models")
 CASES = [
@@ -52,7 +52,7 @@ def test_another_process_writes_the_same_bytes_and_no_file_knows_the_machine(exp
     source, target = exported("llama")
     again = tmp_path / "elsewhere"
     code = (
-        "import sys; from pathlib import Path; from ratchet.exporters.onnx import exporter as onnx\n"
+        "import sys; from pathlib import Path; from ratchet.exporters import onnx\n"
         "onnx.write_onnx(Path(sys.argv[1]), Path(sys.argv[2]), 'fp32', lambda *_: None)"
     )
     done = subprocess.run(
@@ -73,7 +73,7 @@ def test_int8_stays_close_is_a_third_of_the_size_and_says_what_is_in_it(exported
     target = written(source, tmp_path / "int8", "int8")
     onnx_format.checker.check_model(str(target / "model.onnx"), full_check=True)
     size = sum(path.stat().st_size for path in target.iterdir())
-    assert size <= exporter.onnx_size_bytes(source, "int8") < 2 * size
+    assert size <= onnx.onnx_size_bytes(source, "int8") < 2 * size
     assert (target / "model.onnx.data").stat().st_size < 0.5 * (plain / "model.onnx.data").stat().st_size
 
     stored = onnx_format.load(str(target / "model.onnx"), load_external_data=False).graph.initializer

@@ -15,7 +15,7 @@ from garbage_collection_cases import (
 )
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import ReplicaError
-from ratchet.runs.replication.garbage_collection import ReplicaGarbageCollector
+from ratchet.runs.replication.upload import ReplicaGarbageCollector
 from snapshots import contents
 
 PACKAGES = ("runs",)

@@ -28,8 +28,7 @@ from ratchet.config.settings import Settings
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import lease, manifests
-from ratchet.runs.replication.object_names import RunObjectNames
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("training", "runs")

@@ -16,7 +16,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning import journal_storage
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import StudyStorage, open_storage
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.study import TrialStore
 from study_storages import storage, url  # noqa: F401 (fixtures)
 from trial_store_cases import (
     LONG,
@@ -164,8 +164,8 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     while store.take_over(here, 1.0) is None:
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGCONT)
-    assert f"trial 0: {here.name} has it now" in told.get()
-    assert f"trial 0: {here.name} has it now" in told.get()
+    assert f"trial 0: {here.name} holds it now" in told.get()
+    assert f"trial 0: {here.name} holds it now" in told.get()
     child.join()
     assert child.exitcode == 0
     store.renew(0, here)

@@ -22,7 +22,7 @@ import tiny_sweep
 from ratchet.config.machine import RaySettings
 from ratchet.config.sweep import PrunerSettings
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED
-from ratchet.storage.code_version import code_version
+from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.ray_cluster import RayWorkerActor
 

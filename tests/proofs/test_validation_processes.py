@@ -12,7 +12,7 @@ from ratchet.errors import DamagedFileError
 from ratchet.evaluation import validation_scoring
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ValidationJob
-from ratchet.tuning import validation_scores
+from ratchet.tuning import scheduler
 from validation_scoring_cases import (
     SETTINGS,
     damage,
@@ -32,19 +32,19 @@ def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
 ) -> None:
     job = ValidationJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
-    found = validation_scores.score_runs(layout, SETTINGS, job, lambda: looks.append(1))
+    found = scheduler.score_runs(layout, SETTINGS, job, lambda: looks.append(1))
     assert looks
     assert [one.run_id for one in found] == [ids["second"], ids["first"]]
     assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
     with monkeypatch.context() as patch:
-        patch.setattr(validation_scores, "SCORER", ("/must/not/start",))
-        assert validation_scores.score_runs(layout, SETTINGS, job) == found
+        patch.setattr(scheduler, "SCORER", ("/must/not/start",))
+        assert scheduler.score_runs(layout, SETTINGS, job) == found
         sampled: Settings = params_file.apply_changes(SETTINGS, {"sweep.generation_rows": 6})
-        figures = validation_scores.score_run(layout, sampled, ids["first"], ["validation_loss"])
+        figures = scheduler.score_run(layout, sampled, ids["first"], ["validation_loss"])
         assert figures == {"validation_loss": found[1].metrics["validation_loss"]}
     damage(layout, ids["first"])
     with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
-        validation_scores.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+        scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}))
     assert "Traceback" not in str(failed.value)
 
 

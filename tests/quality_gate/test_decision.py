@@ -40,8 +40,8 @@ from ratchet.config.gate import (
     Reference,
     Rule,
 )
-from ratchet.quality_gate import messages
 from ratchet.quality_gate.decision import decide_verdict
+from ratchet.quality_gate.rules import describe_verdict
 from ratchet.storage import files
 from ratchet.storage.records.evaluation import ModelRole
 from ratchet.storage.records.gate import ChampionFile
@@ -281,7 +281,7 @@ def test_the_candidate_is_not_failed_against_itself(which: Reference, rule: str)
     assert (verdict.decision, verdict.is_champion) == ("PROMOTE", True)
     assert (verdict.champion_digest, verdict.anchor_digest) == (MODEL, MODEL)
     assert f"the candidate is the {which}" in verdict.reasons[0].text
-    assert "(already the champion)" in messages.describe_verdict(verdict)
+    assert "(already the champion)" in describe_verdict(verdict)
 
 
 def test_the_champion_must_still_beat_the_base() -> None:
@@ -503,11 +503,11 @@ def test_the_verdict_names_exactly_what_it_judged() -> None:
 
 def test_the_verdict_is_described_with_a_line_for_each_rule() -> None:
     verdict = decide_verdict(evidence(GOOD, bundle=bundle(1.0)), gate(IMPROVE, UNDECIDED, PARITY, INVALID))
-    lines = messages.describe_verdict(verdict).splitlines()
+    lines = describe_verdict(verdict).splitlines()
     assert lines[0].startswith(f"INVALID: model {MODEL[:12]}, run r1")
     assert [line.split()[0] for line in lines[1:]] == ["pass", "????", "FAIL", "INVALID"]
     assert "accuracy 50 points better than the base (95 % confidence: at least +47" in lines[1]
-    assert "run `ratchet promote` to make it the champion" in messages.describe_verdict(
+    assert "run `ratchet promote` to make it the champion" in describe_verdict(
         decide_verdict(evidence(GOOD), gate(IMPROVE))
     )
 

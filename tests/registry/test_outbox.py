@@ -14,7 +14,7 @@ import pytest
 from ratchet.cli.promote import format_delivery
 from ratchet.config.promote import HookSettings
 from ratchet.errors import DamagedFileError
-from ratchet.registry import hooks, outbox
+from ratchet.registry import outbox
 from ratchet.storage.records.gate import Promotion
 
 COUNT = HookSettings(command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt"), retries=0)
@@ -160,5 +160,5 @@ def test_the_key_is_stored_nowhere(tmp_path: Path, box: Path, monkeypatch: pytes
 
 
 def test_a_hook_keeps_its_key_when_its_timeout_changes() -> None:
-    assert hooks.hook_key(COUNT) == hooks.hook_key(COUNT.model_copy(update={"timeout_s": 1.0, "retries": 3}))
-    assert hooks.hook_key(COUNT) != hooks.hook_key(HookSettings(command=("sh",)))
+    assert outbox.hook_key(COUNT) == outbox.hook_key(COUNT.model_copy(update={"timeout_s": 1.0, "retries": 3}))
+    assert outbox.hook_key(COUNT) != outbox.hook_key(HookSettings(command=("sh",)))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import trained_runs
-from ratchet.reports import journal_columns
-from ratchet.reports.journal_columns import KINDS, JournalBlock
+from ratchet.reports import run_history
+from ratchet.reports.run_history import KINDS, JournalBlock
 from ratchet.runs.journal import JournalReader
 from trained_runs import Training
 
@@ -29,7 +29,7 @@ DAMAGE = {
 
 def joined(path: Path, size_bytes: int) -> JournalBlock:
     """All blocks as one; others with the number of steps before them in the whole file."""
-    found = list(journal_columns.read_blocks(path, size_bytes))
+    found = list(run_history.read_blocks(path, size_bytes))
     others, steps = [], 0
     for block in found:
         others += [(event, steps + count) for event, count in block.others]
@@ -75,7 +75,7 @@ def test_columns_hold_what_the_reader_reads(tmp_path: Path, damage: str, size_by
 
 
 def test_a_journal_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert list(journal_columns.read_blocks(tmp_path / "journal.jsonl")) == []
+    assert list(run_history.read_blocks(tmp_path / "journal.jsonl")) == []
 
 
 def test_nearly_all_lines_of_a_long_journal_are_read_together(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trained_runs
-from ratchet.reports import journal_columns, run_history
+from ratchet.reports import run_history
 from ratchet.reports.run_history import MOST, MOST_MARKS, BucketedSeries, average_curves
 from ratchet.runs import status
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -117,7 +117,7 @@ def test_a_long_journal_takes_no_more_memory_than_a_short_one(tmp_path: Path) ->
     tracemalloc.start()
     try:
         found = run_history.RunHistory()
-        for block in journal_columns.read_blocks(path, 1 << 20):
+        for block in run_history.read_blocks(path, 1 << 20):
             found.add(block)
         assert tracemalloc.get_traced_memory()[1] < 15_000_000
     finally:

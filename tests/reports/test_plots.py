@@ -13,12 +13,18 @@ from matplotlib.image import imread
 
 from page_reading import heard, read, section
 from ratchet.config.units import GIB
-from ratchet.models.module_names import parse_module_name
 from ratchet.reports import plots, training_page
 from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.runs.journal import Journal
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.training import PHASES, AdapterAnalysis, MemoryForecast, ModuleAnalysis, PhaseMemory
+from ratchet.storage.records.training import (
+    PHASES,
+    AdapterAnalysis,
+    MemoryForecast,
+    ModuleAnalysis,
+    PhaseMemory,
+    parse_module_name,
+)
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
          "mlp.up_proj", "mlp.down_proj")  # fmt: skip

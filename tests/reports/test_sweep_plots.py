@@ -15,8 +15,7 @@ import sweep_example as example
 from ratchet.reports import sweep_canvas as canvas
 from ratchet.reports import sweep_plots
 from ratchet.reports.sweep_canvas import ParameterScale, axis_limits
-from ratchet.reports.sweep_plots import ParallelCoordinates, split_at_gaps
-from ratchet.reports.sweep_timeline import SweepWorkClock, assign_lanes
+from ratchet.reports.sweep_plots import ParallelCoordinates, SweepWorkClock, assign_lanes, split_at_gaps
 from ratchet.storage.records.sweep import (
     ParameterAxis,
     SweepObjective,

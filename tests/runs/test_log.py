@@ -23,7 +23,7 @@ from ratchet.runs import log
 from ratchet.runs.directory import RunDirectory, RunSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.log import JsonLog, print_message, trim_file
-from ratchet.runs.supervisor_log import JournalLogCallback, log_supervision
+from ratchet.runs.supervisor import JournalLogCallback, log_supervision
 
 SMALL = Machine(log_max_bytes=4096, log_files=3)
 

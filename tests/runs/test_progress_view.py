@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.runs import run_source
+from ratchet.runs import progress_view
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.progress_view import NOTABLE_EVENTS, POINTS, DownsampledCurve, ProgressView
@@ -161,9 +161,9 @@ def test_a_curve_of_any_length_stays_small_and_keeps_its_mean() -> None:
 
 def test_what_is_beside_the_journal(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "abc")
-    assert run_source.read_sidecar_state(run) == run_source.SidecarState()
+    assert progress_view.read_sidecar_state(run) == progress_view.SidecarState()
     files.make_directory(run.checkpoints)
-    assert run_source.read_sidecar_state(run) == run_source.SidecarState()
+    assert progress_view.read_sidecar_state(run) == progress_view.SidecarState()
     with run.lock().acquire():
         (run.checkpoints / f"{files.PARTIAL}step-00000012-{os.getpid()}").mkdir()
         (run.checkpoints / f"{files.PARTIAL}step-00000099-999999999").mkdir()  # of a process that died
@@ -171,11 +171,11 @@ def test_what_is_beside_the_journal(tmp_path: Path) -> None:
         ReplicationState(place="p", token=1, node="n", lock=(1, 2), durable_steps=(8,), in_flight=10).save(
             run.replication_state
         )
-        found = run_source.read_sidecar_state(run)
+        found = progress_view.read_sidecar_state(run)
     assert (found.running, found.saving, found.finished) == (True, 12, False)
     assert found.replica is not None
     assert found.replica.in_flight == 10
     run.replication_state.write_text("{")
     run.result.mkdir()
-    found = run_source.read_sidecar_state(run)
+    found = progress_view.read_sidecar_state(run)
     assert (found.saving, found.replica, found.finished) == (None, None, True)

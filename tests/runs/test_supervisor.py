@@ -16,11 +16,10 @@ import pytest
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
-from ratchet.runs import heartbeat, status, worker_process
+from ratchet.runs import heartbeat, status, supervisor
 from ratchet.runs.directory import RunDirectory, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
-from ratchet.runs.supervisor import supervise
-from ratchet.runs.worker_process import count_oom_kills
+from ratchet.runs.supervisor import count_oom_kills, supervise
 from ratchet.storage.records.base import BaseCard
 
 BASE = BaseCard(
@@ -114,7 +113,7 @@ class Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    monkeypatch.setattr(worker_process, "WORKER", (sys.executable, str(script)))
+    monkeypatch.setattr(supervisor, "WORKER", (sys.executable, str(script)))
     made = Stage(tmp_path)
     yield made
     made.run.close()
@@ -332,7 +331,7 @@ def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
 
 def test_a_kill_while_the_system_ran_out_of_memory_is_called_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = iter([(7, 0), (8, 0), (8, 0), (8, 0)])
-    monkeypatch.setattr(worker_process, "count_oom_kills", lambda: next(counters))
+    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counters))
     stage.play("kill()", "finish()")
     assert stage.ends() == [("out_of_memory", "Retry")]
     assert "lower machine.micro_batch_size" in stage.events("worker_exited")[0].data["text"]

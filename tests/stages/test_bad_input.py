@@ -18,8 +18,8 @@ from ratchet.cli.main import main
 from ratchet.config.base import Base
 from ratchet.config.prepare import DropLimitSettings, Prepare, SplitSettings
 from ratchet.storage import files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 
 Refused = Callable[..., str]
 

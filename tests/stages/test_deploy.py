@@ -22,9 +22,9 @@ from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.signature import SIGNATURE
 from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, deploy
 from ratchet.stages.project import Project
-from ratchet.storage import disk, files
+from ratchet.storage import files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 from ratchet.storage.records.gate import ForcedPromotion, read_champion
 
 QUIET = DeployOptions(smoke_test=False)
@@ -110,7 +110,7 @@ def test_rollback_swaps_current_and_previous(
     project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
+        monkeypatch.setattr(files, "exchange_names", lambda a, b: False)
     for model in "ab":
         promote_fake_model(project, model)
         deploy_to(project, served)
@@ -553,7 +553,7 @@ def test_a_full_disk(project: ProjectLayout, served: Path, monkeypatch: pytest.M
     deploy_to(project, served)
     promote_fake_model(project, "b")
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "RESERVE_BYTES", 2**62)
+        patched.setattr(files, "RESERVE_BYTES", 2**62)
         with pytest.raises(OSError, match="more in reserve, but only"):
             deploy_to(project, served)
     full_at(monkeypatch, "model-q8_0.gguf")
@@ -568,7 +568,7 @@ def test_a_rollback_on_a_full_disk_reports_what_is_current(
     project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(disk, "exchange_names", lambda a, b: False)
+        monkeypatch.setattr(files, "exchange_names", lambda a, b: False)
     for model in "ab":
         promote_fake_model(project, model)
         deploy_to(project, served)

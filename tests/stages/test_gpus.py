@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.stages import gpu_query
-from ratchet.stages.gpu_query import GpuDevice, GpuInventory
+from ratchet.stages import machine_check
+from ratchet.stages.machine_check import GpuDevice, GpuInventory
 
 GIB = 2**30
 DRIVER = """
@@ -50,7 +50,7 @@ def made(folder: Path, init: int = 0, hangs: int = 0) -> Path:
 
 def test_every_gpu_is_found_with_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path)))
-    assert gpu_query.query_gpus() == GpuInventory(
+    assert machine_check.query_gpus() == GpuInventory(
         devices=(GpuDevice("Card 0", "8.9", 24 * GIB, 23 * GIB), GpuDevice("Card 1", "8.9", 24 * GIB, 10 * GIB)),
         cuda="12.6", driver="550.54.15",
     )  # fmt: skip
@@ -58,19 +58,19 @@ def test_every_gpu_is_found_with_its_free_memory(tmp_path: Path, monkeypatch: py
 
 def test_a_driver_that_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path, init=999)))
-    assert gpu_query.query_gpus() == GpuInventory(
+    assert machine_check.query_gpus() == GpuInventory(
         driver="550.54.15", trouble="cuInit failed with error 999 of the CUDA driver"
     )
 
 
 def test_a_driver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path, hangs=1)))
-    assert gpu_query.query_gpus(patience_s=1.0) == GpuInventory(trouble="the driver did not answer within 1 s")
+    assert machine_check.query_gpus(timeout_s=1.0) == GpuInventory(trouble="the driver did not answer within 1 s")
 
 
 def test_a_file_that_is_not_a_library_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    found = gpu_query.query_gpus()
+    found = machine_check.query_gpus()
     assert found.devices == ()
     assert found.trouble

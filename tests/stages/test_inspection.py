@@ -9,8 +9,14 @@ import pytest
 
 from ratchet.errors import ReplicaError
 from ratchet.stages import machine_check
-from ratchet.stages.gpu_query import GpuDevice, GpuInventory
-from ratchet.stages.machine_check import MachineProbe, RequirementResult, TransferSpeed, parse_requirements
+from ratchet.stages.machine_check import (
+    GpuDevice,
+    GpuInventory,
+    MachineProbe,
+    RequirementResult,
+    TransferSpeed,
+    parse_requirements,
+)
 
 GB = 10**9
 TWO = GpuInventory(

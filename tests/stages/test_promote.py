@@ -41,8 +41,8 @@ from ratchet.registry.signing import keys, signature
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, PromotionResult, promote, rollback, run_smoke_test
 from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ForcedPromotion, Verdict, read_champion
@@ -667,7 +667,7 @@ def test_smoke_test_loads_a_real_model_and_refuses_a_broken_one(
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from ratchet.models.smoke_test import main
+    from ratchet.models.answer_process import main
 
     words = {word: i for i, word in enumerate(["<end>", "user", "assistant", "Hello", ":", "you"])}
     inner = Tokenizer(models.WordLevel(words, "you"))
@@ -688,17 +688,17 @@ def test_smoke_test_loads_a_real_model_and_refuses_a_broken_one(
     good = tmp_path / "good"
     model.save_pretrained(good)
     tokenizer.save_pretrained(good)
-    assert main([str(good)]) == 0
+    assert main([str(good), "--smoke-test"]) == 0
 
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
     broken = tmp_path / "broken"
     model.save_pretrained(broken)
     tokenizer.save_pretrained(broken)
-    assert main([str(broken)]) == 1
+    assert main([str(broken), "--smoke-test"]) == 1
     assert "not finite" in capsys.readouterr().err
     (broken / "model.safetensors").unlink()
-    assert main([str(broken)]) == 1
+    assert main([str(broken), "--smoke-test"]) == 1
     assert "OSError" in capsys.readouterr().err
 
 
@@ -708,7 +708,8 @@ def test_the_smoke_test_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytes
     said.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(said))
     run_smoke_test(tmp_path / "model")
-    assert (tmp_path / "arguments").read_text().split() == ["-m", "ratchet.models.smoke_test", str(tmp_path / "model")]
+    arguments = ["-m", "ratchet.models.answer_process", str(tmp_path / "model"), "--smoke-test"]
+    assert (tmp_path / "arguments").read_text().split() == arguments
     said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
     with pytest.raises(
         ChampionError, match=r"model: does not load and answer \(OSError: no weights\); the champion is unch"

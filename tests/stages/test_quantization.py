@@ -11,8 +11,8 @@ from ratchet.cli.evaluate import format_quantization
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model, loading
+from ratchet.stages.evaluate import measure_quantization
 from ratchet.stages.project import Project
-from ratchet.stages.quantization_cost import measure_quantization
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard

@@ -9,7 +9,7 @@ import pytest
 import promoted_models
 from ratchet.cli.verify import format_verification
 from ratchet.errors import DataError, ProjectError, SettingsError
-from ratchet.registry import bundle_files
+from ratchet.registry import model_store
 from ratchet.registry.deployment import release
 from ratchet.registry.signing import keys, signature
 from ratchet.stages.deploy import DeployOptions, deploy
@@ -138,7 +138,7 @@ def test_the_formats_of_an_export_are_the_measured_ones(project: ProjectLayout) 
     told = promoted_models.promote_fake_model(project, "a", FORMATS)
 
     def of_formats(*formats: ExportArtifact) -> tuple[bool, list[str]]:
-        changes = {"artifacts": formats, "model_digest": bundle_files.model_digest(formats)}
+        changes = {"artifacts": formats, "model_digest": model_store.model_digest(formats)}
         return said(exported(project, told.model_copy(update=changes)))
 
     made = told.artifacts
@@ -148,7 +148,7 @@ def test_the_formats_of_an_export_are_the_measured_ones(project: ProjectLayout) 
             *(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made)
         )
         assert not whole
-        named = f"{bundle_files.artifact_path(form)}: differs from format {form.name} in bundle.json"
+        named = f"{model_store.artifact_path(form)}: differs from format {form.name} in bundle.json"
         assert lines[1].startswith(f"DAMAGED {project.export}: {named}")
     _, lines = of_formats(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
     assert "gguf/model-bf16.gguf: missing; format gguf/bf16 is in bundle.json" in lines[1]

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DamagedFileError, LockHeldError
-from ratchet.storage import digests, disk, files
-from ratchet.storage.locks import FileLock
+from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
 
 KIND = "thing"
 
@@ -177,9 +177,9 @@ def test_remove_partials_removes_or_restores_only_leftovers_of_killed_writers(tm
 def test_disk_space_is_required_with_a_reserve(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     free = room.f_bavail * room.f_frsize
-    disk.require_space(tmp_path, 1)
+    files.require_space(tmp_path, 1)
     with pytest.raises(OSError, match=r"bytes and 16,777,216 more in reserve, but only") as raised:
-        disk.require_space(tmp_path, free + 2**40)
+        files.require_space(tmp_path, free + 2**40)
     assert raised.value.errno == errno.ENOSPC
     assert raised.value.filename == str(tmp_path)
 
@@ -434,7 +434,7 @@ def test_between_file_systems_files_are_copied(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from ratchet.storage.locks import FileLock
+from ratchet.storage.files import FileLock
 lock = FileLock(Path(sys.argv[1]), "the run")
 lock.acquire()
 print("held", flush=True)
@@ -476,7 +476,7 @@ def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_
 
 def test_waiting_for_a_lock_ends_when_it_is_released(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     assert holder.stdin is not None
-    waiter = "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
+    waiter = "import sys; from pathlib import Path; from ratchet.storage.files import FileLock as Lock\n"
     waiter += "print('asks', flush=True); Lock(Path(sys.argv[1]), 'x').acquire(wait_s=60); print('has it')"
     command = [sys.executable, "-c", waiter, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -533,7 +533,7 @@ def test_a_child_that_inherited_the_lock_keeps_it_until_it_ends(tmp_path: Path, 
 PARENT = """
 import subprocess, sys
 from pathlib import Path
-from ratchet.storage.locks import FileLock
+from ratchet.storage.files import FileLock
 lock = FileLock(Path(sys.argv[1]), "it").acquire()
 child = subprocess.Popen(
     [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], pass_fds=[lock.fd]
@@ -563,7 +563,7 @@ def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tm
 def test_a_process_that_checks_a_lock_does_not_block_one_that_waits_for_it(tmp_path: Path) -> None:
     """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
     asking = (
-        "import sys; from pathlib import Path; from ratchet.storage.locks import FileLock as Lock\n"
+        "import sys; from pathlib import Path; from ratchet.storage.files import FileLock as Lock\n"
         "lock = Lock(Path(sys.argv[1]), 'it'); lock.is_held(); print('asks', flush=True)\n"
         "while True: lock.is_held()"
     )

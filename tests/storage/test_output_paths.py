@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import SettingsError
-from ratchet.storage import disk, files
+from ratchet.storage import files
 
 
 @pytest.mark.parametrize("name", ["new.jsonl", "there.jsonl", "link.jsonl", "a/b/new.jsonl", "n" * 200])
@@ -15,7 +15,7 @@ def test_a_writable_path_is_accepted_and_nothing_is_created(name: str, tmp_path:
     (tmp_path / "there.jsonl").write_text("mine", encoding="utf-8")
     (tmp_path / "link.jsonl").symlink_to("there.jsonl")
     before = sorted(tmp_path.rglob("*"))
-    disk.require_writable(tmp_path / name, "--output")
+    files.require_writable(tmp_path / name, "--output")
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.jsonl").read_text(encoding="utf-8") == "mine"
 
@@ -42,7 +42,7 @@ def test_an_unusable_path_is_refused(name: str, says: str, tmp_path: Path) -> No
     os.mkfifo(tmp_path / "queue.jsonl")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SettingsError, match=says) as caught:
-        disk.require_writable(tmp_path / name, "--output")
+        files.require_writable(tmp_path / name, "--output")
     assert str(caught.value).startswith("--output ")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -55,7 +55,7 @@ def test_a_folder_that_another_process_fills_stays(tmp_path: Path, monkeypatch: 
         (tmp_path / "a" / "theirs").touch()
 
     monkeypatch.setattr(Path, "unlink", busy)
-    disk.require_writable(tmp_path / "a" / "b" / "new.jsonl", "--output")
+    files.require_writable(tmp_path / "a" / "b" / "new.jsonl", "--output")
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "theirs"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny_project
 from ratchet.runs.fault_injection.outcome import FaultTrialTimeline
 from ratchet.runs.fault_injection.plan import FaultTrial
-from ratchet.stages.fault_campaign import FaultTrialResult
+from ratchet.stages.chaos import FaultTrialResult
 from ratchet.storage.layout import ProjectLayout
 
 

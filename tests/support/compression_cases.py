@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gloo_ranks import add_up, on_ranks, parameters, wire_of
-from ratchet.models.gradient_compression.methods import build_buckets
+from ratchet.models.gradient_compression import build_buckets
 
 COMPRESSED: list[dict[str, Any]] = [
     {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "topk_fraction": 0.1},

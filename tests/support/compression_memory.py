@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from gloo_ranks import parameters
 from ratchet.config.train import GradientCompressionSettings
-from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.gradient_compression import GradientReducer
 
 GRANULE = 64
 """Sizes of blocks are multiples of it on a CPU."""

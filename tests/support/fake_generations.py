@@ -13,7 +13,7 @@ from ratchet.config.generate import Generate
 from ratchet.config.select import Select
 from ratchet.config.settings import Settings
 from ratchet.inference import output
-from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference.output import AnswerLedger
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import GenerationAnswer, GenerationPaths, GenerationSpec, ModelIdentity
 from ratchet.storage.layout import ProjectLayout

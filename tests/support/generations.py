@@ -19,8 +19,8 @@ from ratchet.inference.spec import GenerationPaths, GenerationSpec
 from ratchet.runs.directory import RunDirectory
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalEvent, JournalReader
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage.layout import ProjectLayout
-from ratchet.training.stopping import GracefulShutdown
 
 SETTINGS = Settings(
     generate=Generate(max_new_tokens=8, shard_rows=10, window_rows=16),

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 import families
-from ratchet.models.runtimes.tokenizer_probes import TEXTS
+from ratchet.exporters.verification.probe_inputs import TEXTS
 
 ROWS = 640
 """Rows of the embeddings: more than any tokenizer here has entries."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ratchet.config.train import GradientCompressionSettings
-from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.gradient_compression import GradientReducer
 
 SHAPES = [(8, 40), (40, 8), (12,), (8, 40), (), (33, 9)]
 """Of the parameters that are added up: matrices of which some are alike, a vector, a single number."""
@@ -21,7 +21,7 @@ SECONDS = 120
 def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) -> list[Any]:
     """What `work(rank, *given)` returns in each of `world` processes of one group; raises what any of them raised."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ratchet.models.gradient_compression.reducer"])
+    context.set_forkserver_preload(["torch.distributed", "ratchet.models.gradient_compression"])
     meeting = folder / f"meeting-{work.__name__}-{len(list(folder.iterdir()))}"
     with context.Pool(world) as pool:  # every process takes one: none is free before all have met
         asked = [pool.apply_async(_in_group, (rank, world, str(meeting), work, *given)) for rank in range(world)]

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
-from ratchet.models import adapter_format, frozen_weights
+from ratchet.models import adapter_format, weights
 from ratchet.models.device import Model
 
 
@@ -42,12 +42,8 @@ def _modules(source: Any, base: Any, name: str = "") -> Any:
 
 
 def _value(source: Any, plain: Any, leaf: str) -> Tensor:
-    turned = leaf == "weight" and isinstance(plain, frozen_weights.TRANSPOSED)
-    value = (
-        frozen_weights.dense_weight(plain).clone()
-        if leaf == "weight"
-        else getattr(plain, leaf).detach().float().clone()
-    )
+    turned = leaf == "weight" and isinstance(plain, weights.TRANSPOSED)
+    value = weights.dense_weight(plain).clone() if leaf == "weight" else getattr(plain, leaf).detach().float().clone()
     module = source
     while (inner := _inside(module)) is not None:
         if isinstance(module, BaseTunerLayer):

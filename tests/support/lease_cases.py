@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.runs.replication.lease import ReplicaLease
-from ratchet.runs.replication.object_names import RunObjectNames
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 
 NAMES = RunObjectNames("abcdef012345")
 LONG_S = 600.0

@@ -9,10 +9,8 @@ import snapshots
 from ratchet.config.machine import Machine
 from ratchet.runs.directory import RunDirectory
 from ratchet.runs.journal import JournalEvent, JournalReader
-from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
-from ratchet.runs.replication.object_names import RunObjectNames
-from ratchet.runs.replication.replicator import RunReplicator
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.replicator import MultiNodeReplicator, RunReplicator
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 from ratchet.storage import files
 
 PATIENCE_S = 30.0

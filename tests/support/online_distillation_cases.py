@@ -10,7 +10,7 @@ from ratchet.config.train import DistillSettings, Train
 from ratchet.data.batches import TokenRows
 from ratchet.models import model_spec
 from ratchet.models.teacher import TeacherCandidate
-from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.distillation import OnlineTeacherReader
 from small_loop import SHAPE, SMALL
 
 CPU = torch.device("cpu")

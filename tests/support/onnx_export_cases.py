@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onnx_models import save
-from ratchet.exporters.onnx import exporter
+from ratchet.exporters import onnx
 
 WINDOW = 16
 SHORT = 32
@@ -37,7 +37,7 @@ TOLD: dict[Path, list[tuple[str, int, int]]] = {}
 
 def written(source: Path, target: Path, type: Any = "fp32") -> Path:
     told = TOLD.setdefault(target, [])
-    exporter.write_onnx(source, target, type, lambda *about: told.append(about))
+    onnx.write_onnx(source, target, type, lambda *about: told.append(about))
     return target
 
 

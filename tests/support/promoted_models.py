@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.settings import Settings
-from ratchet.registry import bundle_files, ledger, model_store, promotion_record
+from ratchet.registry import ledger, model_store, promotion
 from ratchet.registry.deployment import server_files
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests, files
@@ -76,7 +76,7 @@ def store_fake_model(
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
     parity = MergeParity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
     bundle = ModelBundle(
-        model_digest=bundle_files.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64,
+        model_digest=model_store.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64,
         data_digest="d" * 64,
         run_id="run", merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, artifacts=tuple(made),
     )  # fmt: skip
@@ -109,7 +109,7 @@ def make_champion(layout: ProjectLayout, model_digest: str, action: Any = "promo
             previous_version=before.champion.version if before.champion else None,
         ),
     )  # fmt: skip
-    promotion_record.update_champion(before, action, champion, False, added.digest).save(layout.champion)
+    promotion.update_champion(before, action, champion, False, added.digest).save(layout.champion)
     return version
 
 

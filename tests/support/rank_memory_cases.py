@@ -19,7 +19,7 @@ from small_loop import SHAPE
 CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
 """More layers than the forecast executes: it has to know in which buckets those fall that it leaves out."""
 WAYS: list[dict[str, Any]] = [
-    {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block": 64},
+    {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block_size": 64},
     {"method": "powersgd", "rank": 2}, {"method": "topk", "topk_fraction": 0.1},
 ]  # fmt: skip
 NAMES = [way["method"] for way in WAYS]

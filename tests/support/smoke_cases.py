@@ -8,9 +8,9 @@ import pytest
 
 from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
 from promoted_models import artifact
+from ratchet.exporters import onnx
 from ratchet.exporters.gguf import writer
-from ratchet.exporters.onnx import exporter
-from ratchet.models.runtimes import llama
+from ratchet.models.runtimes import llama_server
 from ratchet.storage.records.export import ExportArtifact
 
 
@@ -23,14 +23,14 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_model(root / name / "hf", seed)
         writer.write_gguf(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
     (root / "one" / "onnx" / "fp32").mkdir(parents=True)
-    exporter.write_onnx(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
+    onnx.write_onnx(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
     return root
 
 
 @pytest.fixture(scope="module")
 def verified(export: Path) -> dict[str, ExportArtifact]:
     """The formats of the first model with their answers."""
-    with llama.open_runtime(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
+    with llama_server.open_runtime(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
         asked = runtime.probes(QUESTIONS, TOKENS)
     return {
         "gguf/f32": artifact(export / "one", "gguf/f32", asked),

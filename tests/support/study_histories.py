@@ -9,9 +9,8 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import SamplerSettings, Sweep, SweepParameter
 from ratchet.storage.records.sweep import SweepObjective, Trial
-from ratchet.tuning.parameter_scale import draw_value
 from ratchet.tuning.samplers import propose
-from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.search_space import SearchSpace, draw_value
 
 LOSS = (SweepObjective(metric="validation_loss", direction="minimize"),)
 

@@ -11,9 +11,7 @@ from ratchet.storage.records.sweep import Trial
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage
-from ratchet.tuning.study_versions import compute_identity
-from ratchet.tuning.trial_serialization import select_searched
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.study import TrialStore, compute_identity, select_searched
 
 DATA, TINY_BASE = "d" * 64, "b" * 64
 WIDE = {

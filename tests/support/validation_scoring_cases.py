@@ -16,7 +16,7 @@ from ratchet.runs.directory import RESULT, RunPaths, RunSpec
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ValidationJob, ValidationLaunch
-from ratchet.tuning import validation_scores
+from ratchet.tuning import scheduler
 
 SETTINGS = tiny_project.SETTINGS
 FORMS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def damage(layout: ProjectLayout, run_id: str) -> None:
 
 
 def scorer(layout: ProjectLayout, asked: ValidationLaunch, *more: str) -> list[str]:
-    return [*validation_scores.SCORER, str(layout.root), asked.model_dump_json(), *more]
+    return [*scheduler.SCORER, str(layout.root), asked.model_dump_json(), *more]
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:

@@ -24,7 +24,7 @@ from ratchet.storage.records.sweep import (
 )
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
-from ratchet.tuning import tracking_payload
+from ratchet.tuning import tracking_sync
 
 NAME = Settings().promote.model_name
 RUNS = [f"{number:012x}" for number in range(1, 50)]
@@ -361,7 +361,7 @@ def test_hostile_and_long_texts_are_stored(tracked_project: ProjectLayout) -> No
     long = trial(0, "failed", reason="x" * 20_000, checkpoints=dict.fromkeys(range(1, 5000), "c" * 64))
     sweeps(tracked_project).update(report(long, study="long", stopped="y" * 20_000))
     child = children(tracked_project, "long")["trial 0"]
-    assert child.data.tags["ratchet.trial_reason"] == "x" * tracking_payload.MAX_TEXT
+    assert child.data.tags["ratchet.trial_reason"] == "x" * tracking_sync.MAX_TEXT
     assert "4999" in json.loads(child.data.tags["ratchet.checkpoints"])
 
 

@@ -17,7 +17,7 @@ from ratchet.errors import TrackingError
 from ratchet.reports import plots
 from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
 from ratchet.storage import digests, files
-from ratchet.storage.code_version import revision_tags
+from ratchet.storage.digests import revision_tags
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import HOST_TAG

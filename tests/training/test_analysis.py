@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from ratchet.config.train import AdaLoraSettings, Train
-from ratchet.models import adapter_format, adapters, frozen_weights, loading
-from ratchet.models.loading import Model
+from ratchet.models import adapter_format, adapters, loading, weights
+from ratchet.models.device import Model
 from ratchet.runs.directory import RunPaths
 from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
 from ratchet.training import analysis
@@ -167,7 +167,7 @@ def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str,
     plain("llama").save_pretrained(tmp_path)
     model = adapters.attach(loading.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
     found = analysis.analyse(model, TrainState(), settings)
-    rounded = {name: frozen_weights.dense_weight(layer) for name, layer in adapter_format.adapted_layers(model)}
+    rounded = {name: weights.dense_weight(layer) for name, layer in adapter_format.adapted_layers(model)}
     assert found.modules.keys() == rounded.keys()
     original = plain("llama")
     for name, one in found.modules.items():

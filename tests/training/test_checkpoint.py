@@ -23,7 +23,7 @@ import snapshots
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.runs.directory import CHECKPOINT, RunPaths
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
 from ratchet.training import checkpoint, optimizer
 from ratchet.training.train_state import TrainState
 from snapshots import SPEC, contents, identity, newest, save
@@ -243,7 +243,7 @@ def test_what_is_not_finite_is_never_sealed(paths: RunPaths, where: str, value: 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     save(paths, 2)
-    monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
+    monkeypatch.setattr(files, "RESERVE_BYTES", 2**62)
     seen: list[str] = []
     monkeypatch.setattr(files, "before", lambda operation, path: seen.append(operation))
     with pytest.raises(OSError, match="more in reserve, but only") as found:

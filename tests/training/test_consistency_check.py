@@ -6,7 +6,7 @@ import pytest
 
 from ratchet.config.train import Train
 from ratchet.runs.directory import RECIPE_VERSION, RunSpec
-from ratchet.training.consistency_check import describe_difference
+from ratchet.runs.rendezvous import describe_difference
 
 
 def rank_properties(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:

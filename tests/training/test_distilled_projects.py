@@ -18,7 +18,7 @@ from ratchet.errors import BaseModelError, InputError
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.training import online_distillation
+from ratchet.training import distillation
 from ratchet.training.run_spec import build_launch, build_run_spec
 
 
@@ -73,9 +73,7 @@ def test_what_cannot_teach_is_refused_before_anything_is_loaded(
     settings = with_teacher(project, **changes)
     rows = token_files.load_rows(project.data, "train")
     for ask in (
-        lambda: online_distillation.find_teacher(
-            build_run_spec(project, settings), build_launch(project, settings), rows
-        ),
+        lambda: distillation.find_teacher(build_run_spec(project, settings), build_launch(project, settings), rows),
         lambda: told(project, settings),
     ):
         with pytest.raises(InputError, match=message):

@@ -20,11 +20,11 @@ from ratchet.models.loss import answer_nll, pad_rows
 from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalReader
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.training import optimizer
 from ratchet.training.run_spec import build_run_spec
-from ratchet.training.stopping import GracefulShutdown
 from ratchet.training.worker import run_worker
 from small_loop import ROWS, SHAPE, SMALL, StopAfterSteps, after_steps, loop_of, losses, random_rows, steps, trained_by
 

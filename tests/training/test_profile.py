@@ -29,15 +29,15 @@ from ratchet.errors import DataError, InterruptedRunError, LockHeldError, Settin
 from ratchet.reports.training_page import format_profile
 from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.stages import train
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 from ratchet.storage.records.training import PARTS, TrainingProfile
-from ratchet.training import mfu, profiler
+from ratchet.training import profiler, step_timer
 from ratchet.training.run_spec import build_run_spec
 from ratchet.training.step_timer import StepSpans, StepTimer
-from ratchet.training.stopping import GracefulShutdown
 from small_loop import SMALL, loop_of
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     ],
 )
 def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert mfu.datasheet_flops_per_s(name, dtype) == expected
+    assert step_timer.datasheet_flops_per_s(name, dtype) == expected
 
 
 def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.training import loss_scale
+from ratchet.training import optimizer
 from ratchet.training.train_state import TrainState
 from small_loop import SMALL, loop_of, losses, trained_by
 
@@ -28,24 +28,24 @@ NAN, INF = float("nan"), float("inf")
 def test_only_an_overflow_that_a_smaller_scale_may_mend_is_computed_again(
     scale: float, loss: float, norm: float, again: bool
 ) -> None:
-    assert loss_scale.is_overflow(TrainState(loss_scale=scale), loss, norm) is again
+    assert optimizer.is_overflow(TrainState(loss_scale=scale), loss, norm) is again
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_long() -> None:
-    state = loss_scale.reduce_loss_scale(TrainState(loss_scale=8.0, loss_scale_steps=5))
+    state = optimizer.reduce_loss_scale(TrainState(loss_scale=8.0, loss_scale_steps=5))
     assert (state.loss_scale, state.loss_scale_steps) == (4.0, 0)
-    for _ in range(loss_scale.GROW_AFTER_STEPS):
+    for _ in range(optimizer.GROW_AFTER_STEPS):
         assert state.loss_scale == 4.0
-        state = loss_scale.advance_loss_scale(state)
+        state = optimizer.advance_loss_scale(state)
     assert (state.loss_scale, state.loss_scale_steps) == (8.0, 0)
-    assert loss_scale.advance_loss_scale(
-        replace(state, loss_scale=loss_scale.MAX_SCALE, loss_scale_steps=10**6)
-    ).loss_scale == (loss_scale.MAX_SCALE)
+    assert optimizer.advance_loss_scale(
+        replace(state, loss_scale=optimizer.MAX_SCALE, loss_scale_steps=10**6)
+    ).loss_scale == (optimizer.MAX_SCALE)
 
 
 def test_without_float16_nothing_is_scaled() -> None:
-    assert [loss_scale.initial_loss_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
-    assert loss_scale.advance_loss_scale(TrainState()) == TrainState()
+    assert [optimizer.initial_loss_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
+    assert optimizer.advance_loss_scale(TrainState()) == TrainState()
 
 
 @pytest.mark.parametrize("exponent", [10, 127])

@@ -13,7 +13,7 @@ from ratchet.errors import EXIT_INTERRUPTED
 # The main thread computes for minutes in one call of C, as a backward pass does; the interpreter lock is free.
 SCRIPT = """
 import hashlib, os, pathlib, sys
-from ratchet.training.stopping import GracefulShutdown
+from ratchet.runs.signals import GracefulShutdown
 stop = GracefulShutdown().install()
 def seal():
     pathlib.Path(sys.argv[1]).write_text("sealed")

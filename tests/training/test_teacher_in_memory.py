@@ -31,7 +31,7 @@ from ratchet.models.memory.parameters import list_unique_tensors
 from ratchet.models.memory.trace import AllocationTrace, BatchShape
 from ratchet.models.recommendations import MemoryConstraint
 from ratchet.models.teacher import TeacherCandidate, TeacherModel
-from ratchet.training.online_distillation import OnlineTeacherReader
+from ratchet.training.distillation import OnlineTeacherReader
 from small_loop import ROWS, SHAPE, random_rows
 
 DIRECTIONS = ["forward", "reverse"]

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from ratchet.training import mfu, profiler
+from ratchet.training import profiler, step_timer
 from small_loop import SHAPE, SMALL, loop_of
 
 LAYERS = 12
@@ -23,7 +23,7 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
     with profiler.count_workload(task.model) as asked:
         executor.compute_gradients(1)
     tokens = task.train_rows.count_tokens(rows)
-    told = mfu.flops_per_token(task.model, task.train_rows.count_trained(rows) / tokens)
+    told = step_timer.flops_per_token(task.model, task.train_rows.count_trained(rows) / tokens)
     assert told is not None
     # Among n tokens: scores and sums of values, two products forward and five back (scores once more).
     attention = sum(LAYERS * (2 + 5) * 2 * task.train_rows.count_tokens([row]) ** 2 * 64 for row in rows)
@@ -32,7 +32,7 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
 
 def test_matrices_of_an_unknown_kind_make_it_unknown(tmp_path: Path) -> None:
     model = loop_of(tmp_path, SMALL).context.model
-    assert mfu.flops_per_token(model, 0.5)
+    assert step_timer.flops_per_token(model, 0.5)
     layer = model.get_submodule("base_model.model.model.layers.0")
     layer.register_parameter("experts", nn.Parameter(torch.zeros(8, 32, 48), requires_grad=False))
-    assert mfu.flops_per_token(model, 0.5) is None
+    assert step_timer.flops_per_token(model, 0.5) is None

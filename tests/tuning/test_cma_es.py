@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from ratchet.config.sweep import SamplerSettings
 from ratchet.tuning import samplers
-from ratchet.tuning.parameter_scale import from_unit, iterate_points, to_unit
-from ratchet.tuning.parameters import SearchDimension
 from ratchet.tuning.samplers import describe, propose
+from ratchet.tuning.search_space import SearchDimension, from_unit, iterate_points, to_unit
 from study_histories import CONDITIONAL, DROPOUT, FINITE, LOSS, RATE, TARGETS, drawn, searched, space_of, trial
 
 

@@ -11,7 +11,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DamagedFileError, DataError
-from ratchet.quality_gate import test_set_reuse
+from ratchet.quality_gate import evidence
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ObjectiveSet, ValidationJob, ValidationScores
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial
@@ -273,7 +273,7 @@ def test_rows_that_models_are_chosen_by_are_refused_to_the_gate(tmp_path: Path) 
     write_objective(layout, "sweep.2", ["a", "b"])
     write_objective(layout, "sweep.2", ["a"])
     assert (path.read_bytes(), path.stat().st_ino) == (before, place)
-    assert test_set_reuse.count_overlaps(layout, ["a", "z"], []) == {"sweep sweep.2": 1}
+    assert evidence.count_overlaps(layout, ["a", "z"], []) == {"sweep sweep.2": 1}
     write_objective(layout, "sweep.2", ["c"])  # models were chosen by the others: they stay
     assert ObjectiveSet.load(path).sample_ids == ("a", "b", "c")
     path.write_text("{}")

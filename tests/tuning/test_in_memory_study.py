@@ -5,7 +5,7 @@ import math
 import optuna
 
 from ratchet.storage.records.sweep import SweepObjective
-from ratchet.tuning.in_memory_study import WORST, build_in_memory_study, group_by_lineage
+from ratchet.tuning.samplers import WORST, build_in_memory_study, group_by_lineage
 from study_histories import LOSS, RANK, RATE, drawn, eventful, space_of, trial
 
 

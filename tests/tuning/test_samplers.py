@@ -11,9 +11,8 @@ import pytest
 
 from ratchet.config.sweep import SamplerSettings, SweepParameter
 from ratchet.storage.records.sweep import SweepObjective, Trial
-from ratchet.tuning.parameter_scale import draw_value
 from ratchet.tuning.samplers import derive_seed, describe, library_versions, propose
-from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.search_space import SearchSpace, draw_value
 from study_histories import (
     CONDITIONAL,
     DROPOUT,

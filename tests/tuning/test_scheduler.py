@@ -19,7 +19,7 @@ from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.scheduler import TrialScheduler
-from ratchet.tuning.study import StudySession
+from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask
 
 RANDOM = SamplerSettings(kind="random")

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
-from ratchet.tuning.parameter_scale import decode_value, encode_value, to_distribution
-from ratchet.tuning.parameters import SearchDimension
-from ratchet.tuning.search_space import MAX_POINTS, SearchSpace, apply_values
+from ratchet.tuning.search_space import (
+    MAX_POINTS,
+    SearchDimension,
+    SearchSpace,
+    apply_values,
+    decode_value,
+    encode_value,
+    to_distribution,
+)
 
 OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 

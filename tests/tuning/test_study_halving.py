@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ratchet.config.sweep import PrunerSettings
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.in_memory_study import TrialLineage, group_by_lineage
 from ratchet.tuning.pruners import (
     BRACKETS_OF,
     HyperbandBracket,
@@ -22,6 +21,7 @@ from ratchet.tuning.pruners import (
     decide_pruning,
     find_promotable,
 )
+from ratchet.tuning.samplers import TrialLineage, group_by_lineage
 
 Curve = dict[int, float]
 

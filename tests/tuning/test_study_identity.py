@@ -10,7 +10,7 @@ from ratchet.config.settings import Settings
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage.digests import hash_json
 from ratchet.tuning.search_space import SearchSpace, apply_values
-from ratchet.tuning.study_versions import compute_identity, list_differences
+from ratchet.tuning.study import compute_identity, list_differences
 
 DATA, OTHER, ON = "d" * 64, "e" * 64, "b" * 64
 

@@ -21,9 +21,7 @@ from ratchet.tuning import journal_storage, leases
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage, open_storage
-from ratchet.tuning.study_versions import compute_identity
-from ratchet.tuning.trial_serialization import OUTCOME, select_searched
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.study import OUTCOME, TrialStore, compute_identity, deserialize_trial, select_searched
 from trial_store_cases import (
     DATA,
     LONG,
@@ -412,21 +410,18 @@ def test_changes_by_another_program_are_reported(store: TrialStore, storage: Stu
 
 def test_many_trials_are_read_in_no_time(store: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are over are turned into records once."""
-    from ratchet.tuning import trial_serialization
-
     free = select_searched(SearchSpace.from_settings(settings()), values())
     for _ in range(30):
         store.add(ended(), free)
     begin(store, here)
     assert len(store.trials()) == 31
     read = []
-    real = trial_serialization.deserialize_trial
 
     def counted(study: str, one: optuna.trial.FrozenTrial) -> Trial:
         read.append(one.number)
-        return real(study, one)
+        return deserialize_trial(study, one)
 
-    monkeypatch.setattr(trial_serialization, "deserialize_trial", counted)
+    monkeypatch.setattr("ratchet.tuning.study.deserialize_trial", counted)
     assert len(store.trials()) == 31
     assert read == [30]
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.output import add_json_argument, format_table, print_record
 from ratchet.cli.projects import open_project
-from ratchet.cli.tables import format_table
 from ratchet.errors import EXIT_OK
 
 if TYPE_CHECKING:

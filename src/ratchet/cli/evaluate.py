@@ -5,14 +5,12 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.output import add_json_argument, format_table, print_record, progress_printer
 from ratchet.cli.projects import open_project
-from ratchet.cli.tables import format_table
 from ratchet.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from ratchet.stages.evaluate import EvaluateResult
-    from ratchet.stages.quantization_cost import QuantizationResult
+    from ratchet.stages.evaluate import EvaluateResult, QuantizationResult
     from ratchet.storage.records.evaluation import EvaluationReport, JudgeReport
 
 HELP = "stage: score base, candidate and champion on the test rows"
@@ -30,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     project, on_progress = open_project(arguments), progress_printer(arguments)
     if arguments.quantization:
-        from ratchet.stages.quantization_cost import measure_quantization
+        from ratchet.stages.evaluate import measure_quantization
 
         print_record(measure_quantization(project, on_progress), format_quantization, arguments)
     else:

@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.output import add_json_argument, format_table, print_record
 from ratchet.cli.projects import open_project
-from ratchet.cli.tables import format_table
 from ratchet.config.units import format_bytes
 from ratchet.errors import EXIT_OK
 

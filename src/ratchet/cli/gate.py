@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from ratchet.quality_gate.messages import describe_verdict
+    from ratchet.quality_gate.rules import describe_verdict
     from ratchet.stages.gate import check_verdict, gate, run_aa_test
 
     project = open_project(arguments)
@@ -50,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def format_verdict(verdict: "Verdict", layout: "ProjectLayout") -> str:
     """The decision with its reasons, and the path of the page that shows the evidence."""
-    from ratchet.quality_gate.messages import describe_verdict
+    from ratchet.quality_gate.rules import describe_verdict
 
     return f"{describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
 
 
 def format_noise(noise: "NoiseReport") -> str:
     """A table of the differences between two evaluations of the same model."""
-    from ratchet.quality_gate.noise import format_noise_table
+    from ratchet.quality_gate.decision import format_noise_table
 
     return format_noise_table(list(noise.metrics), noise.batch_rows, noise.confidence)

@@ -43,8 +43,8 @@ from ratchet.cli import (
     verify,
     watch,
 )
-from ratchet.config.library_defaults import set_library_defaults
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, RatchetError
+from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.redaction import print_exception, redact_stderr, write_stderr
 from ratchet.runs.signals import die_with_parent, list_stop_signals
 

@@ -1,16 +1,29 @@
-"""Output that all commands share: results and progress on standard output."""
+"""Output that all commands share: results and progress on standard output, and text tables."""
 
 import argparse
 import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ratchet.storage.records.base import Record
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each row, with left-aligned columns; the first row holds the headings."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """The aligned rows as text, indented by two spaces."""
+    return "\n".join(f"  {line}".rstrip() for line in align_rows(rows))
+
 
 R = TypeVar("R", bound="Record")
 

@@ -52,7 +52,7 @@ def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
 
 
 def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[str]:
-    from ratchet.registry.promotion_record import version_label
+    from ratchet.registry.promotion import version_label
 
     champion, entry = result.champion, result.promotion
     if entry is None:

@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
+from ratchet.cli.output import add_json_argument, align_rows, print_record
 from ratchet.cli.projects import open_project
-from ratchet.cli.tables import align_rows
 from ratchet.errors import EXIT_INPUT, EXIT_OK
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def format_adoption(adopted: "AdoptedTrial") -> str:
 
 def format_report(result: "SweepResult") -> str:
     """The trials by state, the best ones, the winner and what pruning saved."""
-    from ratchet.tuning.tracking_payload import count_states
+    from ratchet.tuning.tracking_sync import count_states
     from ratchet.tuning.trial_summary import compute_savings
 
     report = result.report

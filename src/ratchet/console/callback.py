@@ -1,4 +1,4 @@
-"""Shows a training or generation in a terminal, as a callback of the journal.
+"""Shows a training or generation in a terminal, as a callback of the journal: a live display, or plain lines for logs.
 
 A live terminal shows one panel that is redrawn in place. Other streams get plain lines.
 """
@@ -7,18 +7,171 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal, TextIO
+from typing import TextIO
 
+from ratchet.config import units
 from ratchet.console.live_region import LiveRegion
-from ratchet.console.log_lines import LINE_EVERY_S, RunEventFormatter, step_unit
-from ratchet.console.run_screen import render_panel
+from ratchet.console.run_screen import describe_state, describe_time_left, render_panel
 from ratchet.console.text_layout import is_live_terminal
-from ratchet.runs import run_source
+from ratchet.runs import progress_view
+from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent
-from ratchet.runs.progress_view import ProgressView, create_view
+from ratchet.runs.progress_view import DAMAGE, ProgressView, SidecarState, create_view, describe_device
+from ratchet.runs.status import RunProgress, format_duration
+from ratchet.storage.html import format_count
+
+LINE_EVERY_S = 5.0
+
+
+class RunEventFormatter:
+    """Formats events and progress of a run as lines.
+
+    Args:
+        write_line: Receives a line without its end.
+        before: Prefix of every line, for example the run's name.
+        unit: Name of the run's steps: step or answer.
+    """
+
+    def __init__(self, write_line: Callable[[str], None], before: str = "  ", unit: str = "step") -> None:
+        self._write_line, self._before, self._unit = write_line, before, unit
+        self._last_step = 0
+
+    def event(self, event: JournalEvent) -> None:
+        """Write the lines of a notable event. A damaged event gives no line."""
+        with suppress(*DAMAGE):  # `status` counts damaged events
+            for line in _format_event(event, self._unit):
+                self._write_line(self._before + line)
+
+    def figures(self, view: ProgressView, now: float) -> None:
+        """Write the current progress, unless the step is unchanged or this attempt has no values yet. `now` is Unix
+        time."""
+        p = view.progress
+        text = _format_figures(view)
+        if not text or p.step == self._last_step:
+            return
+        self._last_step = p.step
+        time_left = view.eta.estimate(now)
+        left = f", {time_left.describe()} left" if time_left and p.step < p.planned_steps else ""
+        self._write_line(f"{self._before}{self._unit} {p.step}/{p.planned_steps}: {text}{left}")
+
+
+def summarize_run(view: ProgressView, sidecar: SidecarState, now: float) -> str:
+    """Summarize the state of a run in one line. `now` is Unix time."""
+    p = view.progress
+    clauses = [f"{describe_state(view, sidecar)}, {step_unit(view)} {p.step}/{p.planned_steps or '?'}"]
+    if p.loss is not None:
+        clauses.append(f"loss {p.loss:.4f}")
+    if p.validation_loss is not None:
+        clauses.append(f"validation loss {p.validation_loss:.4f}")
+    if left := describe_time_left(view, sidecar, now):
+        clauses.append(f"{left} left")
+    return ", ".join(clauses)
+
+
+def step_unit(view: ProgressView) -> str:
+    """Return the name of a run's steps."""
+    return "answer" if view.generation else "step"
+
+
+def _format_figures(view: ProgressView) -> str:
+    """Format the values of this attempt, or an empty string if it has none yet."""
+    p, rate = view.progress, view.input_tokens_per_s
+    if view.generation:
+        rate, answers = view.generation.tokens_per_s, view.generation.answers_per_s
+        return "" if rate is None or answers is None else f"{answers:,.2f} answers/s, {rate:,.0f} tokens/s"
+    return "" if p.loss is None or rate is None else f"loss {p.loss:.4f}, {rate:,.0f} tokens/s"
+
+
+def _format_event(event: JournalEvent, unit: str) -> list[str]:
+    data = event.data
+    if event.kind == "worker_ready":
+        return [progress_view.describe_start(event, unit)]
+    if event.kind == "validation":
+        better = " (best so far)" if data["improved"] else ""
+        return [f"step {data['step']}: validation loss {data['loss']:.4f}{better}"]
+    if event.kind == "memory_forecast":
+        return [progress_view.describe_forecast(event), *(f"  {note}" for note in data["forecast"]["notes"])]
+    if event.kind in ("notice", "alert", *progress_view.STEP_ANOMALIES):
+        found = progress_view.describe_notable_event(event)
+        return [found] if found else []
+    return []
+
+
+# Output of a generation as lines in a terminal or a log, as a callback of its journal.
+
+GENERATION_LINE_EVERY_S = 5.0
+WINDOW = 60
+"""Number of progress events, about one per second, over which the speed is averaged."""
+
+
+class RunLogPrinter:
+    """Prints progress every few seconds and all notable events.
+
+    Args:
+        write_line: Receives a line.
+    """
+
+    name = "console"
+
+    def __init__(self, write_line: Callable[[str], None]) -> None:
+        self._write_line = write_line
+        self._progress = RunProgress()
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
+        """Answers, tokens and seconds between two progress events."""
+        self._last_line_s = time.monotonic()
+        self._last: JournalEvent | None = None
+        self._live = False
+
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        """See Callback."""
+        for event in events:
+            before = self._progress.step
+            self._progress.update(event)
+            # Events that an earlier supervisor showed are not repeated.
+            self._live = self._live or (event.kind == "attempt_started" and event.data.get("pid") == os.getpid())
+            if self._live:
+                with suppress(KeyError, TypeError, ValueError):  # damaged event
+                    self._print_event(event, before)
+        if self._last and time.monotonic() - self._last_line_s >= GENERATION_LINE_EVERY_S:
+            self._print_progress()
+
+    def on_end(self, status: Status) -> None:
+        """See Callback."""
+        if self._last:
+            self._print_progress()
+
+    def _print_event(self, event: JournalEvent, before: int) -> None:
+        data = event.data
+        if event.kind == "worker_ready":
+            start, planned = data["start_step"], data["planned_steps"]
+            all_of = format_count(planned, "answer")
+            start_text = f"resuming after {start:,} of {all_of}" if start else f"{all_of} to generate"
+            where = describe_device(data["device"], data["compute_dtype"])
+            self._write_line(f"{start_text}{where and ', on '}{where}")
+        elif event.kind in ("notice", "alert"):
+            self._write_line(f"{event.kind}: {data['text']}")
+        elif event.kind == "microbatch_budget":
+            why = f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "there is enough memory"
+            self._write_line(f"batches now have at most {data['budget']['tokens']:,} padded tokens: {why}")
+        elif event.kind == "generation_progress":
+            self._last = event
+            self._recent.append((data["step"] - before, data["tokens"], data["seconds"]))
+
+    def _print_progress(self) -> None:
+        p, data = self._progress, self._last.data if self._last else {}
+        self._last_line_s, self._last = time.monotonic(), None
+        answers, tokens, seconds = (sum(one[i] for one in self._recent) for i in range(3))
+        rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+        left_s = (p.planned_steps - p.step) * seconds / answers if answers else 0
+        left = f", about {format_duration(left_s)} left" if left_s else ""
+        rows = f", {format_count(data['rows'], 'row')} per batch" if data.get("rows") else ""
+        free = f", {units.format_bytes(data['available_bytes'])} free" if data.get("available_bytes") else ""
+        self._write_line(f"{p.step:,}/{p.planned_steps:,} answered{rate}{rows}{free}{left}")
+
 
 DRAW_EVERY_S = 0.5
 SHARE = 0.005
@@ -34,8 +187,6 @@ SPECIAL = {
     "loss_scale",
 }
 """Event kinds that also get a permanent line above the panel."""
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class ConsoleCallback:
@@ -145,7 +296,11 @@ class _RunPanelView:
             wait_s = max(DRAW_EVERY_S, (time.thread_time() - start_s) / SHARE)
 
     def _draw(self) -> None:
-        known = run_source.SidecarState(running=True) if self._run is None else run_source.read_sidecar_state(self._run)
+        known = (
+            progress_view.SidecarState(running=True)
+            if self._run is None
+            else progress_view.read_sidecar_state(self._run)
+        )
         kind = "generation" if self._vitals.generation else "run"
         name = kind if self._run is None else f"{kind} {self._run.root.name}"
         with self.mutex:

@@ -1,4 +1,4 @@
-"""Draws a region at the end of a terminal's text repeatedly in place. Other output goes above the region.
+"""Draws a region at the end of a terminal's text repeatedly in place, and progress bars. Other output goes above.
 
 Between two frames the cursor is at the start of the region, and the terminal wraps no line of it. So no rows need to
 be counted after a resize, when the terminal may have wrapped lines again before the process receives the new width
@@ -12,12 +12,46 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import RenderableType
 
 from ratchet.console.text_layout import COLOUR, ScreenSize, TerminalConsole, encode_safely, wrap_text
 from ratchet.storage.html import escape_invisible
+
+
+def create_bar(what: str, unit: str, total: int | None = None) -> Any:
+    """Create a bar on standard error that removes itself. `disable` is explicit because the environment may silence
+    tqdm."""
+    from tqdm import tqdm  # reads the environment at import, so only after the command line has changed it
+
+    return tqdm(
+        desc=what, unit=f" {unit}", unit_scale=True, total=total, delay=2, mininterval=0.5, leave=False,
+        disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+class ProgressBars:
+    """Shows one bar at a time, a new one for each task."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._what = ""
+        self._bar: Any = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show the progress of `what`."""
+        if what != self._what:
+            self.close()
+            self._what, self._bar = what, create_bar(f"{self._verb}: {what}", "", total)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._what, self._bar = "", None
+
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CUT, BREAK = "\x1b[?7l", "\x1b[?7h"

@@ -22,9 +22,8 @@ from ratchet.console.text_layout import (
     select_lines,
     sparkline_range,
 )
-from ratchet.runs import event_messages
-from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUtilization, get_live_number
-from ratchet.runs.run_source import SidecarState
+from ratchet.runs import progress_view
+from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUtilization, SidecarState, get_live_number
 from ratchet.runs.status import format_duration
 
 LEAST_BAR, LONGEST_BAR = 6, 40
@@ -92,7 +91,7 @@ def render_heading(
         clauses.append(Text(f"! no events for {format_duration(silent_s)}", WARNING))
     if p.attempts > 1:
         clauses.append(f"attempt {p.attempts}")
-    if where := event_messages.describe_device(view.device, view.compute_dtype) if view.device else "":
+    if where := progress_view.describe_device(view.device, view.compute_dtype) if view.device else "":
         clauses.append(f"{where}{p.ranks_text}")
     if view.began_t is not None:
         until = now if sidecar.running else p.last_t

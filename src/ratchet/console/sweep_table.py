@@ -18,7 +18,7 @@ from ratchet.console.text_layout import TerminalConsole, choose_glyphs, encode_s
 from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepReport, Trial
-from ratchet.tuning.tracking_payload import STATES, count_states
+from ratchet.tuning.tracking_sync import STATES, count_states
 from ratchet.tuning.trial_summary import (
     LOSS,
     compute_savings,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.extensions import describe_extension
 from ratchet.config.prepare import Prepare
-from ratchet.data import balance, batches
+from ratchet.data import batches, ingest
 from ratchet.data.ingest import RowIngestion
 from ratchet.data.selection import RowSelection
 from ratchet.data.sources import SourceReader, describe_teacher_data
@@ -176,7 +176,7 @@ def _notes(
             )
     yield from _describe_teacher_labels(ingestion, settings, chosen)
     if chosen.balanced:
-        yield from balance.describe_balance(chosen.balanced)
+        yield from ingest.describe_balance(chosen.balanced)
     missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
     if missing:
         yield f"{len(missing)} labels or strata have no training row: {_join_names(missing)}"

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.prepare import Prepare
 from ratchet.data import deduplication
-from ratchet.data.ingest import RowIngestion
-from ratchet.data.row_ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
+from ratchet.data.ingest import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT, RowIngestion
 from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
 from ratchet.storage.records.data import BalanceReport, LeakageReport, NearDuplicateCluster, NearDuplicateReport
 

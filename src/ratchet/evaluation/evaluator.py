@@ -12,14 +12,14 @@ import torch
 
 from ratchet.config.evaluate import ModelFormat
 from ratchet.config.settings import Settings
-from ratchet.data import general_text, tokenization
+from ratchet.data import tokenization
 from ratchet.evaluation import answer_metrics, comparability, harness, metrics, rows
 from ratchet.evaluation.harness import HarnessScores
 from ratchet.evaluation.metrics import ConfusionMatrix
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.memory import capacity
 from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests
@@ -164,7 +164,7 @@ class _ModelEvaluation:
         for name, select in _PERPLEXITIES.items():
             self._add_perplexity(name, self.rows.ids, [select(row) for row in self.likelihoods])
         settings = self.settings.general_text
-        blocks = general_text.split_into_blocks(
+        blocks = rows.split_into_blocks(
             self.evaluator.general_text, self.tokenizer, settings.block_tokens, settings.max_blocks
         )
         self._show_progress(f"likelihood of {len(blocks)} blocks of general text")

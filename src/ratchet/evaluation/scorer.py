@@ -16,10 +16,10 @@ from ratchet.data.batches import split_micro_batches
 from ratchet.errors import StorageError
 from ratchet.models import scoring
 from ratchet.models.decoding import token_choice
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.memory import capacity, parameters
 from ratchet.models.scoring import RowLikelihood
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
 
 Tokens = Sequence[int]
 Batch = list[int]
@@ -361,7 +361,7 @@ def _append_line(path: Path, line: bytes) -> tuple[int, int]:
         finally:
             os.close(fd)
         files.before("fsync", path)
-        disk.fsync(path)
+        files.fsync(path)
         if is_new:
             files.fsync_directory(path.parent)
     except OSError as error:

@@ -11,16 +11,15 @@ import torch
 from ratchet.config.export import BuiltInGgufType, GgufType
 from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
+from ratchet.exporters import onnx
 from ratchet.exporters.gguf import llama_cpp_tools, reader, writer
 from ratchet.exporters.inputs import ExportJob
-from ratchet.exporters.onnx import exporter
-from ratchet.exporters.verification import parity
-from ratchet.exporters.verification.parity import ReferenceOutputs, Score
+from ratchet.exporters.verification import parity, probe_inputs
+from ratchet.exporters.verification.parity import ModelRuntime, ReferenceOutputs, Score
 from ratchet.exporters.verification.probe_inputs import ProbeInputs
-from ratchet.models.runtimes import llama, tokenizer_probes
+from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes import onnx as onnx_runtime
-from ratchet.models.runtimes.runtime import ModelRuntime
-from ratchet.registry import bundle_files
+from ratchet.registry import model_store
 from ratchet.storage import digests
 from ratchet.storage.records.export import ExportArtifact, ExportProbe, FormatKind
 
@@ -117,14 +116,14 @@ def convert_formats(
     """
     export = verifier.job.settings.export
     for gguf_type in export.gguf.types:
-        path = scratch / bundle_files.format_path("gguf", gguf_type)
+        path = scratch / model_store.format_path("gguf", gguf_type)
         path.parent.mkdir(exist_ok=True)
         notes = _write_gguf(verifier.job, merged, path, gguf_type)
         yield _verify_gguf(verifier, ExportedFormat("gguf", gguf_type, path), merged, notes, logits)
     for onnx_type in export.onnx.types:
-        path = scratch / bundle_files.format_path("onnx", onnx_type)
+        path = scratch / model_store.format_path("onnx", onnx_type)
         path.mkdir(parents=True)
-        exporter.write_onnx(merged, path, onnx_type, verifier.job.progress)
+        onnx.write_onnx(merged, path, onnx_type, verifier.job.progress)
         yield _verify_onnx(verifier, ExportedFormat("onnx", onnx_type, path))
 
 
@@ -157,14 +156,14 @@ def _verify_gguf(
 ) -> ExportArtifact:  # fmt: skip
     """Collect the probes with an f16 cache, as servers use it; verify with an f32 cache, which adds no rounding."""
     difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
-    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
-        probes = runtime.probes(tokenizer_probes.PROBES, PROBE_TOKENS)
-    with llama.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f32") as runtime:
+    with llama_server.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
+        probes = runtime.probes(probe_inputs.PROBES, PROBE_TOKENS)
+    with llama_server.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f32") as runtime:
         artifact = verifier.verify(
             runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
             second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
-    prompts = [tuple(prompt_ids(verifier.tokenizer, one)) for one in tokenizer_probes.PROBES]
+    prompts = [tuple(prompt_ids(verifier.tokenizer, one)) for one in probe_inputs.PROBES]
     same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
     return artifact.model_copy(
         update={
@@ -176,7 +175,7 @@ def _verify_gguf(
 
 def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
     with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
-        probes = collect_probes(runtime, verifier.tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
+        probes = collect_probes(runtime, verifier.tokenizer, probe_inputs.PROBES, verifier.inputs.end_ids)
         return verifier.verify(runtime, exported, probes=probes)
 
 

@@ -8,16 +8,16 @@ import torch
 
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.exporters import onnx
 from ratchet.exporters.gguf import llama_cpp_tools, writer
 from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 from ratchet.exporters.merge import merger
-from ratchet.exporters.merge.plan import plan_merge
+from ratchet.exporters.merge.merger import plan_merge
 from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
-from ratchet.exporters.onnx import exporter
 from ratchet.models import base_model, loading, teacher_reference
 from ratchet.registry import pickle_scan
 from ratchet.runs.directory import RunSpec
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
@@ -48,7 +48,7 @@ def require_exportable(model: Path, settings: Settings, root: Path) -> None:
         writer.require_exportable(model, export.gguf.types, directory)
     llama_cpp_tools.require_quantizer(tools, export.gguf.types)
     if export.onnx.types:
-        exporter.require_exportable(model)
+        onnx.require_exportable(model)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     require_exportable(base_path, settings, layout.root)
     base_model.verify_files(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)
-    disk.require_space(layout.experiments, _required_bytes(job))
+    files.require_space(layout.experiments, _required_bytes(job))
     return job
 
 

@@ -1,30 +1,143 @@
 """Merges the adapters, verifies each merged model against base + adapter, and keeps the closest one."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ratchet.data import token_files
 from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedFileError
-from ratchet.exporters import conversion, huggingface
+from ratchet.exporters import conversion
 from ratchet.exporters.conversion import ExportedFormat, ExportVerifier
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.recipe import MergeBase
-from ratchet.exporters.verification import layers, merge_trial, parity, probe_inputs, reference
-from ratchet.exporters.verification.layers import ActivationRecording
-from ratchet.exporters.verification.merge_trial import Logits
-from ratchet.exporters.verification.parity import Score, TorchRuntime
-from ratchet.models import model_card, oom, scoring
-from ratchet.models.runtimes import tokenizer_probes
-from ratchet.storage import digests
-from ratchet.storage.records.export import ExportArtifact, MergeReport, MergeTrial
+from ratchet.exporters.verification import layers, parity, probe_inputs, reference
+from ratchet.exporters.verification.layers import ActivationRecording, check_merge
+from ratchet.exporters.verification.parity import Score, TorchRuntime, log_softmax, logits_at, measure_distance
+from ratchet.exporters.verification.probe_inputs import ProbeInputs
+from ratchet.models import base_model, loading, model_card, oom, scoring
+from ratchet.models.device import Model
+from ratchet.storage import digests, files
+from ratchet.storage.records.export import ExportArtifact, MergeParity, MergeReport, MergeTrial, Progress
 from ratchet.storage.records.training import AdapterAnalysis
+
+MODEL_CARD = "README.md"
+_PATH_KEYS = ("_name_or_path", "name_or_path")
+"""Config keys with the path of the model on one machine; an export does not contain them."""
+
+
+def complete_directory(directory: Path, tokenizer: Any, end_ids: Sequence[int], card: str) -> None:
+    """Add tokenizer, card and final configs to merged weights, so that `AutoModelForCausalLM` and servers can load it.
+
+    Loading needs neither peft nor bitsandbytes nor this package.
+
+    Args:
+        directory: contains weights, config.json and perhaps generation_config.json; both configs are rewritten.
+        tokenizer: the tokenizer used in training; its chat template and added tokens are written.
+        end_ids: token ids that end an answer; they become the model's eos_token_id, so that every runtime stops there.
+        card: text of the model card.
+    """
+    config = _read_json(directory / "config.json")
+    config = {key: value for key, value in config.items() if key not in _PATH_KEYS} | {"use_cache": True}
+    config.pop("quantization_config", None)
+    _write_json(directory / "config.json", config)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
+        _write_json(generation, _read_json(generation) | {"eos_token_id": end})
+    tokenizer.name_or_path = ""
+    tokenizer.save_pretrained(str(directory))
+    files.write_atomic(directory / MODEL_CARD, card)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    return document
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON in transformers' layout, so that diffs against other configs stay readable."""
+    files.write_atomic(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def reopen_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False
+) -> tuple[Model, Any]:
+    """Load model and tokenizer from disk as a user would. `remote_code` allows code in the directory to run."""
+    model = loading.load_plain(directory, dtype, device, remote_code)
+    return model, base_model.load_tokenizer(directory, remote_code=remote_code)
+
+
+Logits = NDArray[np.float32]
+"""[positions, vocabulary]."""
+
+
+def reference_logits(model: Model, inputs: ProbeInputs, progress: Progress) -> list[Logits]:
+    """Compute the trained model's (base + adapter) logits of each row at its positions."""
+    total, logits = len(inputs.rows), []
+    for row, (ids, positions) in enumerate(zip(inputs.rows, inputs.positions, strict=True)):
+        progress("logits", row, total)
+        logits.append(logits_at(model, ids, positions))
+    progress("logits", total, total)
+    return logits
+
+
+def measure_merge(
+    merge_base: Literal["dequantized", "original"],
+    merged: Model,
+    dtype: torch.dtype,
+    trained: Sequence[Logits],
+    recording: ActivationRecording,
+    inputs: ProbeInputs,
+) -> MergeTrial:
+    """Measure a merged model that was loaded from disk.
+
+    Args:
+        merge_base: the weights that the updates were added to.
+        merged: the plain model.
+        dtype: type of its stored weights.
+        trained: logits of the trained model from `reference_logits`, whatever the merge base.
+        recording: recording of `reference.load_adapted_model(recipe, merge_base)`.
+        inputs: rows and positions.
+
+    Raises:
+        DamagedFileError: a module of the merged model deviates, or its vocabulary differs.
+    """
+    check = check_merge(recording, merged, dtype)
+    max_difference, sum_difference, elements, agreements, tokens, kl = 0.0, 0.0, 0, 0, 0, 0.0
+    for ids, positions, targets, expected in zip(
+        inputs.rows, inputs.positions, inputs.targets, trained, strict=True
+    ):  # fmt: skip
+        logits = logits_at(merged, ids, positions)
+        if logits.shape != expected.shape:
+            raise DamagedFileError(
+                f"the merged model has {logits.shape[-1]} logits; expected {expected.shape[-1]} as in the trained model"
+            )
+        differences = np.abs(logits.astype(np.float64) - expected)
+        max_difference = max(max_difference, float(differences.max()))
+        sum_difference += float(differences.sum())
+        elements += differences.size
+        distance = measure_distance([log_softmax(expected)], [log_softmax(logits)], [targets])
+        agreements += round(distance.greedy_agreement * distance.positions)
+        kl += distance.kl * distance.positions
+        tokens += distance.positions
+    parity = MergeParity(
+        rows=len(inputs.rows),
+        tokens=tokens,
+        max_logit_difference=max_difference,
+        mean_logit_difference=sum_difference / elements,
+        greedy_agreement=agreements / tokens,
+    )
+    return MergeTrial(merge_base=merge_base, parity=parity, kl=kl / tokens, check=check)
 
 
 @dataclass(frozen=True)
@@ -48,7 +161,7 @@ class ReloadedModelLogits:
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Compute the logits of each row: [positions, vocabulary], in float32."""
-        model, _ = huggingface.reopen_model(self.directory, self.job.dtype, self.job.device, self.job.base.remote_code)
+        model, _ = reopen_model(self.directory, self.job.dtype, self.job.device, self.job.base.remote_code)
         logits = scoring.collect_logits(model, rows)
         del model
         oom.release_memory()
@@ -100,7 +213,7 @@ def _measure_trained_model(job: ExportJob, score: Score) -> _TrainedModelReferen
         job.progress(f"base + adapter: {activity}", done, total)
 
     outputs = parity.collect_reference(TorchRuntime(model, tokenizer), inputs, progress)
-    logits = merge_trial.reference_logits(model, inputs, progress)
+    logits = reference_logits(model, inputs, progress)
     # This comes last because it converts the model to float32, which shows errors that bfloat16 would hide.
     recording = layers.record_activations(reference.compute_in_float32(model), inputs.rows)
     trained = _TrainedModelReference(ExportVerifier(job, tokenizer, inputs, outputs, score), logits, recording)
@@ -128,11 +241,11 @@ def _run_trial(
         AdapterAnalysis.load(analysis) if analysis.exists() else None,
     )  # fmt: skip
     verifier = trained.verifier
-    huggingface.complete_directory(directory, verifier.tokenizer, verifier.inputs.end_ids, card)
+    complete_directory(directory, verifier.tokenizer, verifier.inputs.end_ids, card)
     recording = trained.recording if merge_base == "dequantized" else _record_unquantized(job, verifier)
-    model, tokenizer = huggingface.reopen_model(directory, job.dtype, job.device, job.base.remote_code)
+    model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
     _check_tokenizer(job, verifier, tokenizer)
-    trial = merge_trial.measure_merge(merge_base, model, job.dtype, trained.logits, recording, verifier.inputs)
+    trial = measure_merge(merge_base, model, job.dtype, trained.logits, recording, verifier.inputs)
     del model
     oom.release_memory()
     return _MergeTrialResult(trial, merged.changed, merged.is_streamed)
@@ -159,9 +272,9 @@ def _check_tokenizer(job: ExportJob, verifier: ExportVerifier, tokenizer: object
 
 
 def _verify_merged(job: ExportJob, trained: _TrainedModelReference, directory: Path) -> ExportArtifact:
-    model, tokenizer = huggingface.reopen_model(directory, job.dtype, job.device, job.base.remote_code)
+    model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
     runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier
-    probes = conversion.collect_probes(runtime, tokenizer, tokenizer_probes.PROBES, verifier.inputs.end_ids)
+    probes = conversion.collect_probes(runtime, tokenizer, probe_inputs.PROBES, verifier.inputs.end_ids)
     artifact = verifier.verify(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=probes)
     del model, runtime
     oom.release_memory()

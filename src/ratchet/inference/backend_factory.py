@@ -10,14 +10,11 @@ def open_backend(kind: Kind, start: GenerationStart, callbacks: BackendCallbacks
     Raises:
         InputError: the model is missing, damaged, or not usable on this machine.
     """
-    if kind == "gguf":
-        from ratchet.inference import llama_backend
+    if kind in ("gguf", "endpoint"):
+        from ratchet.inference import server_backends
 
-        return llama_backend.load_backend(start, callbacks)
-    if kind == "endpoint":
-        from ratchet.inference import openai_backend
-
-        return openai_backend.load_backend(start, callbacks)
+        load = server_backends.load_llama_backend if kind == "gguf" else server_backends.load_openai_backend
+        return load(start, callbacks)
     from ratchet.models import lazy_imports
 
     lazy_imports.import_model_libraries()

@@ -9,7 +9,7 @@ from ratchet.errors import ChampionError, DamagedFileError, DataError, SettingsE
 from ratchet.inference.spec import GenerationStart, ModelIdentity
 from ratchet.models import base_model
 from ratchet.models.runtimes.openai_client import OpenAiEndpoint
-from ratchet.registry import bundle_files, ledger, model_store
+from ratchet.registry import ledger, model_store
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
@@ -109,7 +109,7 @@ def _resolve_merged(layout: ProjectLayout, settings: Settings) -> ModelReference
 def _resolve_promoted(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
     champion = _find_version(name, layout)
     folder = model_store.verify_version(layout, champion)
-    bundle = ModelBundle.load(folder.parent / bundle_files.BUNDLE)
+    bundle = ModelBundle.load(folder.parent / model_store.BUNDLE)
     if bundle.model_digest != champion.model_digest:
         raise ChampionError(
             f"{folder.parent}: found model {bundle.model_digest[:12]}, expected {champion.model_digest[:12]}"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError, StorageError
-from ratchet.inference import backend_factory, prompts
-from ratchet.inference.answer_shards import AnswerLedger
+from ratchet.inference import prompts
 from ratchet.inference.backend import BackendCallbacks, GenerationRequest
-from ratchet.inference.output import seal_result
+from ratchet.inference.backend_factory import open_backend
+from ratchet.inference.output import AnswerLedger, seal_result
 from ratchet.inference.spec import (
     PROMPTS,
     PROMPTS_KIND,
@@ -23,9 +23,9 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalReader
+from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import files
 from ratchet.training.exit_codes import report_worker_end
-from ratchet.training.stopping import GracefulShutdown
 
 FLUSH_INTERVAL_S = 1.0
 _BATCH_KEYS = {
@@ -169,7 +169,7 @@ def _generate(paths: RunPaths, journal: Journal, stop: GracefulShutdown, heartbe
     try:
         if ledger.count < total:
             heartbeat.beat("load")
-            backend = backend_factory.open_backend(spec.model.kind, start, callbacks)
+            backend = open_backend(spec.model.kind, start, callbacks)
             try:
                 _report_precision_change(journal, backend.device_info)
                 _log_ready(journal, ledger, total, backend.device_info)

@@ -4,6 +4,7 @@ Run as `python -m ratchet.models.answer_process DIR [--threads N]`.
 Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (maximum number of new tokens)}.
 Standard output: one line of JSON, a list of {"prompt" (token ids from the directory's own tokenizer for the question),
 "answer" (token ids)}. On failure, one line on standard error and exit code 1.
+With --smoke-test nothing is read: one fixed prompt is answered, and one line with the answer is printed.
 Code in the directory is never executed and the hub is never contacted.
 """
 
@@ -12,6 +13,11 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from ratchet.errors import DamagedFileError
+
+SMOKE_PROMPT = "Hello"
+SMOKE_TOKENS = 8
 
 
 def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
@@ -55,13 +61,44 @@ def _decode_greedily(model: Any, prompt: list[int], max_new_tokens: int, stop_id
     return answer
 
 
+def run_smoke_test(directory: Path) -> str:
+    """Load model and tokenizer from local files and answer one prompt greedily; return the answer.
+
+    Raises:
+        DamagedFileError: a logit is not finite, or the model generated nothing.
+        OSError, ValueError: transformers cannot load the directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, use_safetensors=True).eval()
+    conversation = [{"role": "user", "content": SMOKE_PROMPT}]
+    prompt = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        logits = model(**prompt).logits
+        if not torch.isfinite(logits).all():
+            raise DamagedFileError(f"{directory}: logits are not finite; export the model again")
+        answer = model.generate(**prompt, max_new_tokens=SMOKE_TOKENS, do_sample=False)
+    new = answer[0, prompt["input_ids"].shape[1] :]
+    if not len(new):
+        raise DamagedFileError(f"{directory}: the model generated nothing; export it again")
+    return str(tokenizer.decode(new))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m ratchet.models.answer_process")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--smoke-test", action="store_true")
     options = parser.parse_args(arguments)
     try:
+        if options.smoke_test:
+            print(f"answers {run_smoke_test(options.directory)!r}")
+            return 0
         answers = generate_answers(options.directory, json.load(sys.stdin), options.threads)
     except (
         Exception

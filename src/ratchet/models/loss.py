@@ -12,7 +12,7 @@ from torch.nn import functional
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 
 MAX_ROUNDING_DEVIATION = {torch.float32: (1e-5, 1e-3)}
 """Maximum difference of a row's logits by other rows in its pack, and between packed and unpacked, by dtype.

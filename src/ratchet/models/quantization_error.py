@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from ratchet.config.train import Train
 from ratchet.data.conversation import IGNORE_INDEX
-from ratchet.models import frozen_weights, oom
-from ratchet.models.loading import Model
+from ratchet.models import oom, weights
+from ratchet.models.device import Model
 from ratchet.models.memory import parameters
 from ratchet.storage.records.training import LayerQuantizationCost, QuantizationCost
 
@@ -177,8 +177,8 @@ def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iter
 
 
 def _weight_squared_norms(full_layer: nn.Module, quantized_layer: nn.Module) -> tuple[float, float]:
-    weight = frozen_weights.dense_weight(full_layer)
-    return float(_squared_norm(frozen_weights.dense_weight(quantized_layer) - weight)), float(_squared_norm(weight))
+    weight = weights.dense_weight(full_layer)
+    return float(_squared_norm(weights.dense_weight(quantized_layer) - weight)), float(_squared_norm(weight))
 
 
 def _tensor_bytes(module: nn.Module) -> int:

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicCache
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.decoding.token_choice import GumbelLogitsWarper
+from ratchet.models.device import Model
 from ratchet.models.likelihoods import is_plain_kv_cache, select_cache_rows
-from ratchet.models.loading import Model
 from ratchet.models.loss import pad_rows as padded
 
 

@@ -1,9 +1,12 @@
 """Checks the weights in a model's files before reading them, and reads them with little memory.
 
+Frozen weights of layers are read as dense float32 tensors, whether quantized, sharded or wrapped by an adapter.
+
 transformers only warns of a missing weight and initializes it at random; and while quantizing it does not notice that a
 linear layer has another shape than the config says. Both are errors here.
 """
 
+import copy
 import ctypes
 import json
 import shutil
@@ -15,16 +18,72 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import TrainableTokensWrapper
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from ratchet.errors import BaseModelError
-from ratchet.models import base_model
+from ratchet.models import adapter_format, base_model
 from ratchet.models.device import Model
 from ratchet.models.model_spec import ModelSpec
 from ratchet.storage.records.base import StoredQuantization
+
+TRANSPOSED = (Conv1D, nn.Embedding)
+"""Layers that store their weight as [inputs, outputs]; the inputs of an embedding are tokens."""
+
+
+def dense_weight(module: Any) -> Tensor:
+    """Return the frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
+
+    A 4-bit weight is dequantized as bitsandbytes' kernel does it for each matrix product: to the compute dtype,
+    whatever dtype it was quantized from. The part that PiSSA subtracted is added back. A float32 weight is not copied.
+    A sharded weight is gathered: every rank must make this call.
+
+    Raises:
+        BaseModelError: the weight is quantized by an unknown method.
+    """
+    layer = unwrap_to_base(module)
+    if isinstance(layer, Linear4bit):
+        state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
+        state.dtype = layer.compute_dtype or state.dtype
+        return dequantize_4bit(gather_full_weight(layer.weight.data), state).float()
+    if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
+        raise BaseModelError(
+            f"weight of a {type(layer).__name__} layer: found {layer.weight.dtype}; only bitsandbytes 4-bit weights "
+            "can be dequantized; use the model from before it was quantized"
+        )
+    stored = gather_full_weight(layer.weight.detach()).float()
+    weight = stored.T if isinstance(layer, TRANSPOSED) else stored
+    pissa_offset = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
+    return weight if pissa_offset is None else weight + pissa_offset.to(weight.device)
+
+
+def gather_full_weight(weight: Any) -> Tensor:
+    """Gather a weight that may be sharded across ranks; then every rank must make this call."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
+
+
+def unwrap_to_base(module: Any) -> Any:
+    """Return the base model's module below all adapters."""
+    while (inner := wrapped_module(module)) is not None:
+        module = inner
+    return module
+
+
+def wrapped_module(module: Any) -> Any:
+    """Return the module that an adapter wraps; None for a module of the base model."""
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter
+    return module.base_layer if isinstance(module, BaseTunerLayer) else None
+
 
 TRIM_EVERY_BYTES = 64 * 2**20
 """Bytes read between two calls that return freed memory to the system."""

@@ -1,10 +1,17 @@
 """Evidence for the gate, read from a project once: reports, per-sample scores, champion, test set uses and noise.
 
 It also selects and pairs the scores that a rule compares, or explains why they cannot be compared.
+
+Uses of a test set: which models were evaluated and judged on it, and overlaps with sets for model selection.
+
+Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
+points better than it is. So every evaluated model is counted, and the gate holds above gate.max_test_set_uses. For the
+same reason a test set must not share rows or tasks with a set by which models are selected (sweeps, validation).
 """
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,10 +20,10 @@ from ratchet.config.evaluate import ModelFormat
 from ratchet.config.gate import Gate, Reference
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, first_line
-from ratchet.quality_gate import test_set_reuse
 from ratchet.quality_gate.paired_test import MAX_NATS, PairedScores
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import (
@@ -26,10 +33,109 @@ from ratchet.storage.records.evaluation import (
     EvaluationReport,
     MetricValue,
     ModelRole,
+    ObjectiveSet,
     SampleScore,
 )
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import Champion, ChampionFile, Decision, read_champion
+from ratchet.storage.records.gate import Champion, ChampionFile, Decision, TestSetUse, Verdict, read_champion
+
+LOCK_WAIT_S = 60.0
+
+
+def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
+    """Record that a model was evaluated on a test set. Recording it again changes nothing.
+
+    Args:
+        layout: The project.
+        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
+        model: Adapter digest.
+        run_id: Training run of the model.
+
+    Raises:
+        DamagedFileError: A line of the file is invalid; nothing is written.
+        LockHeldError: Another process held the lock of the file for a minute.
+    """
+    _append_use(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
+
+
+def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
+    """Record the rules and the decision of a verdict, so that a margin changed afterwards leaves a trace.
+
+    Raises the same errors as `record_test_set_use`.
+    """
+    use = TestSetUse(
+        test_set_digest=verdict.test_set_digest,
+        model=verdict.adapter_digest,
+        run_id=verdict.run_id,
+        rules=verdict.rules,
+        decision=verdict.decision,
+    )
+    _append_use(layout, use)
+
+
+def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
+    with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
+        uses = read_test_set_uses(layout.test_set_uses)
+        if any(_use_key(known) == _use_key(use) for known in uses):
+            return
+        rows = (known.model_dump(mode="json", exclude={"format"}, exclude_none=True) for known in (*uses, use))
+        files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
+
+
+def _use_key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
+    return use.test_set_digest, use.model, use.rules, use.decision
+
+
+def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: str, rules: str) -> tuple[Decision, ...]:
+    """List the decisions about this model on this test set under different rules, oldest first."""
+    return tuple(
+        use.decision
+        for use in read_test_set_uses(layout.test_set_uses)
+        if (use.test_set_digest, use.model) == (test_set_digest, model) and use.decision and use.rules != rules
+    )
+
+
+def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
+    """Count the different models evaluated on this test set; `model` always counts."""
+    uses = read_test_set_uses(layout.test_set_uses)
+    return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
+
+
+def read_test_set_uses(path: Path) -> list[TestSetUse]:
+    """Read all uses, oldest first; empty without a file. Raises DamagedFileError with the number of an invalid line."""
+    if not path.exists():
+        return []
+    uses = []
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            uses.append(TestSetUse.model_validate(json.loads(text)))
+        except ValueError:
+            raise DamagedFileError(
+                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
+                "restore the file from git, or remove this line"
+            ) from None
+    return uses
+
+
+def count_overlaps(
+    layout: ProjectLayout, ids: Iterable[str], tasks: Iterable[str], further: Sequence[ObjectiveSet] = ()
+) -> dict[str, int]:
+    """Count the test rows and tasks that belong to a set for model selection, by the name of that set.
+
+    Args:
+        layout: The project; its folder experiments/objectives is read.
+        ids: Test rows.
+        tasks: Names of harness tasks.
+        further: Sets that are not in that folder.
+
+    Raises:
+        DamagedFileError: A file in that folder is not such a set.
+    """
+    sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
+    rows, names = set(ids), set(tasks)
+    counts = {one.name: len(rows & set(one.sample_ids)) + len(names & set(one.tasks)) for one in sets}
+    return {name: count for name, count in counts.items() if count}
+
 
 T = TypeVar("T", bound=base.Record)
 Samples = Mapping[str, SampleScore]
@@ -114,19 +220,19 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have used these rows for model selection after the evaluation.
-    overlaps = test_set_reuse.count_overlaps(layout, [row.id for row in rows], tasks)
+    overlaps = count_overlaps(layout, [row.id for row in rows], tasks)
     return GateEvidence(
         report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
         bundle=bundle,
         champion=read_champion(layout.champion),
         samples=samples,
         groups={row.id: row.group for row in rows},
-        test_set_uses=test_set_reuse.count_models(layout, report.test_set_digest, report.adapter_digest),
+        test_set_uses=count_models(layout, report.test_set_digest, report.adapter_digest),
         noise=noise,
         noise_samples=noise_samples,
         current_task_digests=current_task_digests,
         model_formats=settings.evaluate.formats,
-        earlier_decisions=test_set_reuse.list_earlier_decisions(
+        earlier_decisions=list_earlier_decisions(
             layout, report.test_set_digest, report.adapter_digest, rules_digest(settings.gate)
         ),
         duplicate_samples=duplicate_samples,

@@ -1,4 +1,8 @@
-"""The rules of the gate. Comparisons are paired and one-sided; undecided data never passes a rule."""
+"""The rules of the gate. Comparisons are paired and one-sided; undecided data never passes a rule.
+
+`check_bound` and `check_noise` check single rules: bounds that no two models can differ by, and margins smaller than
+the noise of the evaluation.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,12 +20,236 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Reference,
 )
-from ratchet.quality_gate import evidence, messages, paired_test, statistics, validity
-from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, MatchedScores, Samples
+from ratchet.quality_gate import evidence, paired_test, statistics
+from ratchet.quality_gate.evidence import (
+    ROLE_OF_FORMAT,
+    GateEvidence,
+    IncomparableError,
+    MatchedScores,
+    Samples,
+    build_pairs,
+    compute_difference,
+    select_scores,
+    sort_samples,
+)
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan, PairedTestResult
+from ratchet.storage.digests import SHORT
 from ratchet.storage.records.evaluation import MetricValue, ModelRole
 from ratchet.storage.records.export import ExportArtifact, MergeParity
-from ratchet.storage.records.gate import ModelComparison, Outcome, RuleResult
+from ratchet.storage.records.gate import ModelComparison, Outcome, RuleResult, Verdict
+
+REFERENCES: dict[Reference, str] = {"base": "the base", "champion": "the champion", "anchor": "the anchor"}
+OUTCOME_LABELS = {"pass": "pass", "fail": "FAIL", "undecided": "????", "invalid": "INVALID"}
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    """Format a verdict for the terminal: the decision, then one line per rule."""
+    head = f"{verdict.decision}: model {verdict.model_digest[:SHORT]}, run {verdict.run_id}"
+    if verdict.is_champion:
+        head += " (already the champion)"
+    elif verdict.decision == "PROMOTE":
+        head += "; run `ratchet promote` to make it the champion"
+    lines = [f"  {OUTCOME_LABELS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
+    if verdict.earlier_decisions:
+        lines.append(f"  note  {describe_changed_rules(verdict)}")
+    return "\n".join([head, *lines])
+
+
+def describe_changed_rules(verdict: Verdict) -> str:
+    """Return a warning that these samples were judged under different rules before."""
+    return (
+        f"under different rules the gate decided {', '.join(verdict.earlier_decisions)} for this model on these "
+        "samples; a margin set after the results were seen is weaker evidence"
+    )
+
+
+def describe_comparison(comparison: ModelComparison, metric: MetricValue) -> str:
+    """Describe a comparison: direction, size, bounds and number of samples."""
+    amount = "the same as"
+    if comparison.difference:
+        direction = "better" if comparison.difference > 0 else "worse"
+        amount = f"{format_change(comparison.difference, metric)} {direction} than"
+    counts = f"{comparison.n} samples"
+    if comparison.groups is not None:
+        counts += f" in {comparison.groups} groups"
+    if comparison.better is not None and comparison.worse is not None:
+        counts += f", {comparison.better} better, {comparison.worse} worse"
+    return (
+        f"{comparison.metric} {amount} {REFERENCES[comparison.against]} "
+        f"({format_percent(comparison.confidence)} confidence: at least "
+        f"{format_signed_change(comparison.low, metric)}, at most {format_signed_change(comparison.high, metric)}; "
+        f"{counts})"
+    )
+
+
+def is_share(metric: MetricValue) -> bool:
+    """Return whether the metric is a proportion, such as the share of right answers."""
+    return metric.unit == "proportion"
+
+
+def format_value(value: float, metric: MetricValue) -> str:
+    """Format a value of a metric: `84.5 %`, `1.234 nats`, `12.3`."""
+    if is_share(metric):
+        return f"{100 * value:.1f} %"
+    return f"{value:.4g}{_unit_suffix(metric)}"
+
+
+def format_change(difference: float, metric: MetricValue) -> str:
+    """Format a difference without its sign: `2.5 points`, `3.1 %`, `0.031 nats`."""
+    if metric.kind == "perplexity":
+        return f"{format_number(100 * abs(difference))} %"
+    if is_share(metric):
+        number = format_number(100 * abs(difference))
+        return f"{number} point{'' if number == '1' else 's'}"
+    return f"{abs(difference):.3g}{_unit_suffix(metric)}"
+
+
+def format_signed_change(difference: float, metric: MetricValue) -> str:
+    """Format a difference with its sign."""
+    return f"{'-' if difference < 0 else '+'}{format_change(difference, metric)}"
+
+
+def format_percent(share: float) -> str:
+    """Format a confidence or a fraction: `95 %`, `97.5 %`."""
+    return f"{format_number(100 * share)} %"
+
+
+def format_number(value: float) -> str:
+    """Format with two decimals without trailing zeros, or with one significant digit if that would show nothing."""
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:.1g}"
+
+
+def _unit_suffix(metric: MetricValue) -> str:
+    return " nats" if metric.unit.startswith("nats") else ""
+
+
+def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
+    """Return the reasons for INVALID that do not depend on the rules."""
+    problems = [
+        *(("identity", text) for text in _find_identity_problems(evidence)),
+        *(("selection", text) for text in _find_selection_overlaps(evidence)),
+        *(("tasks", text) for text in _find_changed_tasks(evidence)),
+    ]
+    return tuple(RuleResult(rule=rule, metric="-", outcome="invalid", text=text) for rule, text in problems)
+
+
+def _find_identity_problems(evidence: GateEvidence) -> Iterator[str]:
+    report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
+    for name in ("adapter", "base", "data", "model"):
+        evaluated, exported = (getattr(record, f"{name}_digest") for record in (report, bundle))
+        if evaluated is None:
+            yield (
+                "this adapter was not exported when it was evaluated; run `dvc repro evaluate` (existing scores are "
+                "reused)"
+            )
+        elif evaluated != exported:
+            yield (
+                f"the evaluation is of {name} {evaluated[:SHORT]}, the export is of {exported[:SHORT]}; run `dvc repro`"
+            )
+    if report.run_id != bundle.run_id:
+        yield f"the evaluation is of run {report.run_id}, the export is of run {bundle.run_id}; run `dvc repro`"
+    merged = report.scores.get("merged")
+    if merged is not None and merged.model_digest != bundle.model_digest:
+        yield (
+            f"the merged model was scored as {merged.model_digest[:SHORT]}, the export is "
+            f"{bundle.model_digest[:SHORT]}; run `dvc repro evaluate`"
+        )
+    for reference, evaluated, current in (
+        ("champion", report.champion_digest, champion.champion_digest),
+        ("anchor", report.anchor_digest, champion.anchor_digest),
+    ):
+        if evaluated != current:
+            yield (
+                f"the {reference} was {(evaluated or 'none')[:SHORT]} at the evaluation and is now "
+                f"{(current or 'none')[:SHORT]}; run `dvc repro evaluate`"
+            )
+
+
+def _find_selection_overlaps(evidence: GateEvidence) -> Iterator[str]:
+    for name, count in sorted(evidence.report.selection_overlaps.items()):
+        if count:
+            yield (
+                f"{count} test rows or tasks also belong to {name}, a set by which models are selected, so they cannot "
+                "be used to judge a selected model; select models by the validation rows, or use other test rows"
+            )
+
+
+def _find_changed_tasks(evidence: GateEvidence) -> Iterator[str]:
+    contracts = evidence.report.contracts
+    evaluated = [contracts.get(scores.contract, {}).get("tasks", {}) for scores in evidence.report.scores.values()]
+    for name in sorted(evidence.current_task_digests.keys() | {name for tasks in evaluated for name in tasks}):
+        digests, current = {tasks.get(name) for tasks in evaluated}, evidence.current_task_digests.get(name)
+        if digests == {current}:
+            continue
+        change = "changed since the evaluation (its YAML file or its data)"
+        if current is None:
+            change = "was evaluated but its file is missing now, or evaluate.harness.tasks does not name it"
+        elif digests <= {None}:
+            change = "was not evaluated"
+        yield f"harness task {name} {change}; run `dvc repro evaluate`"
+
+
+def check_bound(bound: float, setting: str, metric: MetricValue, pairs: PairedScores) -> None:
+    """Refuse a bound that no two models can differ by. Raises IncomparableError.
+
+    Args:
+        bound: Value of the setting.
+        setting: Name of the setting: `by` or `margin`.
+        metric: Metric of the rule.
+        pairs: Scores that are compared.
+    """
+    scores = (*pairs.new, *pairs.old)
+    are_shares = metric.better == "higher" and min(scores) >= 0 and max(scores) <= 1
+    if bound >= 1 and (is_share(metric) or metric.kind == "perplexity" or are_shares):
+        unit = "%" if metric.kind == "perplexity" else "points"
+        raise IncomparableError(
+            f"{setting} is {bound:g}, which is {100 * bound:g} {unit}: no two models can differ by that much; "
+            f"write 0.02 for 2 {unit}"
+        )
+
+
+def pair_rescored_samples(evidence: GateEvidence, name: str) -> tuple[ModelRole, MetricValue, PairedScores] | None:
+    """Pair the second scoring of the candidate with the first.
+
+    Returns:
+        The role under which the candidate was scored, its metric, and the pairs. None if this metric was not scored
+        twice, or the second scoring is of another model or contract.
+
+    Raises:
+        IncomparableError: The second scoring has other samples.
+    """
+    noise = evidence.noise
+    if noise is None or name not in noise.metrics:
+        return None
+    role = ROLE_OF_FORMAT[noise.model_format]
+    scores = evidence.report.scores.get(role)
+    if scores is None or (scores.model_digest, scores.contract) != (noise.model_digest, noise.contract):
+        return None
+    metric, first = select_scores(evidence, role, name)
+    second = evidence.noise_samples.get(name, {})
+    if first.keys() != second.keys():
+        raise IncomparableError(
+            f"{name}: the second scoring of {role} has other samples; run `ratchet gate --aa` again"
+        )
+    return role, metric, build_pairs(metric, sort_samples(second), sort_samples(first), evidence.groups)
+
+
+def check_noise(evidence: GateEvidence, name: str, bound: float) -> None:
+    """Refuse a margin that is smaller than the noise of the evaluation. Raises IncomparableError."""
+    rescored = pair_rescored_samples(evidence, name) if bound > 0 else None
+    if rescored is None:
+        return
+    role, metric, pairs = rescored
+    difference = abs(compute_difference(pairs))
+    if not difference <= bound:  # Also refuses NaN.
+        raise IncomparableError(
+            f"{name} of {role}, scored twice, differs by {format_change(difference, metric)}, more than the "
+            f"margin of {format_change(bound, metric)}: the evaluation is too noisy for this rule "
+            "(run `ratchet gate --aa`)"
+        )
+
 
 GENERAL_PERPLEXITY = "general_perplexity"
 MIN_SAMPLES = 20
@@ -98,21 +326,21 @@ def apply_must_not_regress(context: RuleContext, rule: MustNotRegressRule) -> Ru
     such a loss.
     """
     plan, name = context.build_plan(rule.confidence), rule.metric
-    validity.check_noise(context.evidence, name, rule.margin)
+    check_noise(context.evidence, name, rule.margin)
     reason = evidence.missing_reference_reason(context.evidence, rule.against)
     if reason is not None:
         return _judge_without_reference(context, rule, reason)
     matched = evidence.match_scores(context.evidence, name, rule.against)
-    validity.check_bound(rule.margin, "margin", matched.metric, matched.pairs)
+    check_bound(rule.margin, "margin", matched.metric, matched.pairs)
     comparison = compare_matched(matched, rule.against, name, -rule.margin, plan)
     outcome = _non_inferiority_outcome(comparison)
-    allowed = f"allowed loss: {messages.format_change(rule.margin, matched.metric)}"
+    allowed = f"allowed loss: {format_change(rule.margin, matched.metric)}"
     missing = _describe_missing_samples(outcome, comparison, matched.metric)
     return RuleResult(
         rule=rule.rule,
         metric=name,
         outcome=outcome,
-        text=f"{messages.describe_comparison(comparison, matched.metric)}; {allowed}{missing}",
+        text=f"{describe_comparison(comparison, matched.metric)}; {allowed}{missing}",
         comparisons=(clear_required_samples(comparison, outcome),),
     )
 
@@ -131,7 +359,7 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
     margin = -comparison.bound
     has_too_few = has_too_few_samples(comparison)
     if comparison.detectable > margin:
-        change = messages.format_change(comparison.detectable, metric)
+        change = format_change(comparison.detectable, metric)
         problem = f"{comparison.n} samples cannot detect a loss below {change}"
     elif has_too_few:
         problem = f"fewer than {MIN_SAMPLES} samples are not reliable"
@@ -162,7 +390,7 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
     role = evidence.list_scored_roles(context.evidence)[0]
     metric, samples = evidence.select_scores(context.evidence, role, rule.metric)
     pairs = pair_with_itself(context, metric, samples)
-    validity.check_bound(rule.margin, "margin", metric, pairs)
+    check_bound(rule.margin, "margin", metric, pairs)
     comparisons: tuple[ModelComparison, ...] = ()
     if is_binary(pairs):
         n = count_independent_samples(pairs)
@@ -176,8 +404,8 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
         required_samples = max(against_base.required_samples or 0, MIN_SAMPLES)
         has_enough, comparisons = detectable <= rule.margin and not has_too_few_samples(against_base), (against_base,)
     text = f"{rule.metric}: {reason}, so there is no comparison; "
-    margin = messages.format_change(rule.margin, metric)
-    change = messages.format_change(detectable, metric)
+    margin = format_change(rule.margin, metric)
+    change = format_change(detectable, metric)
     if has_enough:
         text += f"{n} samples detect a loss of {change}, and the allowed loss is {margin}"
     else:
@@ -214,7 +442,7 @@ def count_independent_samples(pairs: PairedScores) -> int:
 def apply_forgetting(context: RuleContext, rule: ForgettingRule) -> RuleResult:
     """Limit the rise of general-text perplexity over the base, for every format that can be compared with the base."""
     plan = context.build_plan(rule.confidence)
-    validity.check_noise(context.evidence, GENERAL_PERPLEXITY, rule.max_rise)
+    check_noise(context.evidence, GENERAL_PERPLEXITY, rule.max_rise)
     outcomes: list[Outcome] = []
     texts, comparisons = [], []
     for matched in evidence.iterate_matches(context.evidence, GENERAL_PERPLEXITY, "base"):
@@ -222,9 +450,9 @@ def apply_forgetting(context: RuleContext, rule: ForgettingRule) -> RuleResult:
         outcome = _non_inferiority_outcome(comparison)
         direction = "fell" if comparison.difference >= 0 else "rose"
         texts.append(
-            f"general-text perplexity {direction} by {messages.format_change(comparison.difference, matched.metric)} "
-            f"({matched.role} against the base; {messages.format_percent(comparison.confidence)} confidence: "
-            f"a rise of at most {messages.format_signed_change(-comparison.low, matched.metric)}; "
+            f"general-text perplexity {direction} by {format_change(comparison.difference, matched.metric)} "
+            f"({matched.role} against the base; {format_percent(comparison.confidence)} confidence: "
+            f"a rise of at most {format_signed_change(-comparison.low, matched.metric)}; "
             f"{comparison.n} blocks)"
             f"{_describe_missing_samples(outcome, comparison, matched.metric)}"
         )
@@ -234,7 +462,7 @@ def apply_forgetting(context: RuleContext, rule: ForgettingRule) -> RuleResult:
         rule=rule.rule,
         metric=GENERAL_PERPLEXITY,
         outcome=worst_outcome(outcomes),
-        text=f"{'; '.join(texts)}; allowed rise: {messages.format_percent(rule.max_rise)}",
+        text=f"{'; '.join(texts)}; allowed rise: {format_percent(rule.max_rise)}",
         comparisons=tuple(comparisons),
     )
 
@@ -287,9 +515,9 @@ def _compare_claim(context: RuleContext, rule: MustImproveRule, name: str) -> Im
         raise IncomparableError(
             f"by is {rule.by:g}: a loss is not an improvement; use must_not_regress with margin {-rule.by:g}"
         )
-    validity.check_noise(context.evidence, name, rule.by)
+    check_noise(context.evidence, name, rule.by)
     matched = evidence.match_scores(context.evidence, name, rule.over)
-    validity.check_bound(rule.by, "by", matched.metric, matched.pairs)
+    check_bound(rule.by, "by", matched.metric, matched.pairs)
     comparison = compare_matched(matched, rule.over, name, rule.by, context.build_plan(rule.confidence))
     return ImprovementClaim(matched.metric, comparison)
 
@@ -302,11 +530,11 @@ def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Seq
     outcome: Outcome = "pass" if has_won else "fail" if has_lost else "undecided"
     texts = []
     for claim in claims:
-        required = f"more than {messages.format_change(rule.by, claim.metric)} better" if rule.by else "better"
+        required = f"more than {format_change(rule.by, claim.metric)} better" if rule.by else "better"
         p = f"p = {claim.comparison.p:.2g}"
         if claim.comparison.p_adjusted is not None:
             p += f", {claim.comparison.p_adjusted:.2g} adjusted for all claims"
-        texts.append(f"{messages.describe_comparison(claim.comparison, claim.metric)}; must be {required} ({p})")
+        texts.append(f"{describe_comparison(claim.comparison, claim.metric)}; must be {required} ({p})")
     text = "; or: ".join(texts)
     if outcome == "undecided":
         counts = [count for claim in claims if (count := count_samples_to_decide(claim.comparison))]
@@ -350,7 +578,7 @@ def _compare_with_value(
     """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant."""
     metric, samples = evidence.select_scores(context.evidence, role, name)
     pairs = pair_with_itself(context, metric, samples)
-    if messages.is_share(metric) and not 0 <= value <= 1:
+    if is_share(metric) and not 0 <= value <= 1:
         raise IncomparableError(f"{name} is a proportion: found {value:g}, expected 0 to 1; write 0.9 for 90 %")
     if metric.kind == "perplexity" and value <= 0:
         raise IncomparableError(f"{name} is a perplexity: found {value:g}, expected a positive number")
@@ -371,10 +599,10 @@ def _compare_with_value(
         if has_too_few_samples(result):
             differences = (-math.inf, math.inf)
         bounds = (_value_at_difference(metric, value, result.low), _value_at_difference(metric, value, result.high))
-    worst, best = (messages.format_value(bound, metric) for bound in bounds)
+    worst, best = (format_value(bound, metric) for bound in bounds)
     text = (
-        f"{name} of {role} {messages.format_value(metric.value, metric)} "
-        f"({messages.format_percent(plan.confidence)} confidence: no worse than {worst}, "
+        f"{name} of {role} {format_value(metric.value, metric)} "
+        f"({format_percent(plan.confidence)} confidence: no worse than {worst}, "
         f"no better than {best}; {metric.n} samples)"
     )
     return _ThresholdComparison(*differences, metric.value, text)
@@ -399,7 +627,7 @@ def apply_at_least(context: RuleContext, rule: AtLeastRule) -> RuleResult:
         texts.append(comparison.text)
     metric, _ = evidence.select_scores(context.evidence, roles[0], rule.metric)
     direction = "at least" if metric.better == "higher" else "at most"
-    text = f"{'; '.join(texts)}; must be {direction} {messages.format_value(rule.value, metric)}"
+    text = f"{'; '.join(texts)}; must be {direction} {format_value(rule.value, metric)}"
     outcome = worst_outcome(outcomes)
     if outcome == "undecided":
         text += f": these samples cannot decide it; {_describe_required_rows(None)}"
@@ -422,7 +650,7 @@ def apply_above_chance(context: RuleContext, rule: AboveChanceRule) -> RuleResul
             )
         comparison = _compare_with_value(context, role, rule.metric, chance, plan)
         outcomes.append("pass" if comparison.low > 0 else "fail" if comparison.value <= chance else "undecided")
-        texts.append(f"{comparison.text}; guessing reaches {messages.format_value(chance, metric)}")
+        texts.append(f"{comparison.text}; guessing reaches {format_value(chance, metric)}")
     outcome = worst_outcome(outcomes)
     text = "; ".join(texts)
     if outcome != "pass":

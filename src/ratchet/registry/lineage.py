@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 
 from ratchet.config.settings import Settings
 from ratchet.storage import digests, files
-from ratchet.storage.code_version import DISTRIBUTION, code_version
+from ratchet.storage.digests import DISTRIBUTION, code_version
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard

@@ -3,18 +3,259 @@
 Moving the alias commits the promotion; it is a compare-and-set. Steps before it can be dropped, steps after it can be
 repeated: they cannot be refused, and each first checks whether it is done. So a process that dies anywhere leaves one
 of two states: the promotion did not happen (the intent is dropped), or the next command completes it.
+
+An intent whose alias has not moved is dropped, and nothing has happened. If the alias has moved, the next command
+completes the promotion (promotion.py). The intent is removed when all steps are done.
 """
 
-from collections.abc import Callable, Mapping
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Protocol
 
-from ratchet.errors import ChampionError, TrackingError
-from ratchet.registry import ledger, outbox, promotion_record
-from ratchet.registry.promotion_record import UNREGISTERED, PromotionIntent
+from ratchet.config.promote import HookSettings
+from ratchet.errors import ChampionError, DamagedFileError, TrackingError
+from ratchet.registry import ledger, outbox
+from ratchet.storage import files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
-from ratchet.storage.records.gate import Promotion, read_champion
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.evaluation import EvaluationReport, MetricValue
+from ratchet.storage.records.export import ModelBundle
+from ratchet.storage.records.gate import (
+    Action,
+    Champion,
+    ChampionFile,
+    Decision,
+    ForcedPromotion,
+    Promotion,
+    Verdict,
+    read_champion,
+)
+
+UNREGISTERED = 0
+"""Version of a model that is not registered yet; MLflow counts from 1."""
+
+MAX_TAG_CHARACTERS = 250
+"""MLflow's limit of a tag's name."""
+
+FORCED, FORCED_BY, FORCED_REASON, DECISION = (
+    f"ratchet.{name}" for name in ("forced", "forced_by", "forced_reason", "decision")
+)
+ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
+
+
+class PromotionIntent(Record):
+    """Everything needed to complete a promotion or rollback, because files and settings may change before that."""
+
+    id: str
+    """Id of the event; a repeated command gets another one."""
+    time: str
+    """UTC, ISO 8601."""
+    action: Action
+    actor: str
+    """Person or service that started it."""
+    project: str
+    model_name: str
+    """Name of the registered model."""
+    champion: Champion
+    """The new champion; its version is UNREGISTERED until the model is registered."""
+    alias: int | None
+    """Version that the alias named before; the alias moves only from there."""
+    previous_version: int | None
+    """Version that the champion file named before."""
+    decision: Decision | None
+    reason: str | None
+    is_anchor: bool
+    """Whether the new champion also becomes the anchor."""
+    description: str | None = None
+    """New description of the registered version; None keeps the old one."""
+    hooks: tuple[HookSettings, ...] = ()
+
+    def entry(self, version: int) -> Promotion:
+        """The ledger's entry, not yet chained."""
+        champion = self.champion
+        return Promotion(
+            id=self.id, time=self.time, action=self.action, actor=self.actor, version=version,
+            model_digest=champion.model_digest, adapter_digest=champion.adapter_digest, run_id=champion.run_id,
+            previous_version=self.previous_version, decision=self.decision, reason=self.reason,
+            forced=champion.forced is not None, is_anchor=self.is_anchor, previous=None,
+        )  # fmt: skip
+
+
+def new_event_id() -> str:
+    """Create an event id: 128 random bits."""
+    return secrets.token_hex(16)
+
+
+def utc_now() -> str:
+    """Current time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_intent(path: Path) -> PromotionIntent | None:
+    """Read the intent of an interrupted promotion, if any. Raises DamagedFileError if it cannot be read."""
+    if not path.exists():
+        return None
+    try:
+        return PromotionIntent.load(path)
+    except DamagedFileError:
+        raise DamagedFileError(
+            f"{path}: cannot be read; it records an interrupted promotion. If no promotion is running, remove the "
+            "file, then check `ratchet promotions`"
+        ) from None
+
+
+def remove_intent(path: Path) -> None:
+    """Remove the intent. If a crash restores the file, completing the promotion again changes nothing."""
+    files.before("unlink", path)
+    path.unlink(missing_ok=True)
+    files.fsync_directory(path.parent)
+
+
+# ----------------------------------------------------------------------------------------------------- champion file
+
+
+def update_champion(
+    current: ChampionFile, action: Action, champion: Champion, is_anchor: bool, head: str
+) -> ChampionFile:
+    """Compute the champion file after a promotion or rollback; no file is written.
+
+    Args:
+        current: the current file.
+        action: after a promotion the old champion becomes the first previous one; after a rollback it is removed,
+            because it failed.
+        champion: the new champion; every version is named once.
+        is_anchor: whether it also becomes the anchor.
+        head: digest of the ledger's entry.
+    """
+    line: Iterable[Champion] = current.previous
+    if action == "promote" and current.champion:
+        line = (current.champion, *current.previous)
+    others = {c.version: c for c in line if c.version != champion.version}
+    return ChampionFile(
+        champion=champion,
+        previous=tuple(others.values()),
+        anchor=champion if is_anchor else current.anchor,
+        ledger=head,
+    )
+
+
+def find_version(file: ChampionFile, version: int) -> Champion | None:
+    """Find a version in the champion file."""
+    champions = (file.champion, *file.previous, file.anchor)
+    return next((c for c in champions if c is not None and c.version == version), None)
+
+
+def version_label(champion: Champion) -> str:
+    """Describe a version for the user, including whether it was forced."""
+    forced = ", FORCED" if champion.forced else ""
+    return f"version {champion.version} (model {champion.model_digest[:12]}, run {champion.run_id}{forced})"
+
+
+# ------------------------------------------------------------------------------------------- tags and descriptions
+
+
+def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, page: str) -> dict[str, str]:
+    """Tags of a newly registered version: components of the model, metrics, and the gate's decision."""
+    tags = {
+        ADAPTER: bundle.adapter_digest,
+        "ratchet.base_digest": bundle.base_digest,
+        "ratchet.data_digest": bundle.data_digest,
+        RUN: bundle.run_id,
+        DECISION: verdict.decision,
+        "ratchet.gate_page": page,
+    }
+    return tags | {_key(name): repr(metric.value) for name, metric in _metrics(report).items()}
+
+
+def promotion_tags(intent: PromotionIntent) -> dict[str, str]:
+    """Tags that a promotion or rollback sets on the version and on the MLflow run."""
+    tags = {"ratchet.event": intent.id}
+    if intent.action == "rollback":
+        return tags | {"ratchet.rolled_back_by": intent.actor, "ratchet.rollback_reason": intent.reason or ""}
+    forced = intent.champion.forced
+    return tags | {
+        DECISION: intent.decision or "",
+        "ratchet.promoted_by": intent.actor,
+        "ratchet.promoted_at": intent.time,
+        FORCED: "true" if forced else "false",
+        FORCED_BY: forced.actor if forced else "",
+        FORCED_REASON: forced.reason if forced else "",
+    }
+
+
+def parse_forced(tags: dict[str, str]) -> ForcedPromotion | None:
+    """Read a forced promotion from a version's tags (see `promotion_tags`)."""
+    if tags.get(FORCED) != "true":
+        return None
+    return ForcedPromotion.model_validate(
+        {"actor": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]}
+    )
+
+
+def describe_version(
+    champion: Champion, actor: str, time: str, bundle: ModelBundle, verdict: Verdict, report: EvaluationReport
+) -> str:
+    """Describe a version in Markdown, for its page in MLflow."""
+    forced = champion.forced
+    first = f"Promoted on {time} by {actor}. Decision of the gate: {verdict.decision}."
+    if forced:
+        first = f"**FORCED** on {time} by {forced.actor} despite the gate's decision {forced.decision}: {forced.reason}"
+    metrics = ", ".join(f"{name} {metric.value:.4g}" for name, metric in sorted(_metrics(report).items()))
+    components = (
+        f"Run {bundle.run_id}: adapter {bundle.adapter_digest[:12]} on base {bundle.base_digest[:12]}, "
+        f"data {bundle.data_digest[:12]}, merged into the {bundle.merge_target}, {bundle.dtype}."
+    )
+    return "\n\n".join((first, components, f"Evaluation: {metrics}." if metrics else "No metrics."))
+
+
+def _metrics(report: EvaluationReport) -> dict[str, MetricValue]:
+    """Metrics of the exported model if it was scored, otherwise of the adapter."""
+    scores = report.scores.get("merged") or report.scores.get("candidate")
+    return scores.metrics if scores else {}
+
+
+def _key(metric: str) -> str:
+    """Convert a metric's name to a valid tag name: only allowed characters, and no path components like `..`."""
+    parts = re.sub(r"[^/\w.\-: ]", "_", metric).split("/")
+    safe = ["ratchet.metric." + parts[0], *("_" if part in ("", ".", "..") else part for part in parts[1:])]
+    return "/".join(safe)[:MAX_TAG_CHARACTERS].rstrip("/")
+
+
+def plan_steps(
+    layout: ProjectLayout, intent: PromotionIntent, version: int | None, *first_steps: str
+) -> tuple[str, ...]:
+    """List the steps of `promotion.execute_promotion` for a dry run.
+
+    Args:
+        layout: the project.
+        intent: the promotion or rollback.
+        version: the registered version; None if the model is not registered yet.
+        first_steps: steps that come before.
+    """
+    target = f"version {version}" if version is not None else "a new version"
+    steps = [*first_steps, f"write the intent to {layout.promotion_intent}"]
+    if version is None:
+        steps.append(f"register model {intent.champion.model_digest[:12]} as {target} of {intent.model_name}")
+    source = f"version {intent.alias}" if intent.alias else "no version"
+    steps.append(f"move the alias champion from {source} to {target}")
+    reason = f": {intent.reason}" if intent.reason else ""
+    steps.append(f"add a line to {layout.promotions}, by {intent.actor}{reason}")
+    steps.append(f"write {target} to {layout.champion}{', also as the anchor' if intent.is_anchor else ''}")
+    if forced := intent.champion.forced:
+        steps.append(f"mark folder, version and MLflow run as FORCED despite {forced.decision}")
+    steps += [f"call {outbox.hook_label(hook)}" for hook in intent.hooks if intent.action in hook.events]
+    return tuple(steps)
+
+
+def describe_last_promotion(entries: Sequence[Promotion]) -> str:
+    """Describe who promoted last, and when."""
+    return f" (last changed by {entries[-1].actor} on {entries[-1].time})" if entries else ""
+
 
 LOCK_WAIT_S = 60.0
 """Maximum wait for another promotion; most take seconds."""
@@ -89,12 +330,12 @@ def execute_promotion(
         if version == UNREGISTERED:
             version = register()
     except TrackingError:
-        promotion_record.remove_intent(layout.promotion_intent)
+        remove_intent(layout.promotion_intent)
         raise
     try:
         registry.set_champion(version, intent.alias)
     except ChampionError:
-        promotion_record.remove_intent(layout.promotion_intent)
+        remove_intent(layout.promotion_intent)
         raise
     return finish_promotion(layout, registry, intent, version)
 
@@ -107,21 +348,19 @@ def finish_promotion(
     entry = ledger.append_entry(layout.promotions, intent.entry(version))
     current = read_champion(layout.champion)
     if current.ledger != entry.digest:
-        promotion_record.update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(
-            layout.champion
-        )
+        update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
     folder = layout.promoted_model(champion.model_digest)
-    registry.annotate_version(version, champion.run_id, promotion_record.promotion_tags(intent), intent.description)
+    registry.annotate_version(version, champion.run_id, promotion_tags(intent), intent.description)
     line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
     event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
     name = outbox.add_event(layout.outbox, event, intent.hooks)
-    promotion_record.remove_intent(layout.promotion_intent)
+    remove_intent(layout.promotion_intent)
     return entry, name
 
 
 def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> InterruptedPromotion | None:
     """Find an interrupted promotion, and whether it is completed or dropped; None if there is none. Changes nothing."""
-    intent = promotion_record.read_intent(layout.promotion_intent)
+    intent = read_intent(layout.promotion_intent)
     if intent is None:
         return None
     registry = open_registry(intent.model_name)
@@ -145,5 +384,5 @@ def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> s
     if interrupted.is_committed and interrupted.version is not None:
         finish_promotion(layout, open_registry(interrupted.intent.model_name), interrupted.intent, interrupted.version)
     else:
-        promotion_record.remove_intent(layout.promotion_intent)
+        remove_intent(layout.promotion_intent)
     return interrupted.describe()

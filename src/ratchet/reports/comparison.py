@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ratchet.config.gate import Gate
 from ratchet.errors import DamagedFileError, DataError, SettingsError
-from ratchet.quality_gate import evidence, finalists, paired_test, statistics, test_set_reuse
+from ratchet.quality_gate import evidence, finalists, paired_test, statistics
 from ratchet.quality_gate.evidence import Samples, read_rows, read_samples
 from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.quality_gate.paired_test import PairedTestPlan
@@ -683,7 +683,7 @@ def _describe_standing(layout: ProjectLayout, run_id: str, names: ComparisonInde
         descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
     decisions = [
         one.decision
-        for one in test_set_reuse.read_test_set_uses(layout.test_set_uses)
+        for one in evidence.read_test_set_uses(layout.test_set_uses)
         if one.run_id == run_id and one.decision
     ]
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ratchet.config.units import format_bytes
-from ratchet.quality_gate import messages
-from ratchet.reports import curves, page_files
+from ratchet.quality_gate import rules
+from ratchet.reports import curves
 from ratchet.reports.comparison import (
     ComparisonRow,
     ComparisonSide,
@@ -155,13 +155,13 @@ def _test_result_row(one: PairwiseTestResult) -> tuple[str, ...]:
 
 def format_value(one: PairwiseTestResult, value: float) -> str:
     """Format a value of the tested metric."""
-    return messages.format_value(value, one.measured) if one.measured else format_significant(value)
+    return rules.format_value(value, one.measured) if one.measured else format_significant(value)
 
 
 def format_difference(one: PairwiseTestResult, amount: float) -> str:
     """Format a difference of the tested metric, with its sign."""
     if one.measured:
-        return messages.format_signed_change(amount, one.measured).replace("-", MINUS)
+        return rules.format_signed_change(amount, one.measured).replace("-", MINUS)
     return ("+" if amount >= 0 else MINUS) + format_significant(abs(amount))
 
 
@@ -299,7 +299,7 @@ NO_CURVES = "None of the runs has done a step."
 
 def write(comparison: RunComparison, target: Path) -> None:
     """Write the page. Equal comparisons give equal bytes."""
-    page_files.write(target, render(comparison))
+    html.write(target, render(comparison))
 
 
 def render(comparison: RunComparison) -> str:

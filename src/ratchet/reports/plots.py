@@ -10,10 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from ratchet.models.module_names import parse_module_name
 from ratchet.reports.verdict_page import ReliabilityDiagramBin
 from ratchet.runs.journal import JournalReader, ReplayFilter
-from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, QuantizationCost, QuantizationReport
+from ratchet.storage.records.training import (
+    AdapterAnalysis,
+    ModuleAnalysis,
+    QuantizationCost,
+    QuantizationReport,
+    parse_module_name,
+)
 
 DPI = 120
 CELL_INCHES = 0.28  # size of one cell of a confusion matrix: a label is readable at 7 points

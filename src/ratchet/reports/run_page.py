@@ -8,7 +8,6 @@ from typing import Any
 from ratchet.config.units import format_bytes
 from ratchet.quality_gate.evidence import Samples
 from ratchet.reports import comparison_page, curves, verdict_page
-from ratchet.reports import page_files as placed
 from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult
 from ratchet.reports.curves import render_swatch, side_classes
 from ratchet.reports.forest_plot import format_significant, render_digest
@@ -16,6 +15,7 @@ from ratchet.reports.training_page import STYLE as PART_STYLE
 from ratchet.reports.training_page import render_memory
 from ratchet.reports.verdict_page import render_judge_results
 from ratchet.storage import html
+from ratchet.storage import html as placed
 from ratchet.storage.html import NONE, Html, explanation, format_count, format_percentage, tag
 from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, ModelRole
 from ratchet.tuning.trial_summary import format_duration

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet.config.units import choose_unit, format_bytes
-from ratchet.models.module_names import parse_module_name
 from ratchet.storage import html
 from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, tag
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast, ModuleAnalysis, StepPart, TrainingProfile
+from ratchet.storage.records.training import (
+    AdapterAnalysis,
+    MemoryForecast,
+    ModuleAnalysis,
+    StepPart,
+    TrainingProfile,
+    parse_module_name,
+)
 
 MEANT = {
     "data": "batch plan, padding, copies to the device",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ratchet.config.units import format_bytes
 from ratchet.quality_gate.evidence import GateEvidence
-from ratchet.quality_gate.messages import describe_changed_rules
+from ratchet.quality_gate.rules import describe_changed_rules
 from ratchet.reports import forest_plot, sample_browser
 from ratchet.reports.forest_plot import (
     MINUS,

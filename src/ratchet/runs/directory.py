@@ -23,8 +23,8 @@ from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, StorageError
 from ratchet.runs.journal import Journal, read_last_event
 from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import RUNS_VARIABLE
-from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_differing_keys, flatten
 
 
@@ -59,7 +59,7 @@ class LaunchSpec(Record):
     """How and where this attempt runs. Rewritten at every start, so that a project may move between attempts."""
 
     worker: ClassVar[str | None] = None
-    """Module that is started as the worker; None: that of a training (runs/worker_process.py)."""
+    """Module that is started as the worker; None: that of a training (runs/supervisor.py)."""
 
     machine: Machine
 

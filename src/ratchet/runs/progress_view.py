@@ -5,17 +5,23 @@ It keeps bounded memory for a journal of any length.
 
 import json
 import math
+import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from ratchet.runs import event_messages
+from ratchet.config import units
+from ratchet.runs import replication_protocol
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.journal import JournalEvent, ReplayFilter
-from ratchet.runs.status import RATE_WINDOW, RunProgress
+from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
+from ratchet.runs.replication_protocol import ReplicationState
+from ratchet.runs.restart_policy import describe_cause
+from ratchet.runs.status import RATE_WINDOW, RunProgress, describe_ranks
+from ratchet.storage import files
 
 POINTS = 256
 """Maximum number of points of a curve."""
@@ -463,7 +469,7 @@ class ProgressView:
         )
 
     def _add_notable(self, event: JournalEvent) -> None:
-        text = event_messages.describe_notable_event(event)
+        text = describe_notable_event(event)
         if text is not None:
             self.notable_events.append(
                 NotableEvent(event.t, text, event.kind in ("alert", "worker_exited", "start_refused", "step_skipped"))
@@ -522,3 +528,155 @@ def _require_finite(value: Any) -> float:
 
 def _ignore_event(event: JournalEvent) -> None:
     """Used in place of a fold that does not apply."""
+
+
+_SEALING = re.compile(rf"{re.escape(files.PARTIAL)}step-([0-9]{{8,}})-([0-9]+)")
+
+
+@dataclass(frozen=True)
+class SidecarState:
+    """State of a run directory that is not in the journal, at one moment."""
+
+    running: bool = False
+    """Whether a process holds the lock of the run."""
+    saving: int | None = None
+    """Step of the checkpoint that is being written; None: none is."""
+    replica: ReplicationState | None = None
+    """State of the replica; None: there is no replica, or nothing is known of it."""
+    finished: bool = False
+    """Whether there is a result. It is not verified, which would take too long twice a second."""
+
+
+def read_sidecar_state(paths: RunPaths) -> SidecarState:
+    """Read the state of a run directory. If it is missing or cannot be read, all fields have their defaults."""
+    """Look into a run's directory. One that is not there, or cannot be read, tells nothing."""
+    try:
+        running = paths.lock().is_held()
+        return SidecarState(
+            running,
+            _find_saving_step(paths) if running else None,
+            replication_protocol.read_replication_state(paths),
+            paths.result.is_dir(),
+        )
+    except OSError:
+        return SidecarState()
+
+
+def _find_saving_step(paths: RunPaths) -> int | None:
+    """The step that a live process of this machine is saving; leftovers of a dead process do not count."""
+    try:
+        names = [path.name for path in paths.checkpoints.iterdir()]
+    except FileNotFoundError:
+        return None
+    partial = [match for match in map(_SEALING.fullmatch, names) if match]
+    found = [int(match[1]) for match in partial if Path(f"/proc/{match[2]}").exists()]
+    return max(found, default=None)
+
+
+class RunSource(Protocol):
+    """A run to display, wherever it is trained."""
+
+    name: str
+    view: ProgressView
+    sidecar: SidecarState
+    new_events: Sequence[JournalEvent]
+    """Events that the last `refresh` found; at first all of them."""
+
+    def refresh(self) -> None:
+        """Read what is new."""
+
+
+class LocalRunSource:
+    """A run whose directory is on this machine."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.name = paths.root.name
+        self.view, self.sidecar = create_view(paths), SidecarState()
+        self.new_events: Sequence[JournalEvent] = ()
+        self._paths, self._reader = paths, JournalReader(paths.journal)
+
+    def refresh(self) -> None:
+        """See `RunSource.refresh`. A run that was removed has no new events."""
+        self.sidecar = read_sidecar_state(self._paths)
+        self.new_events = list(self._reader.read())
+        for event in self.new_events:
+            self.view.update(event)
+
+
+STEP_ANOMALIES = ("step_skipped", "step_repeated", "gradient_spike", "microbatch_budget", "loss_scale")
+"""Events about a step that did not run as usual."""
+GENERATE_PHASE = "generate"
+"""Phase of the batch budgets of a generation."""
+EXTERNAL_DEVICES = {"server": "a server", "llama.cpp": "llama.cpp", "none": ""}
+"""Devices of models that run outside torch, with their own number formats."""
+
+
+def describe_start(event: JournalEvent, unit: str = "step") -> str:
+    """Describe `worker_ready`: where an attempt starts and on which device; `unit` is the name of a step."""
+    start, planned = event.data["start_step"], event.data["planned_steps"]
+    resumed = f"resuming from {unit} {start}" if start else "starting"
+    where = describe_device(str(event.data["device"]), str(event.data["compute_dtype"]))
+    return f"{resumed}, {planned} {unit}s{where and ' on '}{where}{describe_ranks(event.data)}"
+
+
+def describe_device(device: str, dtype: str) -> str:
+    """Device and number format of a model: `cuda in bfloat16`, `a server`; empty if nothing is computed."""
+    return EXTERNAL_DEVICES.get(device, f"{device} in {dtype}")
+
+
+def describe_forecast(event: JournalEvent) -> str:
+    """Describe `memory_forecast`: how much memory the run needs."""
+    forecast = event.data["forecast"]
+    peak = max((phase["parts"] for phase in forecast["phases"]), key=lambda parts: sum(parts.values()))
+    most = ", ".join(
+        f"{name} {units.format_bytes(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3]
+    )
+    return (
+        f"memory forecast for micro-batches of {forecast['rows']} x {forecast['row_tokens']} tokens: "
+        f"{units.format_bytes(sum(peak.values()))} of "
+        f"{units.format_bytes(event.data['available_bytes'])} available ({most})"
+    )
+
+
+def describe_anomaly(event: JournalEvent) -> str:
+    """Describe one of STEP_ANOMALIES: what was wrong with the step, or how it was handled."""
+    data = event.data
+    if event.kind == "step_skipped":
+        step = data["rollback_step"]
+        rollback = "" if step is None else f", rolled back to the weights of step {step}"
+        return f"skipped{rollback}: {data['reason']}"
+    if event.kind == "step_repeated":
+        return f"repeated: {data['reason']}"
+    if event.kind == "gradient_spike":
+        return (
+            f"gradient norm {data['grad_norm']:.3g} is {data['deviations']:.1f} deviations above the median "
+            f"{data['median']:.3g}; trained on anyway"
+        )
+    if event.kind == "loss_scale":
+        return f"gradient overflowed in float16; repeated with loss scale {data['loss_scale']:g}"
+    tokens = data["budget"]["tokens"]
+    limit = "no longer limited" if tokens is None else f"limited to {tokens:,} padded tokens"
+    cause = (
+        f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "memory was sufficient for a while"
+    )
+    name = "batch" if data["phase"] == GENERATE_PHASE else f"micro-batch of {data['phase']}"
+    return f"{name} {limit}: {cause}"
+
+
+def describe_notable_event(event: JournalEvent) -> str | None:
+    """One line for an unusual event; None for the usual ones.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: the event lacks a key of its kind.
+    """
+    data = event.data
+    if event.kind in ("notice", "alert"):
+        return f"{event.kind}: {data['text']}"
+    if event.kind in STEP_ANOMALIES:
+        unit = "answer" if data.get("phase") == GENERATE_PHASE else "step"
+        return f"{unit} {data['step']}: {describe_anomaly(event)}"
+    if event.kind == "worker_exited":
+        return f"attempt {event.attempt} died: {describe_cause(data['failure_class'], data['text'])}"
+    if event.kind in ("start_refused", "pruned"):
+        return f"{event.kind.replace('_', ' ')}: {data['text']}"
+    return None

@@ -13,7 +13,7 @@ from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, DataError, InterruptedRunError, LeaseHeldError, RatchetError
 from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.signals import StopSignal
-from ratchet.storage.locks import FileLock
+from ratchet.storage.files import FileLock
 from ratchet.storage.records.base import Record
 
 MIN_STOP_S = 2.0
@@ -147,7 +147,7 @@ class ReplicationState(Record):
     place: str
     """Address of the replica. Nothing is known about another address."""
     token: int
-    """Token of the last lease that this directory held (runs/replication/object_names.py). 0: another machine of the
+    """Token of the last lease that this directory held (runs/replication/store.py). 0: another machine of the
     same training replicated the run."""
     node: str
     lock: tuple[int, int]

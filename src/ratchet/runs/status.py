@@ -409,11 +409,11 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 def format_size(count: float) -> str:
     """Format bytes: `512 B`, `3.4 MB` (powers of 1,000)."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 999.95 and len(units) > 1:
+    suffixes = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.95 and len(suffixes) > 1:
         count /= 1000
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+        suffixes.pop(0)
+    return f"{count:.0f} B" if suffixes[0] == "B" else f"{count:.1f} {suffixes[0]}"
 
 
 def format_duration(seconds: float) -> str:

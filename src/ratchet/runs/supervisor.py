@@ -1,25 +1,44 @@
-"""Supervise one run: start workers, watch them, restart or give up, until there is a result. Imports no torch."""
+"""Supervises one run: starts workers, watches them, restarts or gives up, until there is a result. Imports no torch.
 
+The worker is a child process. It shares the run directory, the lock of the run and one page of memory (heartbeat.py)
+with the supervisor.
+"""
+
+import logging
 import os
+import select
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
+from ratchet.config.machine import Machine
+from ratchet.config.units import format_bytes
 from ratchet.errors import (
+    EXIT_BUG,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_PEERS,
     InputError,
     InterruptedRunError,
+    RatchetError,
     RunFailedError,
     StorageError,
 )
+from ratchet.redaction import redact
+from ratchet.runs import log
 from ratchet.runs.callbacks import CallbackList, RunCallback, RunPruner, Status
 from ratchet.runs.directory import LaunchSpec, RunDirectory, storage_errors
+from ratchet.runs.heartbeat import HangDetector, Heartbeat, dump_stacks_and_kill, read_process_state
 from ratchet.runs.journal import JournalEvent, JournalReader
-from ratchet.runs.log import print_message
+from ratchet.runs.log import JsonLog, Level, LogTrimmer, print_message
 from ratchet.runs.preemption import PreemptionMonitor
-from ratchet.runs.rendezvous import RendezvousServer
+from ratchet.runs.rendezvous import RendezvousServer, count_local_ranks, has_agent
 from ratchet.runs.replication_protocol import ReplicationSession, ReplicatorProtocol
 from ratchet.runs.restart_policy import (
     EarlierFailure,
@@ -31,10 +50,342 @@ from ratchet.runs.restart_policy import (
     decide,
 )
 from ratchet.runs.signals import StopSignal
-from ratchet.runs.status import RunProgress, describe_amount
-from ratchet.runs.supervisor_log import log_supervision
+from ratchet.runs.status import RunProgress, describe_amount, describe_stop
 from ratchet.runs.system_metrics import SystemMetricsSampler
-from ratchet.runs.worker_process import run_attempt
+
+LogMessage = tuple[Level, str]
+
+
+def _format_worker_exited(data: Mapping[str, Any]) -> LogMessage:
+    is_retried = data["decision"] == "Retry"
+    consequence = "restarting" if is_retried else "not restarting"
+    return "warning" if is_retried else "error", f"the worker ended: {data['text']}; {consequence}"
+
+
+def _format_worker_ready(data: Mapping[str, Any]) -> LogMessage:
+    ranks = f", {data['ranks']} ranks" if data.get("ranks", 1) > 1 else ""
+    place = f"on {data.get('device', '?')}{ranks}"
+    return "info", f"ready at step {data['start_step']} of {data['planned_steps']}, {place}"
+
+
+def _format_validation(data: Mapping[str, Any]) -> LogMessage:
+    best = ", the best so far" if data.get("improved") else ""
+    return "info", f"validation loss {data['loss']:.4f} at step {data['step']}{best}"
+
+
+def _format_checkpoint(data: Mapping[str, Any]) -> LogMessage:
+    return "debug", f"checkpoint of step {data['step']} saved in {data['seconds']:.3g} s"
+
+
+def _format_skipped(data: Mapping[str, Any]) -> LogMessage:
+    step = data.get("rollback_step")
+    rollback = f"; rolled back to the weights of step {step}" if step is not None else ""
+    return "warning", f"step {data['step']} is skipped: {data['reason']}{rollback}"
+
+
+def _format_budget(data: Mapping[str, Any]) -> LogMessage:
+    tokens = data["budget"]["tokens"]
+    limit = "as large as configured" if tokens is None else f"of at most {tokens:,} tokens"
+    is_smaller = data["action"] == "shrink"
+    return "warning" if is_smaller else "info", f"micro-batches of {data['phase']} {limit}, from step {data['step']} on"
+
+
+def _format_memory(data: Mapping[str, Any]) -> LogMessage:
+    return "debug", f"phase {data['phase']} used {format_bytes(data['peak_bytes'])} at its peak"
+
+
+def _format_replicated(data: Mapping[str, Any]) -> LogMessage:
+    return "debug", f"the {data['artifact']} of step {data['step']} is in the replica"
+
+
+def _format_spike(data: Mapping[str, Any]) -> LogMessage:
+    return "warning", f"step {data['step']} has an unusually large gradient: {data['grad_norm']:.4g}"
+
+
+def _format_finished(data: Mapping[str, Any]) -> LogMessage:
+    return "info", f"finished at step {data['step']} ({str(data['reason']).replace('_', ' ')})"
+
+
+_FORMATTERS: dict[str, Callable[[Mapping[str, Any]], LogMessage]] = {
+    "start_refused": lambda data: ("error", f"start refused: {data['text']}"),
+    "attempt_started": lambda data: ("info", f"starting a worker, code version {data['code_version']}"),
+    "worker_ready": _format_worker_ready,
+    "memory_forecast": lambda data: ("info", f"{format_bytes(data['available_bytes'])} of memory available"),
+    "memory_peak": _format_memory,
+    "validation": _format_validation,
+    "checkpoint_saved": _format_checkpoint,
+    "replicated": _format_replicated,
+    "step_skipped": _format_skipped,
+    "step_repeated": lambda data: ("warning", f"step {data['step']} is repeated: {data['reason']}"),
+    "gradient_spike": _format_spike,
+    "microbatch_budget": _format_budget,
+    "loss_scale": lambda data: ("debug", f"step {data['step']} is repeated with loss scale {data['loss_scale']:g}"),
+    "alert": lambda data: ("warning", data["text"]),
+    "notice": lambda data: ("info", data["text"]),
+    "worker_error": lambda data: ("error", data["text"]),
+    "worker_exited": _format_worker_exited,
+    "interrupted": lambda data: ("info", describe_stop(data)),
+    "pruned": lambda data: ("info", f"pruned: {data['text']}"),
+    "finished": _format_finished,
+}
+"""Level and text, by event kind. Steps and samples are not logged: they are in the journal."""
+
+
+class JournalLogCallback:
+    """Writes the events of a journal to the log, from now on; earlier ones were logged when they occurred.
+
+    Args:
+        log: destination.
+        journal: path of the journal.
+    """
+
+    name = "log"
+
+    def __init__(self, log: JsonLog, journal: Path) -> None:
+        self._log, self._journal = log, journal
+        self._began_t = round(time.time(), 3)
+        self._began_file, self._began_size = self._file()
+
+    @property
+    def offset(self) -> int:
+        """Size of the journal when this began; 0 if the file was since replaced by one from the replica."""
+        file, _ = self._file()
+        return self._began_size if file == self._began_file else 0
+
+    def _file(self) -> tuple[int, int]:
+        try:
+            found = self._journal.stat()
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_size
+
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        """Write the next events. An event that lacks a key of its kind is logged as damaged."""
+        for event in events:
+            formatter = _FORMATTERS.get(event.kind)
+            if formatter is None or event.t < self._began_t:
+                continue
+            try:
+                level, text = formatter(event.data)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                level, text = "warning", f"damaged event {event.kind}"
+            fields = {name: value for name, value in event.data.items() if name not in ("text", "forecast")}
+            if "failure_class" in fields:
+                fields.setdefault("reason", fields["failure_class"])
+            self._log.write(level, "journal", text, **{"event": event.kind, "attempt": event.attempt} | fields)
+
+    def on_end(self, status: Status) -> None:
+        """Nothing is left to write."""
+
+
+@contextmanager
+def log_supervision(run: RunDirectory, machine: Machine) -> Iterator[JournalLogCallback]:
+    """Keep a log of this process while it supervises the run, and limit the size of its worker's output.
+
+    The log includes messages of Python's `logging` and `warnings`. Secrets are redacted there and in what those modules
+    print. An exception that ends the supervision is logged and raised again.
+
+    Args:
+        run: opened.
+        machine: settings of the log.
+    """
+    own = JsonLog(
+        run.paths.logs / "supervisor.jsonl", machine, lambda: {"attempt": run.journal.attempt}, log.print_message
+    )
+    trimmer = LogTrimmer(run.paths.worker_log, machine.log_max_bytes)
+    before, log.current = log.current, own
+    trimmer.start()
+    try:
+        with _capture_logging(own):
+            yield JournalLogCallback(own, run.paths.journal)
+    except BaseException as error:
+        _log_end(own, error)
+        raise
+    finally:
+        trimmer.end()
+        log.current = before
+        own.close()
+
+
+def _log_end(own: JsonLog, error: BaseException) -> None:
+    name = type(error).__name__
+    if isinstance(error, InterruptedRunError):
+        own.write("info", "ratchet", str(error), reason=name)
+    elif isinstance(error, RatchetError):
+        own.write("error", "ratchet", str(error), reason=name)
+    else:
+        trace = "".join(traceback.format_exception(error))
+        own.write("error", "ratchet", f"{name}: {error}", reason=name, traceback=trace)
+
+
+@contextmanager
+def _capture_logging(own: JsonLog) -> Iterator[None]:
+    """Copy `logging` and `warnings` of this process to the log, and redact secrets everywhere.
+
+    Records are intercepted where they are made, because MLflow's reach standard error past the root logger.
+    """
+    make, show = logging.getLogRecordFactory(), warnings.showwarning
+
+    def make_record(*args: Any, **fields: Any) -> logging.LogRecord:
+        record = make(*args, **fields)
+        with suppress(Exception):  # arguments that do not fit the format: the handler reports that
+            record.msg, record.args = redact(record.getMessage()), None
+            if record.exc_info:
+                record.exc_text = redact("".join(traceback.format_exception(*record.exc_info)).rstrip())
+            own.write(log.level_name(record.levelno), record.name, record.msg, traceback=record.exc_text)
+        return record
+
+    def show_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:  # fmt: skip
+        own.write("warning", "warnings", str(message), reason=category.__name__, where=f"{filename}:{lineno}")
+        with suppress(OSError):
+            (file or sys.stderr).write(redact(warnings.formatwarning(message, category, filename, lineno, line)))
+
+    logging.setLogRecordFactory(make_record)
+    warnings.showwarning = show_warning
+
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        warnings.showwarning = show
+
+
+WORKER = (sys.executable, "-m", "ratchet.training.worker_main")
+AGENT = (sys.executable, "-m", "ratchet.training.elastic_agent")
+POLL_S = 0.1
+KILL_WAIT_S = 15.0
+"""A process that waits for a device (state D) does not end when it is killed."""
+
+
+def run_attempt(
+    run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None
+) -> WorkerExit:
+    """Start a worker and wait for its end; kill it if it stalls.
+
+    Args:
+        run: opened; its journal has the number of this attempt.
+        machine: settings with the deadlines.
+        stop: a request to stop is passed on to the worker.
+        poll: called a few times a second.
+        module: started as the worker; None: that of a training.
+    """
+    count = count_local_ranks(machine)
+    pages = [Heartbeat.create(machine.stall_timeout_s, machine.first_stall_timeout_s) for _ in range(count)]
+    try:
+        before = count_oom_kills()
+        try:
+            worker = _start_worker(run, pages, has_agent(machine), module)
+        except OSError as error:  # no space for its log, or no process available: may pass
+            return WorkerExit(EXIT_BUG, "storage", f"the worker could not be started: {error}")
+        stop.worker = worker
+        if stop.asked:
+            stop.pass_on()
+        try:
+            detectors = [HangDetector(page, machine.grace_period_s) for page in pages]
+            end = _watch_worker(worker, run, detectors, stop, poll)
+        finally:
+            stop.worker = None
+        kills = max(after - earlier for after, earlier in zip(count_oom_kills(), before, strict=True))
+        return WorkerExit(end.exit_code, end.failure, end.text, kills)
+    finally:
+        for page in pages:
+            page.close()
+
+
+def _start_worker(
+    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required for deterministic cuBLAS
+    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
+    entry = WORKER if module is None else (sys.executable, "-m", module)
+    command = [*entry, *arguments, str(pages[0].fd)]
+    if with_agent:
+        command = [*AGENT, *arguments, Heartbeat.address_of(pages), str(len(pages))]
+    with run.paths.worker_log.open("ab") as log:
+        # In its own session Ctrl-C reaches only the supervisor, which passes it on once. The worker inherits the lock,
+        # so the run stays locked until both processes are gone. If the supervisor dies, the kernel kills the worker.
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
+            pass_fds=[run.lock.fd, pages[0].fd], start_new_session=True,
+        )  # fmt: skip
+
+
+def _watch_worker(
+    worker: subprocess.Popen[bytes],
+    run: RunDirectory,
+    detectors: Sequence[HangDetector],
+    stop: StopSignal,
+    poll: Callable[[], None],
+) -> WorkerExit:
+    while (exit_code := _wait_for_worker(worker)) is None:
+        poll()
+        # Every detector is called each time: one that is not called would assume that the supervisor was suspended.
+        stalled = {rank: reason for rank, found in enumerate(detectors) if (reason := found.overdue(stop.asked_s))}
+        if stalled:
+            rank, reason = next(iter(stalled.items()))
+            has_ranks = len(detectors) > 1
+            where = f"rank {rank} of this machine: " if has_ranks else ""
+            stacks = dump_stacks_and_kill(worker, run.paths.stacks, rank if has_ranks else None)
+            text = f"{where}{reason}; {stacks}"
+            run.journal.append("alert", text=f"worker killed: {text}")
+            return _wait_for_killed(worker, run, text, stop)
+    return WorkerExit(exit_code)
+
+
+def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: str, stop: StopSignal) -> WorkerExit:
+    """Wait until a killed worker is gone. Until then it holds the lock, and no other worker may start."""
+    since_s, is_reported = time.monotonic(), False
+    while (exit_code := _wait_for_worker(worker)) is None:
+        if time.monotonic() - since_s < KILL_WAIT_S:
+            continue
+        if not is_reported:
+            is_reported = True
+            state = read_process_state(worker.pid)
+            run.journal.append("alert", text=f"process {worker.pid} was killed but does not end (state {state})")
+        if stop.asked:
+            return WorkerExit(-9, "stalled", f"{text}; process {worker.pid} was killed but does not end")
+    # A worker that ended by itself in the meantime did not stall.
+    return WorkerExit(exit_code, "stalled", text) if exit_code < 0 else WorkerExit(exit_code)
+
+
+def _wait_for_worker(worker: subprocess.Popen[bytes]) -> int | None:
+    """The exit code as soon as the worker has ended; None after POLL_S.
+
+    Popen.wait with a timeout would poll eighty times a second, because it has no descriptor to sleep on.
+    """
+    if worker.poll() is None:
+        try:
+            fd = os.pidfd_open(worker.pid)
+        except OSError:  # a kernel older than Linux 5.3, or no descriptor available
+            time.sleep(POLL_S)
+        else:
+            try:
+                select.select([fd], [], [], POLL_S)
+            finally:
+                os.close(fd)
+    return worker.poll()
+
+
+def count_oom_kills(
+    vmstat: Path = Path("/proc/vmstat"), cgroup: Path = Path("/sys/fs/cgroup/memory.events")
+) -> tuple[int, int]:
+    """How many processes were killed for lack of memory so far: on this machine, and in this cgroup. 0 if unknown.
+
+    Linux: vm_event_item OOM_KILL in /proc/vmstat; "memory.events" in Documentation/admin-guide/cgroup-v2.rst.
+    """
+
+    return _read_counter(vmstat), _read_counter(cgroup)
+
+
+def _read_counter(path: Path) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def supervise(

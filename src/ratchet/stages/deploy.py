@@ -20,14 +20,14 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.registry import bundle_files, ledger, model_store
+from ratchet.registry import ledger, model_store
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment import smoke_test as smoke_tests
 from ratchet.registry.deployment.model_card import describe_forced
 from ratchet.registry.deployment.release import Deployment, DeploymentDirectory, PromotedModel, Release
 from ratchet.registry.signing import keys, signature
 from ratchet.stages.project import Project
-from ratchet.storage import disk, files
+from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
@@ -156,8 +156,8 @@ def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_d
     manifest = files.verify_sealed(folder, model_store.KIND)
     known_digests = {name: sha256 for name, (sha256, _) in manifest.files.items()}
     signed = signature.check_signature(folder, layout, known_digests)
-    bundle_files.require_match(folder, known_digests)
-    bundle = ModelBundle.load(folder / bundle_files.BUNDLE)
+    model_store.require_match(folder, known_digests)
+    bundle = ModelBundle.load(folder / model_store.BUNDLE)
     if bundle.model_digest != model_digest:
         raise DamagedFileError(f"{folder}: contains model {bundle.model_digest[:12]}, not {model_digest[:12]}")
     return PromotedModel(folder, version, model_name, bundle, manifest.files, signed.signer)
@@ -218,7 +218,7 @@ def _stage_release(
     if damage is not None and folder != server_dir.linked_release(server_dir.current):
         warnings.append(f"an earlier release of this name is replaced: {damage}")
     if existing != release:
-        disk.require_space(server_dir.releases, releases.release_size_bytes(promoted, release))
+        files.require_space(server_dir.releases, releases.release_size_bytes(promoted, release))
         releases.stage_release(promoted, release, folder)
     if not smoke_test:
         return None

@@ -19,7 +19,7 @@ from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher import TeacherCandidate, TeacherModel, inspect_teacher
 from ratchet.models.teacher_reference import KEY
 from ratchet.stages.project import Project, ignore_progress
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
 from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, Record
@@ -89,7 +89,7 @@ def _distill(
         return DistillResult(card=before, was_computed_before=True)
     shards = _open_shards(layout, card, before, plan)
     if shards.list_missing():
-        disk.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
+        files.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
         _query_teacher(settings, found, rows, shards, progress)
     return DistillResult(card=_seal_shards(layout, card, shards))
 

@@ -1,19 +1,20 @@
 """Stage evaluate: score base, candidate, champion and anchor on the test rows under one contract."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ratchet.config.settings import Settings
-from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
+from ratchet.data import token_files
+from ratchet.errors import BaseModelError, DataError, MemoryExhaustedError, SettingsError, first_line
 from ratchet.evaluation import comparability, harness, judge, metrics, model_loader, rows
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
 from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModelLoader
 from ratchet.evaluation.rows import TestRows
-from ratchet.models import base_model, loading, oom, teacher_reference
-from ratchet.quality_gate import test_set_reuse
-from ratchet.registry import bundle_files
+from ratchet.models import base_model, loading, oom, quantization_error, teacher_reference
+from ratchet.quality_gate import evidence
+from ratchet.registry import model_store
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.stages.project import Project, ignore_progress
@@ -39,7 +40,61 @@ from ratchet.storage.records.evaluation import (
 )
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.training import QuantizationReport
 from ratchet.tracking.mlflow.client import MlflowTracker
+
+
+class QuantizationResult(Record):
+    """Result of `ratchet evaluate --quantization`."""
+
+    report: QuantizationReport
+    picture: Path
+
+
+def measure_quantization(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> QuantizationResult:
+    """Compare full precision with 4 bits on a fixed sample of the validation rows.
+
+    Raises:
+        BaseModelError: the base is stored in 4 bits, or it is not the one that the data were prepared for.
+        LockHeldError: another process evaluates this project.
+    """
+    with project.lock("evaluate"):
+        return _measure(project.layout, project.settings, on_progress)
+
+
+def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[str], None]) -> QuantizationResult:
+    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+    if card.base_digest != base.digest:
+        raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
+    path = base_model.locate(layout, base)
+    base_model.verify_files(path, base.files)
+    if (stored := base_model.detect_stored_quantization(base_model.read_config(path), str(path))) is not None:
+        raise BaseModelError(
+            f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
+            "with; take the model that it was made from"
+        )
+    files.verify_sealed(layout.data, "data")
+    dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
+    # Rows are sorted by a hash of their content: the first so many are a random sample.
+    sample = dataset[: settings.evaluate.quantization_rows]
+    rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
+    loading.use_threads(settings.machine.threads)
+    device = loading.pick_device(settings.machine.device)
+    costs = quantization_error.measure_cost(
+        lambda train: loading.load(path, base, train, device), settings.train, rows, on_progress
+    )
+    report = QuantizationReport(
+        base_digest=base.digest,
+        data_digest=card.digest,
+        rows=len(rows),
+        tokens=quantization_error.count_answer_tokens(rows),
+        dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
+        costs=costs,
+    )
+    with files.sealed_directory(layout.quantization, "quantization") as scratch:
+        report.save(scratch / "quantization.json")
+        plots.draw_quantization_report(report, scratch / "quantization.png")
+    return QuantizationResult(report=report, picture=layout.quantization / "quantization.png")
 
 
 def summarize_scores(who: ModelRole, result: EvaluationResult) -> ModelScores:
@@ -151,8 +206,8 @@ def _evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> 
         notes += more
     found = _build_report(field, card, test, results, notes).model_copy(update={"judge_report": judge_report})
     write_report(layout.evaluate, found, results, test, settings, lines)
-    test_set_reuse.record_test_set_use(layout, found.test_set_digest, found.adapter_digest, found.run_id)
-    seen = test_set_reuse.count_models(layout, found.test_set_digest, found.adapter_digest)
+    evidence.record_test_set_use(layout, found.test_set_digest, found.adapter_digest, found.run_id)
+    seen = evidence.count_models(layout, found.test_set_digest, found.adapter_digest)
     _log_to_mlflow(layout, settings, found)
     return EvaluateResult(report=found, test_set_uses=seen, max_test_set_uses=settings.gate.max_test_set_uses)
 
@@ -215,7 +270,7 @@ def _exported_digest(layout: ProjectLayout, trained: TrainReport) -> str | None:
         or (bundle := ModelBundle.load(layout.bundle)).adapter_digest != trained.adapter_digest
     ):
         return None
-    bundle_files.verify_export(layout)
+    model_store.verify_export(layout)
     return bundle.model_digest
 
 
@@ -299,7 +354,7 @@ def _build_report(
         contracts=known,
         scores={who: summarize_scores(who, result) for who, result in results.items()},
         costs={who: result.cost for who, result in results.items() if result.cost},
-        selection_overlaps=test_set_reuse.count_overlaps(field.layout, test.ids, documents, [validation]),
+        selection_overlaps=evidence.count_overlaps(field.layout, test.ids, documents, [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.config.settings import Settings
-from ratchet.console.progress_bars import ProgressBars
+from ratchet.console.live_region import ProgressBars
 from ratchet.evaluation import answer_metrics
 from ratchet.exporters import conversion, inputs, merged_model
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merged_model import MergedModel
 from ratchet.exporters.verification.parity import Score
 from ratchet.exporters.verification.probe_inputs import task_metric
-from ratchet.registry import bundle_files as forms_of
 from ratchet.registry import lineage, pickle_scan
+from ratchet.registry import model_store as forms_of
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project

@@ -10,11 +10,10 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
+from ratchet.quality_gate import decision
 from ratchet.quality_gate import evidence as reading
-from ratchet.quality_gate import noise, test_set_reuse
-from ratchet.quality_gate.decision import confirm_verdict, decide_verdict
-from ratchet.quality_gate.evidence import GateEvidence, IncomparableError
-from ratchet.quality_gate.noise import MetricNoise
+from ratchet.quality_gate.decision import MetricNoise, confirm_verdict, decide_verdict
+from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, record_verdict
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
@@ -63,7 +62,7 @@ def _decide(layout: ProjectLayout, settings: Settings) -> Verdict:
     verdict = decide_verdict(evidence, settings.gate)
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
-    test_set_reuse.record_verdict(layout, verdict)
+    record_verdict(layout, verdict)
     rows = reading.read_rows(layout)
     answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
     verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
@@ -94,7 +93,7 @@ def measure_noise(project: Project) -> NoiseReport:
     layout, settings = project.layout, project.settings
     evidence = _load_evidence(layout, settings)
     try:
-        metrics = noise.measure_noise(evidence, settings.gate)
+        metrics = decision.measure_noise(evidence, settings.gate)
     except IncomparableError as error:
         raise DataError(f"{layout.noise}: {error}") from None
     batch_rows = evidence.noise.batch_rows if evidence.noise else (0, 0)

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from ratchet.console.log_lines import RunLogPrinter
+from ratchet.console.callback import RunLogPrinter
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.errors import DamagedFileError, DataError, StorageError
-from ratchet.inference import backend_factory, model_reference, output
+from ratchet.inference import model_reference, output
 from ratchet.inference.backend import BackendCallbacks, GenerationRequest
+from ratchet.inference.backend_factory import open_backend
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths, GenerationSpec
 from ratchet.runs.callbacks import RunCallback
@@ -16,9 +17,9 @@ from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
-from ratchet.storage.code_version import code_version
+from ratchet.storage.digests import code_version
+from ratchet.storage.files import FileLock
 from ratchet.storage.html import format_count
-from ratchet.storage.locks import FileLock
 from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import Record
 
@@ -127,7 +128,7 @@ def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str])
     settings = meant.start.generate
     source.measure()  # a file that cannot be read is refused before the model is loaded
     page = StreamPrinter(stream)
-    backend = backend_factory.open_backend(meant.model.kind, meant.start, create_notice_callbacks(page))
+    backend = open_backend(meant.model.kind, meant.start, create_notice_callbacks(page))
     count = 0
     try:
         for number, prompt in enumerate(source.prompts()):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
-from ratchet.console import progress_bars
+from ratchet.console import live_region
 from ratchet.data import dataset_card, sources, token_files
 from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow, extract_text
 from ratchet.data.ingest import RowIngestion
@@ -59,9 +59,9 @@ def _prepare(layout: ProjectLayout, settings: Settings) -> DatasetCard:
         aside = scratch / ".aside"
         aside.mkdir()
         with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, aside, from_teacher)) as ingestion:
-            with progress_bars.create_bar("prepare", "rows read") as bar:
+            with live_region.create_bar("prepare", "rows read") as bar:
                 ingestion.ingest(_count_rows(found.rows(), bar))
-            with progress_bars.create_bar("prepare", "rows compared") as bar:
+            with live_region.create_bar("prepare", "rows compared") as bar:
                 chosen = select_rows(ingestion, settings.prepare, lambda rows: bar.update(rows - bar.n))
             _check_splits(settings.prepare, ingestion, chosen)
             written = _write_splits(ingestion, chosen, scratch)
@@ -134,7 +134,7 @@ def _write_splits(ingestion: RowIngestion, chosen: RowSelection, folder: Path) -
     split_of_row = np.where(chosen.kept, chosen.split, -1)
     with (
         (folder / "test.jsonl").open("w", encoding="utf-8") as documents,
-        progress_bars.create_bar("prepare", "rows written") as bar,
+        live_region.create_bar("prepare", "rows written") as bar,
     ):
         for table in ingestion.row_spool.tables():
             rows = table.column("row").to_numpy()

@@ -16,10 +16,10 @@ from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import bundle_files, hooks, ledger, model_store, outbox, promotion, promotion_record
+from ratchet.registry import ledger, model_store, outbox, promotion
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
-from ratchet.registry.promotion_record import UNREGISTERED, PromotionIntent, version_label
+from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
 from ratchet.registry.signing import signature
 from ratchet.stages.project import Project
 from ratchet.storage import files
@@ -91,13 +91,13 @@ def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions)
             if options.force
             else "--reason is only used with --force: give both or neither"
         )
-    hooks.check_hooks(settings.promote.hooks)
+    outbox.check_hooks(settings.promote.hooks)
     with _acquire_lock(layout, options):
         if options.dry_run and (interrupted := _plan_recovery(layout)):
             return interrupted
         notes = [] if options.dry_run else _recover_interrupted(layout)
         verdict, bundle = _load_verdict(layout), ModelBundle.load(layout.bundle)
-        exported = bundle_files.verify_export(layout)
+        exported = model_store.verify_export(layout)
         before = _load_champion_file(layout)
         registry = MlflowModelRegistry(layout, settings.promote.model_name)
         is_champion = before.champion is not None and before.champion.model_digest == bundle.model_digest
@@ -120,7 +120,7 @@ def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions)
         registered = registry.find_version(bundle.model_digest)
         alias = _check_alias(layout, registry, before, target=registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
-        actor, time = ledger.current_actor(layout.root), promotion_record.utc_now()
+        actor, time = ledger.current_actor(layout.root), promotion.utc_now()
         is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn)
         champion = Champion(
             version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
@@ -128,21 +128,21 @@ def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions)
             forced=ForcedPromotion(actor=actor, reason=reason or "", decision=verdict.decision) if is_forced else None,
         )  # fmt: skip
         intent = PromotionIntent(
-            id=promotion_record.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
+            id=promotion.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             previous_version=before.champion.version if before.champion else None, decision=verdict.decision,
             reason=reason,
             is_anchor=options.anchor or (before.anchor is None and not is_forced), hooks=settings.promote.hooks,
-            description=promotion_record.describe_version(champion, actor, time, bundle, verdict, report),
+            description=promotion.describe_version(champion, actor, time, bundle, verdict, report),
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
-            plan = promotion_record.plan_steps(layout, intent, registered, *first_steps)
+            plan = promotion.plan_steps(layout, intent, registered, *first_steps)
             return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
         _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced)
         page = model_store.gate_page_path(layout, bundle.model_digest).as_uri()
-        tags = promotion_record.model_tags(bundle, verdict, report, page)
+        tags = promotion.model_tags(bundle, verdict, report, page)
         entry, event = promotion.execute_promotion(
             layout,
             registry,
@@ -193,7 +193,7 @@ def _roll_back(
     if options.force or options.anchor:
         raise SettingsError("rollback: --force and --anchor are options of `ratchet promote`")
     reason = ledger.normalize_reason(options.reason)
-    hooks.check_hooks(settings.promote.hooks)
+    outbox.check_hooks(settings.promote.hooks)
     with _acquire_lock(layout, options):
         if options.dry_run and (interrupted := _plan_recovery(layout)):
             return interrupted
@@ -213,14 +213,14 @@ def _roll_back(
             return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
         smoke_test(_require_trusted(layout, champion))
         intent = PromotionIntent(
-            id=promotion_record.new_event_id(), time=promotion_record.utc_now(), action="rollback",
+            id=promotion.new_event_id(), time=promotion.utc_now(), action="rollback",
             actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
             champion=champion, alias=alias, previous_version=before.champion.version if before.champion else None,
             decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks,
         )  # fmt: skip
         if options.dry_run:
             checked = f"{version_label(champion)} is complete, signed, loads and answers (checked now)"
-            plan = promotion_record.plan_steps(layout, intent, target, checked)
+            plan = promotion.plan_steps(layout, intent, target, checked)
             return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
         entry, event = promotion.execute_promotion(layout, registry, intent, lambda: target)
     return _build_result(
@@ -230,7 +230,7 @@ def _roll_back(
 
 def run_smoke_test(model: Path) -> None:
     """Load a Hugging Face folder in a new process and generate an answer. Raises ChampionError if that fails."""
-    command = [sys.executable, "-m", "ratchet.models.smoke_test", str(model)]
+    command = [sys.executable, "-m", "ratchet.models.answer_process", str(model), "--smoke-test"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SMOKE_TEST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -353,7 +353,7 @@ def _check_evidence(
             raise GateError(
                 f"{layout.verdict}: compared with {role} {(compared or 'none')[:12]}, but the {role} is now "
                 f"{version_label(current) if current else 'none'}"
-                f"{promotion_record.describe_last_promotion(ledger.read_entries(layout.promotions))}; "
+                f"{promotion.describe_last_promotion(ledger.read_entries(layout.promotions))}; "
                 "run `dvc repro`"
             )
 
@@ -415,13 +415,13 @@ def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: 
     if found is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
-    named = promotion_record.find_version(file, number)
+    named = promotion.find_version(file, number)
     if named and named.model_digest == found.model_digest:
         return named
     return Champion(
         version=number,
         model_digest=found.model_digest,
-        adapter_digest=found.tags[promotion_record.ADAPTER],
-        run_id=found.tags[promotion_record.RUN],
-        forced=promotion_record.parse_forced(found.tags),
+        adapter_digest=found.tags[promotion.ADAPTER],
+        run_id=found.tags[promotion.RUN],
+        forced=promotion.parse_forced(found.tags),
     )

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError
-from ratchet.registry import hooks, ledger, outbox, promotion
+from ratchet.registry import ledger, outbox, promotion
 from ratchet.registry.outbox import HookDelivery
 from ratchet.stages.project import Project
 from ratchet.storage import html
@@ -52,7 +52,7 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
 
 
 def _read_history(layout: ProjectLayout, settings: Settings, deliver: bool) -> PromotionHistory:
-    hooks.check_hooks(settings.promote.hooks, require_keys=deliver)
+    outbox.check_hooks(settings.promote.hooks, require_keys=deliver)
     problems, notes = list[str](), list[str]()
     entries: list[Promotion] = []
     with _acquire_lock(layout):
@@ -76,7 +76,7 @@ def _read_history(layout: ProjectLayout, settings: Settings, deliver: bool) -> P
     for entry in entries:
         event = events.get(entry.id)
         deliveries = event.results if event else ()
-        pending = tuple(map(hooks.hook_label, event.waiting)) if event else ()
+        pending = tuple(map(outbox.hook_label, event.waiting)) if event else ()
         history.append(PromotionHistoryEntry(promotion=entry, deliveries=deliveries, pending_hooks=pending))
     return PromotionHistory(entries=tuple(history), problems=tuple(problems), notes=tuple(notes))
 

@@ -12,7 +12,7 @@ from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.evaluation.answer_analysis import is_output, read_generation
 from ratchet.inference.output import OUTPUT_ENDINGS
 from ratchet.quality_gate.evidence import read_rows
-from ratchet.reports import comparison, comparison_page, page_files, run_page
+from ratchet.reports import comparison, comparison_page, run_page
 from ratchet.reports.comparison import (
     CURRENT,
     HOW,
@@ -28,7 +28,8 @@ from ratchet.reports.forest_plot import REFERENCES
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
 from ratchet.runs import directory
 from ratchet.stages.project import Project
-from ratchet.storage.code_version import revision_tags
+from ratchet.storage import html
+from ratchet.storage.digests import revision_tags
 from ratchet.storage.html import NONE
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
@@ -72,7 +73,7 @@ def report(project: Project, name: str | None = None, output: Path | None = None
     """
     layout, settings = project.layout, project.settings
     if output is not None:
-        page_files.require_writable_target(output)
+        html.require_writable_target(output)
     if name is not None and is_output(name):
         return _write_answers_page(layout, settings, Path(name), output)
     if name is not None and _is_file(name):
@@ -119,7 +120,7 @@ def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, o
     target = output or layout.pages / f"answers-{found.answers.card.id}.html"
     drawn = answers_page.write_plots(found, _plots_folder(target))
     with _remove_old_plots(target, drawn):
-        page_files.write(target, answers_page.render(found))
+        html.write(target, answers_page.render(found))
     return ReportResult(
         title=f"generation {found.answers.card.id}",
         figures={},

@@ -14,7 +14,7 @@ from ratchet.runs.log import print_message
 from ratchet.runs.progress_view import is_generation
 from ratchet.runs.replication import remote_status
 from ratchet.runs.replication.lease import ReplicaLease
-from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import RunObjectNames
 from ratchet.stages.status import ReplicaRunStatus, build_replica_status
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout

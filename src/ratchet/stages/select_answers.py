@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ratchet.config.settings import Settings
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference import answer_selection, reward
+from ratchet.inference import answer_selection
 from ratchet.inference.answer_selection import RESERVED_FIELDS, AnswerSelector, GenerationOutput
 from ratchet.inference.spec import GenerationCard
 from ratchet.stages.project import Project, ignore_progress
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 from ratchet.storage.output_card import card_path, is_output_current, read_card, write_output
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import SelectionCard, SelectionSpec
@@ -57,8 +57,8 @@ def select(
     target = output.absolute()
     if target.suffix != ENDING:
         raise SettingsError(f"--output {output}: does not end with {ENDING}; name it so")
-    disk.require_writable(target, "--output")
-    disk.require_writable(card_path(target), "--output: its card")
+    files.require_writable(target, "--output")
+    files.require_writable(card_path(target), "--output: its card")
     if twice := next((one for one in answers if answers.count(one) > 1), None):
         raise SettingsError(f"{twice}: named twice; name it once")
     if own := next((one for one in answers if one.resolve() == target.resolve()), None):
@@ -78,7 +78,7 @@ def select(
         spec = SelectionSpec(
             select=settings.select,
             teachers=tuple(one.teacher for one in outputs),
-            reward_files=reward.fingerprint(settings.select.reward, layout.root),
+            reward_files=answer_selection.fingerprint(settings.select.reward, layout.root),
         )
         if target.exists() and read_card(target, GenerationCard) is not None:
             raise SettingsError(f"{target}: is an output of `ratchet generate`; name another --output")

@@ -1,7 +1,7 @@
 """`ratchet sweep`: many supervised training runs, chosen by an Optuna study. Loads no torch.
 
-Workers are processes (tuning/worker.py) that share the study, on this machine and on others. This module starts and
-watches them, reports the trials to the terminal and MLflow, and writes the report.
+Workers are processes (tuning/worker_pool.py) that share the study, on this machine and on others. This module starts
+and watches them, reports the trials to the terminal and MLflow, and writes the report.
 """
 
 import subprocess
@@ -23,8 +23,8 @@ from ratchet.runs.signals import StopSignal
 from ratchet.runs.status import RunProgress
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import VALIDATION_LOSS, VALIDATION_METRICS, ValidationJob, ValidationLaunch
@@ -32,14 +32,13 @@ from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
-from ratchet.tuning import final_round, journal_storage, ray_cluster, samplers, validation_scores, worker_pool
+from ratchet.tuning import final_round, journal_storage, ray_cluster, samplers, scheduler, worker_pool
 from ratchet.tuning import report as adoption
 from ratchet.tuning.report import AdoptedTrial
 from ratchet.tuning.search_space import SearchSpace
-from ratchet.tuning.storage_retry import retry_storage
-from ratchet.tuning.study import FinalRoundProgress, StudySession
-from ratchet.tuning.tracking_payload import Status
-from ratchet.tuning.tracking_sync import SweepTrackingSync, TrialProgressReader
+from ratchet.tuning.storage import retry_storage
+from ratchet.tuning.study_session import FinalRoundProgress, StudySession
+from ratchet.tuning.tracking_sync import Status, SweepTrackingSync, TrialProgressReader
 from ratchet.tuning.trial_summary import compute_savings
 from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerKillInjector, WorkerLauncher, WorkerPool
 
@@ -211,7 +210,7 @@ def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
     ]
     if not metrics:
         return
-    job = ValidationJob(run_ids=(), metrics=tuple(map(validation_scores.parse_row_metric, metrics)))
+    job = ValidationJob(run_ids=(), metrics=tuple(map(scheduler.parse_row_metric, metrics)))
     launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=settings.machine)
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
 

@@ -18,7 +18,7 @@ from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project
 from ratchet.storage import files
-from ratchet.storage.code_version import code_version
+from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record, TrainReport
 from ratchet.storage.records.training import (
@@ -96,7 +96,7 @@ def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtoco
     if machine.replica is None:
         return None
     if machine.active_rendezvous is not None:
-        from ratchet.runs.replication.multi_node_replicator import MultiNodeReplicator
+        from ratchet.runs.replication.replicator import MultiNodeReplicator
 
         return MultiNodeReplicator(run, machine)
     from ratchet.runs.replication.replicator import RunReplicator

@@ -11,8 +11,8 @@ from ratchet.errors import SettingsError, TrackingError
 from ratchet.reports import plots
 from ratchet.runs.log import print_message
 from ratchet.stages.project import Project, ignore_progress
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.locks import FileLock
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 

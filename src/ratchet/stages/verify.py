@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.errors import DamagedFileError, DataError, ProjectError, SettingsError
-from ratchet.registry import bundle_files
+from ratchet.registry import model_store
 from ratchet.registry.deployment import release
 from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.keys import SHOWN_DIGITS, Keyring
@@ -159,9 +159,9 @@ def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]
         return
     manifest = files.read_manifest(path)
     known_digests = {name: sha256 for name, (sha256, _) in manifest.files.items()}
-    if manifest.kind in ("export", "model") and bundle_files.BUNDLE in known_digests:
+    if manifest.kind in ("export", "model") and model_store.BUNDLE in known_digests:
         try:
-            bundle_files.require_match(path, known_digests)
+            model_store.require_match(path, known_digests)
         except (DamagedFileError, DataError) as error:
             yield _build_damage(path, error)
             return

@@ -14,13 +14,13 @@ from rich.live import Live
 from rich.text import Text
 
 from ratchet.config.machine import Machine
-from ratchet.console.log_lines import LINE_EVERY_S, RunEventFormatter, step_unit, summarize_run
+from ratchet.console.callback import LINE_EVERY_S, RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
 from ratchet.console.text_layout import ScreenSize, TerminalConsole, encode_safely, is_live_terminal
 from ratchet.errors import ReplicaError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths
-from ratchet.runs.run_source import LocalRunSource, RunSource
+from ratchet.runs.progress_view import LocalRunSource, RunSource
 from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:

@@ -7,27 +7,240 @@ its contents are durable, and nothing is removed before the rename that replaces
 
 Fault injection replaces `before`, which is called before each operation that changes a disk: it may raise OSError,
 wait, or kill the process (runs/fault_injection/injection.py).
+
+Operations on disks beyond Python's: free space, fsync, atomic exchange of two names, checks of output paths.
+
+File locks. The kernel releases a lock when its holder ends, so a leftover lock file has no effect.
 """
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import glob
 import json
 import os
 import shutil
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
-from ratchet.errors import DamagedFileError
-from ratchet.storage import digests, disk
+from ratchet.errors import DamagedFileError, LockHeldError, SettingsError
+from ratchet.storage import digests
+
+RESERVE_BYTES = 16 * 2**20
+"""Space to leave free on a disk, for journals and logs."""
+
+PARTIAL = ".partial-"
+"""Prefix of files that are being written or removed; readers ignore them."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
+    """Sync a file, or with O_DIRECTORY the names in a directory, to the disk."""
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError that has none, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Raise OSError (ENOSPC) unless the file system of `directory` has `needed_bytes` and RESERVE_BYTES free."""
+    stats = os.statvfs(directory)
+    free = stats.f_bavail * stats.f_frsize
+    if stats.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems report no size
+        text = f"needs {needed_bytes:,} bytes and {RESERVE_BYTES:,} more in reserve, but only {free:,} are free"
+        raise OSError(errno.ENOSPC, text, str(directory))
+
+
+def require_writable(target: Path, option: str) -> None:
+    """Check that a file can be created, in a folder that may not exist yet. Leaves nothing behind.
+
+    Args:
+        target: the file. A regular file of that name may be replaced.
+        option: the command-line option that names it, for the message.
+
+    Raises:
+        SettingsError: it is a directory or a broken link, its folder cannot be created or written, or its name (with
+            the prefix for partial files) is too long.
+    """
+    try:
+        if target.is_symlink() and not target.exists():
+            problem = f"found a broken link to {target.readlink()}; remove it"
+        elif target.is_dir():
+            problem = "found a directory; name a file in it"
+        elif target.exists() and not target.is_file():
+            problem = "expected a regular file; choose another name"
+        else:
+            _create_and_remove(target)
+            return
+    except OSError as error:
+        folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
+        problem = f"cannot be created ({folder}{error.strerror}); choose another name"
+    raise SettingsError(f"{option} {target}: {problem}")
+
+
+def _create_and_remove(target: Path) -> None:
+    """Create an empty file next to the target, with missing folders, and remove both. Raises OSError."""
+    created: list[Path] = []
+    probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # as long as any partial name of `files`
+    try:
+        for folder in reversed([folder for folder in target.parents if not folder.is_dir()]):
+            folder.mkdir()
+            created.append(folder)
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        probe.unlink()
+    finally:
+        for folder in reversed(created):
+            with suppress(OSError):  # another process has created a file in it
+                folder.rmdir()
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Exchange two names atomically (renameat2 with RENAME_EXCHANGE, Linux 3.15).
+
+    Returns False without a change if kernel, C library or file system do not support it. Raises OSError for other
+    failures.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def grant_read(path: Path, like: Path) -> None:
+    """Give a file the read permissions of the directory `like`: safetensors creates files for their owner only."""
+    mode = path.stat().st_mode
+    if (new_mode := mode | like.stat().st_mode & 0o444) != mode:
+        path.chmod(stat.S_IMODE(new_mode))
+
+
+def point_symlink(link: Path, target: str, partial: Path) -> None:
+    """Point a symbolic link to `target` atomically: readers find the old target or the new one.
+
+    Args:
+        link: the link, created or replaced.
+        target: the text of the link; relative to its folder.
+        partial: temporary name in the same folder.
+    """
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    try:
+        partial.replace(link)
+    except BaseException:
+        partial.unlink()
+        raise
+
+
+LOCK_POLL_S = 0.05
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FileLock:
+    """An exclusive advisory lock (flock).
+
+    A child process that inherits the descriptor holds the lock too, until it ends.
+
+    Args:
+        path: the lock file.
+        subject: what the lock protects, for messages.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self.path = path
+        self.subject = subject
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to pass to a child process."""
+        if self._fd is None:
+            raise RuntimeError(f"lock {self.path} is not held")
+        return self._fd
+
+    def acquire(self, wait_s: float = 0.0) -> "FileLock":
+        """Acquire the lock, waiting up to `wait_s` seconds. Raises LockHeldError with the holder's process id."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise LockHeldError(
+                    f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
+                )
+            time.sleep(LOCK_POLL_S)
+        self._fd = fd
+        with contextlib.suppress(OSError):  # only for the message above; a full disk must not prevent locking
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def is_held(self) -> bool:
+        """Whether a process holds the lock; does not acquire it."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Release the lock. Child processes that inherited it keep it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> "FileLock":
+        return self if self._fd is not None else self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 FOREIGN = "registered_model_meta"
 """File that MLflow adds to the folder of a model version; it is not part of a seal."""
-PARTIAL = disk.PARTIAL
-"""Prefix of files that are being written or removed; readers ignore them."""
 DISPLACED = ".displaced-"
 """Prefix of a directory that is being replaced, on file systems that cannot exchange two names atomically."""
 
@@ -67,7 +280,7 @@ class Manifest:
 def fsync_directory(path: Path) -> None:
     """Sync the names in a directory to the disk."""
     before("fsync", path)
-    disk.fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+    fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def make_directory(path: Path) -> None:
@@ -88,7 +301,7 @@ def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], Non
         on_block: called after each block.
     """
     before("write", path)
-    with disk.name_file_in_errors(path), path.open("wb") as stream:
+    with name_file_in_errors(path), path.open("wb") as stream:
         for block in blocks:
             before("write", path)
             stream.writelines(block)
@@ -199,8 +412,8 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
             entries[name] = known[name]
         else:
             before("fsync", path)
-            disk.grant_read(path, like=directory)
-            disk.fsync(path)
+            grant_read(path, like=directory)
+            fsync(path)
             entries[name] = (digests.hash_file(path), path.stat().st_size)
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         fsync_directory(folder)
@@ -222,7 +435,7 @@ def publish_directory(scratch: Path, target: Path) -> None:
         return
     before("rename", target)
     old = scratch
-    if not disk.exchange_names(scratch, target):
+    if not exchange_names(scratch, target):
         old = target.parent / f"{DISPLACED}{target.name}-{os.getpid()}"
         target.rename(old)
         try:
@@ -312,7 +525,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     before("write", target)
     shutil.copyfile(source, target)
     before("fsync", target)
-    disk.fsync(target)
+    fsync(target)
 
 
 def link_tree(source: Path, target: Path) -> None:

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError
-from ratchet.models import adapters, frozen_weights, module_names
+from ratchet.models import adapters, weights
 from ratchet.models.adapter_format import LoraFactors, name_in_base
-from ratchet.models.loading import Model
-from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
+from ratchet.models.device import Model
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, parse_module_name
 from ratchet.training.train_state import TrainState
 
 STILL_FACTOR = 10.0
@@ -134,7 +134,7 @@ def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str | N
     share = parameters / max(1, sum(one.parameters for one in modules.values()))
     kinds: dict[str, list[str]] = {}
     for name in modules:
-        kinds.setdefault(module_names.parse_module_name(name).kind, []).append(name)
+        kinds.setdefault(parse_module_name(name).kind, []).append(name)
     complete_kinds = sorted(kind for kind, members in kinds.items() if set(members) <= set(still))
     names = f"every {_join_names(complete_kinds)}" if complete_kinds else _join_names(still)
     return (
@@ -147,7 +147,7 @@ def _suggest_on_spread(modules: Modules) -> str | None:
     """Compare kinds of modules, such as all q_proj: modules of one kind have the same task."""
     kinds: dict[str, list[float]] = {}
     for name, one in modules.items():
-        kinds.setdefault(module_names.parse_module_name(name).kind, []).append(one.update_ratio)
+        kinds.setdefault(parse_module_name(name).kind, []).append(one.update_ratio)
     medians = {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
     moved = {kind: ratio for kind, ratio in medians.items() if ratio > 0}
     if len(moved) < 2:
@@ -319,9 +319,9 @@ def compute_effective_rank(values: Sequence[float]) -> float:
 def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
     """Return frozen weights in float32, [outputs, inputs], or [experts, ...]; None if they cannot be read."""
     if isinstance(layer, ParamWrapper):
-        return frozen_weights.gather_full_weight(layer.get_param().detach()).float()
+        return weights.gather_full_weight(layer.get_param().detach()).float()
     try:
-        return frozen_weights.dense_weight(layer)
+        return weights.dense_weight(layer)
     except BaseModelError:  # torch cannot dequantise this base; the rest of the analysis is possible
         return None
 

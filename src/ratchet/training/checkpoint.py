@@ -32,7 +32,7 @@ from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.models import adapters
 from ratchet.models.device import Model
 from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec
-from ratchet.storage import digests, disk, files
+from ratchet.storage import digests, files
 from ratchet.storage.records.base import find_differing_keys
 from ratchet.training import optimizer as optimizers
 from ratchet.training.train_state import TrainSnapshot, TrainState
@@ -293,7 +293,7 @@ def write(
     size_linked = sum(planned[name].entry[1] for name in linked)
     target = paths.checkpoint(snapshot.state.step)
     files.make_directory(target.parent)
-    disk.require_space(target.parent, size - size_linked)
+    files.require_space(target.parent, size - size_linked)
     with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in planned.items()}) as scratch:
         for name, file in planned.items():
             if earlier is None or name not in linked or not files.link_file(earlier / name, scratch / name):

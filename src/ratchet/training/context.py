@@ -8,17 +8,16 @@ import torch
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, TokenRows
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
-from ratchet.training.distillation import TeacherShardReader
+from ratchet.runs.signals import GracefulShutdown
+from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
 from ratchet.training.memory_monitor import MemoryMonitor
-from ratchet.training.online_distillation import OnlineTeacherReader
 from ratchet.training.step_timer import StepSpans
-from ratchet.training.stopping import GracefulShutdown
 
 
 @dataclass(frozen=True)

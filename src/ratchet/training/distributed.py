@@ -28,9 +28,9 @@ from ratchet.errors import PeersLostError, SettingsError
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.runs.journal import Journal, RunDecisions
+from ratchet.runs.rendezvous import REQUIREMENT, describe_difference
 from ratchet.storage import digests, files
 from ratchet.training.checkpoint import read_metadata
-from ratchet.training.consistency_check import REQUIREMENT, describe_difference
 
 T = TypeVar("T")
 POLL_S = 0.0005

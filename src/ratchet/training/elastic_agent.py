@@ -26,10 +26,9 @@ from ratchet.runs import log
 from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
-from ratchet.runs.rendezvous import explain_unreachable
+from ratchet.runs.rendezvous import REQUIREMENT, describe_difference, explain_unreachable
 from ratchet.runs.restart_policy import FailureClass
 from ratchet.runs.signals import die_with_parent
-from ratchet.training.consistency_check import REQUIREMENT, describe_difference
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -11,7 +11,7 @@ from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.errors import DamagedFileError, InsufficientMemoryError, RatchetError
 from ratchet.models import oom
-from ratchet.models.memory import capacity, forecast, ranks
+from ratchet.models.memory import capacity, forecast
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
 from ratchet.runs.directory import RunPaths
@@ -223,7 +223,7 @@ def _make_initial_plan(
     machine: Machine, work: MemoryWorkload, micro_batch_tokens: int | None = None
 ) -> InitialMemoryPlan:
     recompute = machine.activation_checkpointing is True
-    return InitialMemoryPlan(micro_batch_tokens, recompute, ranks.is_base_sharded(machine, work.ranks))
+    return InitialMemoryPlan(micro_batch_tokens, recompute, forecast.is_base_sharded(machine, work.ranks))
 
 
 def _apply_earlier_choice(machine: Machine, known: MemoryForecast) -> Machine:

@@ -18,9 +18,9 @@ from ratchet.models import oom
 from ratchet.models.chunked_loss import ChunkedLoss
 from ratchet.models.loss import SequenceBatch, TeacherTargets
 from ratchet.training.context import TrainingContext
+from ratchet.training.distillation import OnlineTeacherReader
 from ratchet.training.distributed import assign_shares
 from ratchet.training.microbatch_budget import MicrobatchBudget
-from ratchet.training.online_distillation import OnlineTeacherReader
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from ratchet.storage.records.training import (
 from ratchet.training import optimizer
 from ratchet.training.async_checkpoint import CheckpointInterval
 from ratchet.training.context import TrainingContext
-from ratchet.training.mfu import datasheet_flops_per_s, iterate_matrices
-from ratchet.training.step_timer import StepTimer, StepTimings
+from ratchet.training.step_timer import StepTimer, StepTimings, datasheet_flops_per_s, iterate_matrices
 from ratchet.training.trainer import TrainingLoop
 
 Shape = list[int]

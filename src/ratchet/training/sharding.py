@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from ratchet.errors import SettingsError
 from ratchet.models import weights
 from ratchet.models.device import Model
-from ratchet.models.memory import ranks as rank_memory
+from ratchet.models.memory import forecast as rank_memory
 from ratchet.models.model_spec import find_blocks
 from ratchet.training.distributed import RankGroup
 
@@ -129,7 +129,7 @@ class _LayerAllGather:
     def _trim_heap(self, count: int) -> None:
         """Return freed memory to the system from time to time; there were two copies of each layer.
 
-        glibc serves no request with a freed block of the same size (models/memory/malloc.py), so it would keep all
+        glibc serves no request with a freed block of the same size (models/memory/trace.py), so it would keep all
         layers that were ever gathered.
         """
         self._gathered_bytes += 2 * count

@@ -15,11 +15,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from ratchet.errors import DivergenceError, MemoryExhaustedError, NonFiniteStateError, PeersLostError
 from ratchet.models import adapters, chunked_loss, oom
-from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models.gradient_compression import GradientReducer
 from ratchet.runs.fault_injection.injection import Phase
 from ratchet.runs.journal import RunDecisions
 from ratchet.storage import digests
-from ratchet.training import analysis, checkpoint, loss_scale, optimizer
+from ratchet.training import analysis, checkpoint, optimizer
 from ratchet.training.anomaly_detection import (
     GradientSpike,
     StepRepeat,
@@ -106,7 +106,7 @@ class StepExecutor:
                 self._reduce_gradients()
                 module_norms = self._measure_module_norms(number)
                 grad_norm = float(clip_grad_norm_(self.parameters, context.settings.max_grad_norm))
-            if loss_scale.is_overflow(self.state, result.loss, grad_norm):
+            if optimizer.is_overflow(self.state, result.loss, grad_norm):
                 self._reduce_loss_scale(number)
                 continue
             verdict = judge_step(
@@ -170,7 +170,7 @@ class StepExecutor:
 
     def _reduce_gradients(self) -> None:
         """Make every gradient the sum over ranks, without the loss scale, and add AdaLoRA's penalty."""
-        loss_scale.unscale_gradients(self.parameters, self.state.loss_scale)
+        optimizer.unscale_gradients(self.parameters, self.state.loss_scale)
         if self._reducer:
             self._reducer.sum()
         penalty = adapters.orthogonality_penalty(self.context.model)
@@ -184,7 +184,7 @@ class StepExecutor:
 
     def _reduce_loss_scale(self, number: int) -> None:
         self._discard_residuals()
-        self.state = loss_scale.reduce_loss_scale(self.state)
+        self.state = optimizer.reduce_loss_scale(self.state)
         self.context.journal.append("loss_scale", step=number, loss_scale=self.state.loss_scale)
 
     def _repeat_step(self, number: int, verdict: StepRepeat) -> None:
@@ -210,7 +210,7 @@ class StepExecutor:
         budget = self.state.budget.record_good_step()
         has_grown = budget.grown and budget.good_steps == 0
         state = record_good_step(self.state, context.settings.guards, grad_norm)
-        state = analysis.record_norms(loss_scale.advance_loss_scale(state), number, module_norms)
+        state = analysis.record_norms(optimizer.advance_loss_scale(state), number, module_norms)
         self.state = replace(
             state,
             step=number,

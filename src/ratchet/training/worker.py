@@ -1,6 +1,8 @@
 """The work of a training process, from an opened run directory to a sealed result.
 
 It knows the run directory only: no MLflow, no Optuna, no DVC.
+
+Seals the result of a training: adapter, best and last checkpoint, report, analysis and model card.
 """
 
 import math
@@ -18,24 +20,103 @@ import torch
 from ratchet.config.machine import Machine
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import EXIT_OK, SettingsError, StorageError
-from ratchet.models import adapters, base_model, loading, model_spec, targets, vocabulary
+from ratchet.errors import EXIT_OK, DamagedFileError, NonFiniteStateError, SettingsError, StorageError
+from ratchet.models import adapters, base_model, loading, model_card, model_spec, targets, vocabulary
 from ratchet.models.memory import parameters as storage
-from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent
-from ratchet.storage import files
-from ratchet.training import distributed, loss_scale, memory_monitor, mfu, online_distillation, result
+from ratchet.runs.signals import GracefulShutdown
+from ratchet.storage import digests, files
+from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.training import AdapterAnalysis
+from ratchet.training import analysis, checkpoint, distillation, distributed, memory_monitor, optimizer, step_timer
 from ratchet.training.context import TrainingContext
-from ratchet.training.distillation import TeacherShardReader
+from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
 from ratchet.training.exit_codes import report_worker_end
 from ratchet.training.memory_monitor import MemoryMonitor
-from ratchet.training.online_distillation import OnlineTeacherReader
-from ratchet.training.result import ParameterCounts
-from ratchet.training.stopping import GracefulShutdown
 from ratchet.training.trainer import TrainingLoop
+
+REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of weights, each counted once, however it is stored."""
+
+    trainable: int
+    total: int
+    quantized: int
+    """Weights stored in 4 bits."""
+
+
+def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
+    """Seal the result of a completed training; return the adapter's digest.
+
+    Args:
+        loop: the training loop; its model has the kept weights, see `analyse_kept_weights`.
+        adapter_analysis: analysis of these weights.
+        base: card of the base.
+        parameters: numbers of weights.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    context, state = loop.context, loop.state
+    with files.sealed_directory(context.paths.result, RESULT) as scratch:
+        adapters.save(context.model, scratch / "adapter", context.spec.base_digest)
+        for name, step in (("best", state.best_step), ("last", state.step)):
+            files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
+        report = _build_report(loop, scratch / "adapter", parameters)
+        report.save(scratch / REPORT)
+        adapter_analysis.save(scratch / ANALYSIS)
+        card = model_card.render_for_adapter(base, context.settings, report, adapter_analysis)
+        files.write_atomic(scratch / CARD, card)
+    return report.adapter_digest
+
+
+def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
+    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded.
+
+    Raises:
+        NonFiniteStateError: a checkpoint that belongs to the result was damaged since it was sealed.
+    """
+    context, state = loop.context, loop.state
+    for step in {state.best_step, state.step}:
+        try:
+            files.verify_sealed(context.paths.checkpoint(step), CHECKPOINT)
+        except DamagedFileError as error:  # the next attempt skips it and trains its steps again
+            raise NonFiniteStateError(str(error)) from None
+    checkpoint.load_weights(context.paths.checkpoint(_select_kept_step(loop)), context.model)
+    return analysis.analyse(context.model, state, context.settings)
+
+
+def _select_kept_step(loop: TrainingLoop) -> int:
+    return loop.state.best_step if loop.context.settings.final_checkpoint == "best" else loop.state.step
+
+
+def _build_report(loop: TrainingLoop, saved: Path, parameters: ParameterCounts) -> TrainReport:
+    spec, state = loop.context.spec, loop.state
+    return TrainReport(
+        run_id=spec.run_id,
+        adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),
+        base_digest=spec.base_digest,
+        data_digest=spec.data_digest,
+        steps=state.step,
+        planned_steps=loop.plan.steps,
+        best_step=state.best_step,
+        kept_step=_select_kept_step(loop),
+        validation_loss=state.validation_loss,
+        final_train_loss=state.train_loss,
+        trained_tokens=state.trained_tokens,
+        input_tokens=state.input_tokens,
+        trainable_parameters=parameters.trainable,
+        total_parameters=parameters.total,
+        quantized_parameters=parameters.quantized,
+    )
+
 
 MEMORY_ADVICE = (
     "Memory ran out for the model or the optimizer, not in a step, where micro-batches would have been made smaller: "
@@ -97,10 +178,10 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     loop.run()
     heartbeat.beat("save")
     with ranks.collective_section(is_sharded):  # the analysis needs the shares of all ranks
-        analysis = result.analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
+        analysis = analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
     if analysis is None or not ranks.environment.is_writer:
         return
-    adapter_digest = _seal_with_retry(context, lambda: result.seal(loop, analysis, launch.base, parameters))
+    adapter_digest = _seal_with_retry(context, lambda: seal(loop, analysis, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=adapter_digest)
     journal.sync()
 
@@ -112,10 +193,10 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
     trained_share = rows.count_trained(sample) / rows.count_tokens(sample)
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
     dtype = loading.pick_dtype(context.settings.compute_dtype, context.device)
-    peak = sum(rate for (rate,) in context.ranks.gather([mfu.datasheet_flops_per_s(name, dtype) or math.nan]))
-    per_token = None if context.is_base_sharded else mfu.flops_per_token(context.model, trained_share)
+    peak = sum(rate for (rate,) in context.ranks.gather([step_timer.datasheet_flops_per_s(name, dtype) or math.nan]))
+    per_token = None if context.is_base_sharded else step_timer.flops_per_token(context.model, trained_share)
     if per_token is not None and isinstance(context.teacher, OnlineTeacherReader):
-        teacher_flops = mfu.flops_per_token(context.teacher.model, trained_share, passes=1)
+        teacher_flops = step_timer.flops_per_token(context.teacher.model, trained_share, passes=1)
         per_token = None if teacher_flops is None else per_token + teacher_flops
     return {"flops_per_token": per_token, "peak_flops_per_s": None if math.isnan(peak) else peak}
 
@@ -151,7 +232,7 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
         shards = Path(launch.distillation_path)
         teacher = TeacherShardReader(shards, train_rows, spec.train.distill, spec.distillation_digest)
     services.heartbeat.beat("load")
-    online_teacher = online_distillation.find_teacher(spec, launch, train_rows)
+    online_teacher = distillation.find_teacher(spec, launch, train_rows)
     base = model_spec.load(Path(launch.base_path), launch.base.remote_code)
     targets.check_adapter(base, spec.train, bool(launch.base.added_tokens))
     if online_teacher and journal.attempt == 1 and (text := online_teacher.describe_padding(base)):
@@ -202,7 +283,7 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
             base, spec.train, machine, work, tokens
         ),
         initial_micro_batch_tokens=memory_plan.micro_batch_tokens,
-        initial_loss_scale=loss_scale.initial_loss_scale(loading.pick_dtype(spec.train.compute_dtype, device)),
+        initial_loss_scale=optimizer.initial_loss_scale(loading.pick_dtype(spec.train.compute_dtype, device)),
         faults=FaultInjector.from_environment(),
         ranks=ranks,
         is_base_sharded=is_sharded,

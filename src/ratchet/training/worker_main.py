@@ -18,8 +18,7 @@ from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.runs import log
 from ratchet.runs.directory import LaunchSpec, RunPaths, TrainingLaunchSpec
 from ratchet.runs.heartbeat import Heartbeat
-from ratchet.runs.signals import die_with_parent
-from ratchet.training.stopping import GracefulShutdown
+from ratchet.runs.signals import GracefulShutdown, die_with_parent
 
 Work = Callable[[RunPaths, int, GracefulShutdown, Heartbeat], int]
 """Takes run directory, number of the attempt, requests to stop and heartbeat; returns the exit code."""

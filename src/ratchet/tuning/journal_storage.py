@@ -25,7 +25,7 @@ from optuna.storages.journal import BaseJournalBackend
 from ratchet.errors import DamagedFileError, StorageError
 from ratchet.runs.log import print_message
 from ratchet.storage import files
-from ratchet.storage.locks import FileLock
+from ratchet.storage.files import FileLock
 
 FORMAT = 1
 """Of lines; a higher one was written by a newer Ratchet."""

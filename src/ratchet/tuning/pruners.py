@@ -19,7 +19,7 @@ from optuna.trial import TrialState, create_trial
 
 from ratchet.config.sweep import PrunerSettings
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.in_memory_study import (
+from ratchet.tuning.samplers import (
     TrialLineage,
     create_empty_study,
     group_by_lineage,

@@ -19,7 +19,7 @@ from typing import Any
 
 from ratchet.config.machine import Machine, RaySettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, SettingsError, first_line
-from ratchet.storage.code_version import code_version
+from ratchet.storage.digests import code_version
 from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
 
 REPORT_WAIT_AFTER_S = 30.0

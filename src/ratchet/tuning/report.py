@@ -19,18 +19,16 @@ from ratchet.storage.records.base import Record
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, SweepReport, Trial
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.final_round import STOPPED
-from ratchet.tuning.in_memory_study import (
+from ratchet.tuning.samplers import (
     create_empty_study,
     group_by_lineage,
     is_infeasible,
     minimized_objectives,
     replace_non_finite,
 )
-from ratchet.tuning.parameter_scale import encode_value, to_distribution, to_unit
-from ratchet.tuning.parameters import SearchDimension
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
-from ratchet.tuning.search_space import SearchSpace
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_value, to_distribution, to_unit
+from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
 """A random forest needs at least so many trials."""

@@ -1,29 +1,269 @@
-"""The search space of a sweep: ranges, choices, parameters derived from others (`tie`), and conditions (`when`)."""
+"""The search space of a sweep: ranges, choices, parameters derived from others (`tie`), and conditions (`when`).
 
+Single settings of params.yaml: the values each accepts, and which of them a sweep may search.
+
+Converts hyperparameter values to positions from 0 to 1, to indices, and to Optuna's distributions.
+"""
+
+import difflib
+import json
+import math
+import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from ratchet.config.fields import Section
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
 from ratchet.storage.records.sweep import ParameterAxis
-from ratchet.tuning.parameters import (
-    SearchDimension,
-    SettingField,
-    describe_error,
-    find_searchable_setting,
-    find_train_setting,
-    format_value,
-    make_space_error,
-)
+
+Kind = Literal["int", "float", "map", "other"]
+
+LEARNING = "train."
+"""Prefix of the settings that a sweep may search."""
+
+SEED = "train.seed"
+
+MAX_NAMES = 8
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """One setting of params.yaml, without its value."""
+
+    key: str
+    """Dotted key, such as `train.adalora.target_rank`."""
+    field: FieldInfo = field(repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        """`map`: names with values. `other`: texts, lists of texts, booleans."""
+        annotation = self.field.annotation
+        if get_origin(annotation) is dict:
+            return "map"
+        kinds = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+        kinds = tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
+        return "float" if float in kinds else "int" if int in kinds else "other"
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All values of a boolean or literal; else empty."""
+        annotation = self.field.annotation
+        if annotation is bool:
+            return (False, True)
+        return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        kind: Any = Annotated[self.field.annotation, self.field]
+        return TypeAdapter(kind, config=ConfigDict(strict=True))
+
+    def validate(self, value: Any) -> Any:
+        """Return the value as settings store it (a list as a tuple, a whole number as a float if it is one).
+
+        Only this setting is checked; combinations are checked when all values are known.
+
+        Raises:
+            ValueError: this setting does not accept the value.
+        """
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"found {format_value(value)}: {describe_error(error)}") from None
+
+    def get(self, settings: Settings) -> Any:
+        """Return its value in these settings."""
+        node: Any = settings
+        for name in self.key.split("."):
+            node = getattr(node, name)
+        return self.validate(node)
+
+
+def format_value(value: Any) -> str:
+    """Return a value as it is written in params.yaml."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(format_value, value))}]"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def describe_error(error: ValueError) -> str:
+    """Return a validation error on one line, each problem with its setting or section."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(dict.fromkeys(_describe_problem(dict(problem)) for problem in error.errors(include_url=False)))
+
+
+def _describe_problem(problem: dict[str, Any]) -> str:
+    known, place = {*_all_settings(), *_section_names()}, ""
+    for part in problem["loc"]:  # it ends in tags of unions, which are not in params.yaml
+        longer = f"{place}.{part}" if place else str(part)
+        if longer not in known:
+            break
+        place = longer
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if place in _section_names() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
+        return f"{place}.{message}"  # a message about a whole section names its keys
+    message = message if problem["type"] == "value_error" else _lower_first(message)
+    return f"{place}: {message}" if place else message
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def make_space_error(key: str, problem: str) -> SettingsError:
+    """Return an error about a parameter of the search space."""
+    return SettingsError(f"params.yaml: sweep.space.{key}: {problem}")
+
+
+def find_searchable_setting(key: str) -> SettingField:
+    """Return the setting with this key.
+
+    Raises:
+        SettingsError: it does not exist, or cannot be searched; the message has the reason.
+    """
+    section = key.split(".", maxsplit=1)[0]
+    if section in Settings.model_fields and not f"{key}.".startswith(LEARNING):
+        raise make_space_error(key, _explain_unsearchable(section, key))
+    if key in _section_names():
+        below = [name for name in _all_settings() if name.startswith(f"{key}.")]
+        more = f" and {len(below) - MAX_NAMES} more" if len(below) > MAX_NAMES else ""
+        raise make_space_error(key, f"found a section; expected a setting: {', '.join(below[:MAX_NAMES])}{more}")
+    if key not in _all_settings():
+        raise make_space_error(key, f"unknown setting; {_suggest_name(key)}")
+    if key == SEED:
+        raise make_space_error(
+            key, "a seed cannot be searched: a lucky seed is no better model; finalists are trained with several seeds"
+        )
+    found = _all_settings()[key]
+    if found.kind == "map":
+        raise make_space_error(key, "has a value for each name and cannot be searched")
+    return found
+
+
+def _explain_unsearchable(section: str, key: str) -> str:
+    if section == "machine":
+        return "section machine does not change results and cannot be searched; set it in section machine"
+    if section in ("base", "prepare"):
+        return (
+            "trials use the same data and the same base, which are prepared once; compare other data or bases in "
+            f"another project or with `dvc exp run -S {key}=...`"
+        )
+    return f"section {section} does not affect training; only settings of section train can be searched"
+
+
+def find_train_setting(name: str) -> SettingField:
+    """Return a setting of section train by its key, with or without `train.`.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    for key in (name, f"{LEARNING}{name}"):
+        if key.startswith(LEARNING) and key in _all_settings():
+            return _all_settings()[key]
+    raise ValueError(f"{name} is not a setting of section train; {_suggest_name(name, LEARNING)}")
+
+
+def _suggest_name(name: str, within: str = "") -> str:
+    """Return similar settings as a question; settings of section train come first."""
+    keys = sorted(
+        (key for key in _all_settings() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING)
+    )
+    last = name.rpartition(".")[2]
+    found = [key for key in keys if key.endswith(f".{last}")]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    found = found or [by_last[one] for one in difflib.get_close_matches(last, by_last, n=3)]
+    found = found or difflib.get_close_matches(name, keys, n=3)
+    return f"did you mean {' or '.join(found[:3])}?" if found else "only settings of section train can be searched"
+
+
+@cache
+def _all_settings() -> dict[str, SettingField]:
+    return {
+        f"{prefix}{name}": SettingField(f"{prefix}{name}", info) for prefix, name, info in _iterate_fields(Settings, "")
+    }
+
+
+@cache
+def _section_names() -> frozenset[str]:
+    parents: Iterable[str] = (key.rpartition(".")[0] for key in _all_settings())
+    return frozenset(parents)
+
+
+def _iterate_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _iterate_fields(kind, f"{prefix}{name}.")
+        else:
+            yield prefix, name, info
+
+
+# One dimension of a search space.
+
+STEP_TOLERANCE = 1e-9
+"""Tolerance of floating-point arithmetic, in steps."""
+
+
+@dataclass(frozen=True)
+class SearchDimension:
+    """Values of one searched setting."""
+
+    name: str
+    """Dotted key, such as `train.rank`."""
+    kind: Literal["float", "int", "choice"]
+    low: float = 0.0
+    high: float = 0.0
+    """Both inclusive; whole numbers if kind is int. Used for ranges only."""
+    log: bool = False
+    step: float | None = None
+    choices: tuple[Any, ...] = ()
+    """None, booleans, numbers, texts, or tuples of texts. Used if kind is choice."""
+
+    @property
+    def points(self) -> int | None:
+        """Number of values; None for a continuous range."""
+        if self.kind == "choice":
+            return len(self.choices)
+        if self.kind == "int":
+            return int((self.high - self.low) // int(self.step or 1)) + 1
+        return None if self.step is None else int((self.high - self.low) / self.step + STEP_TOLERANCE) + 1
+
+    def contains(self, value: Any) -> bool:
+        """Return whether this is one of the values."""
+        if self.kind == "choice":
+            return any(value == one and type(value) is type(one) for one in self.choices)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            return False
+        if self.kind == "int" and value != int(value):
+            return False
+        if self.step is None:
+            return True
+        steps = (value - self.low) / self.step
+        return abs(steps - round(steps)) < STEP_TOLERANCE
+
 
 ROUNDING = 1e-9
 """Tolerance for values of samplers, relative to the value or to a step."""
@@ -658,3 +898,94 @@ def _to_tuples(value: Any) -> Any:
 
 def _to_lists(value: Any) -> Any:
     return [_to_lists(one) for one in value] if isinstance(value, tuple) else value
+
+
+def value_at(dimension: SearchDimension, index: int) -> Any:
+    """Return the value with an index from 0; the dimension must be finite."""
+    return dimension.choices[index] if dimension.kind == "choice" else stepped_value(dimension, index)
+
+
+def to_unit(dimension: SearchDimension, value: float) -> float:
+    """Return the position of a value in its range, 0 to 1; each value of a finite range has an equal share."""
+    low, high = _scale_bounds(dimension)
+    position = math.log(value) if dimension.log else float(value)
+    return (position - low) / (high - low) if high > low else 0.5
+
+
+def from_unit(dimension: SearchDimension, position: float) -> float | int:
+    """Return the value at a position (clipped to 0 and 1), rounded to a value of a finite range."""
+    low, high = _scale_bounds(dimension)
+    value = low + min(max(position, 0.0), 1.0) * (high - low)
+    value = math.exp(value) if dimension.log else value
+    points = dimension.points
+    if points is None:
+        return min(max(value, dimension.low), dimension.high)
+    index = round((value - dimension.low) / (dimension.step or 1))
+    return stepped_value(dimension, min(max(index, 0), points - 1))
+
+
+def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
+    """Draw a value uniformly on the dimension's scale."""
+    if dimension.kind == "choice":
+        return source.choice(dimension.choices)
+    return from_unit(dimension, source.random())
+
+
+def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    """Yield all points of a finite space, the last parameter changing fastest."""
+    path: list[int] = []
+    while True:
+        sizes: list[int] = []
+
+        def pick(dimension: SearchDimension, sizes: list[int] = sizes) -> Any:
+            sizes.append(dimension.points or 1)
+            if len(sizes) > len(path):
+                path.append(0)
+            return value_at(dimension, path[len(sizes) - 1])
+
+        yield space.draw(pick)
+        while path and path[-1] + 1 >= sizes[len(path) - 1]:
+            path.pop()
+        if not path:
+            return
+        path[-1] += 1
+
+
+def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
+    """Return the ends of the range on its scale; half a step wider if finite, so that all values have equal shares."""
+    points = dimension.points
+    if points is None:
+        low, high = dimension.low, dimension.high
+    else:
+        half = (dimension.step or 1) / 2
+        low, high = dimension.low - half, value_at(dimension, points - 1) + half
+    return (math.log(low), math.log(high)) if dimension.log else (low, high)
+
+
+# Optuna's distributions and stored values (JSON, without lists as choices).
+
+
+def to_distribution(dimension: SearchDimension) -> BaseDistribution:
+    """Return the dimension as an Optuna distribution."""
+    if dimension.kind == "choice":
+        return CategoricalDistribution([encode_value(value) for value in dimension.choices])
+    if dimension.kind == "int":
+        low, high = int(dimension.low), int(dimension.high)
+        return IntDistribution(low, high, log=dimension.log, step=int(dimension.step or 1))
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
+
+
+def encode_value(value: Any) -> Any:
+    """Return a value as Optuna stores it: a list of names becomes its JSON text."""
+    return json.dumps(value) if isinstance(value, list | tuple) else value
+
+
+def decode_value(dimension: SearchDimension, value: Any) -> Any:
+    """Return the value that `encode_value` has encoded."""
+    if dimension.kind != "choice":
+        return value
+    for choice in dimension.choices:
+        encoded = encode_value(choice)
+        if encoded == value and type(encoded) is type(value):  # because 1 == 1.0 == True
+            return choice
+    return value

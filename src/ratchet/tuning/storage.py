@@ -1,14 +1,19 @@
-"""Storage of a project's studies: a journal in the project, or a Postgres database shared by machines."""
+"""Storage of a project's studies: a journal in the project, or a Postgres database shared by machines.
+
+Repeats operations on a study while its storage does not answer, so that a short outage does not end a sweep.
+"""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
 
 from ratchet.errors import LockHeldError, StorageError, first_line
+from ratchet.runs.log import print_message
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
 
@@ -140,3 +145,34 @@ def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
     return StudyStorage(
         backend, "journal", str(layout.study_journal), make_study_lock(layout.study_journal), file.close
     )
+
+
+Answer = TypeVar("Answer")
+
+AGAIN_S = 1.0
+
+
+def retry_storage(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]) -> Answer:
+    """Run an operation; repeat it while the storage does not answer.
+
+    Args:
+        act: the operation; it must be safe to repeat.
+        wait_s: seconds without an answer after which the last failure is raised.
+        look: called between two tries; may raise to end it.
+
+    Raises:
+        StorageError, LockHeldError: it did not answer for so long.
+    """
+    since_s: float | None = None
+    while True:
+        try:
+            return act()
+        except (StorageError, LockHeldError) as error:
+            now_s = time.monotonic()
+            if since_s is None:
+                since_s = now_s
+                print_message(f"{error} (tried again for {wait_s:g} s)")
+            if now_s - since_s >= wait_s:
+                raise
+        look()
+        time.sleep(AGAIN_S)

@@ -31,15 +31,15 @@ from ratchet.runs.restart_policy import FailureClass
 from ratchet.runs.status import RunProgress
 from ratchet.runs.supervisor import supervise
 from ratchet.storage import digests
-from ratchet.storage.code_version import code_version
+from ratchet.storage.digests import code_version
 from ratchet.storage.files import MANIFEST
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
-from ratchet.tuning.storage_retry import retry_storage
-from ratchet.tuning.trial_store import TrialStore
+from ratchet.tuning.storage import retry_storage
+from ratchet.tuning.study import TrialStore
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
 """Constraints that failures violate. Failures of other classes say nothing about the values."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import small_bases as small
 from ratchet.errors import BaseModelError, DamagedFileError, InputError, SettingsError
-from ratchet.exporters.merge import merger, plan
+from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.recipe import WeightedAdapter
 from ratchet.models import adapter_format, weights
 from ratchet.storage import files
@@ -47,7 +47,7 @@ def refused(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callab
         monkeypatch.setattr(weights.WeightReader, "__init__", read)
         given = {"train": small.settings(quantization="nf4")} | changes
         with pytest.raises(kind) as caught:
-            plan.plan_merge(small.recipe(*place, **given))
+            merger.plan_merge(small.recipe(*place, **given))
         assert caught.value.exit_code == 2
         return str(caught.value)
 
@@ -65,7 +65,7 @@ def shorten(path: Path, count: int) -> None:
 
 
 def test_valid_inputs_are_accepted(place: tuple[Path, Path]) -> None:
-    plan.plan_merge(small.recipe(*place, train=small.settings(quantization="nf4")))
+    merger.plan_merge(small.recipe(*place, train=small.settings(quantization="nf4")))
 
 
 def test_an_adapter_of_another_base(refused: Any) -> None:

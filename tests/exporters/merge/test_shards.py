@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ratchet.exporters.merge import shards
-from ratchet.exporters.merge.shards import TensorEntry
+from ratchet.exporters.merge import model_files
+from ratchet.exporters.merge.model_files import TensorEntry
 
 TENSORS = {
     "d": torch.tensor([1.5, -2.5], dtype=torch.float64),
@@ -35,9 +35,9 @@ def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
 
 def write(directory: Path, tensors: dict[str, Tensor], shard_bytes: int) -> list[int]:
     told: list[int] = []
-    shards.write_shards(directory, entries(tensors), iter(tensors.items()), shard_bytes, told.append)
+    model_files.write_shards(directory, entries(tensors), iter(tensors.items()), shard_bytes, told.append)
     written = sum(path.stat().st_size for path in directory.iterdir())
-    assert written == shards.shard_files_size_bytes(entries(tensors), shard_bytes)
+    assert written == model_files.shard_files_size_bytes(entries(tensors), shard_bytes)
     return told
 
 
@@ -69,7 +69,7 @@ def test_no_file_exceeds_the_limit_unless_one_tensor_does(tmp_path: Path) -> Non
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(model_files, "CHUNK_BYTES", 64)
     told = write(tmp_path, {"a": torch.arange(100.0)}, 1000)
     assert told == [64, 128, 192, 256, 320, 384, 400]
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.arange(100.0))
@@ -90,7 +90,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
             del tensor
 
     announced = [TensorEntry(name, (3, 5), torch.float32) for name in "abcd"]
-    shards.write_shards(tmp_path, announced, making(), 130, lambda _: None)
+    model_files.write_shards(tmp_path, announced, making(), 130, lambda _: None)
     assert alive == [0, 0, 0, 0]
 
 
@@ -98,4 +98,4 @@ def test_a_tensor_that_differs_from_its_entry_is_refused(tmp_path: Path) -> None
     announced = [TensorEntry("a", (2,), torch.float32)]
     for name, tensor in (("b", torch.zeros(2)), ("a", torch.zeros(3)), ("a", torch.zeros(2).half())):
         with pytest.raises(RuntimeError, match="expected TensorEntry"):
-            shards.write_shards(tmp_path, announced, iter([(name, tensor)]), 100, lambda _: None)
+            model_files.write_shards(tmp_path, announced, iter([(name, tensor)]), 100, lambda _: None)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ratchet.errors import DamagedFileError
-from ratchet.exporters.verification.divergence import MIN_LOG_PROBABILITY, measure_distance
+from ratchet.exporters.verification.parity import MIN_LOG_PROBABILITY, measure_distance
 
 Numbers = NDArray[np.float32]
 

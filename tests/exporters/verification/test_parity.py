@@ -16,14 +16,13 @@ from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import IGNORE_INDEX, Conversation
 from ratchet.errors import DamagedFileError, DataError
 from ratchet.evaluation import rows as evaluated
+from ratchet.exporters import merged_model
 from ratchet.exporters.merge.recipe import MergeRecipe, WeightedAdapter
-from ratchet.exporters.verification import layers, merge_trial, parity, reference
-from ratchet.exporters.verification.parity import TorchRuntime
-from ratchet.exporters.verification.probe_inputs import ProbeInputs, choose_probe_inputs, spread_indices
+from ratchet.exporters.verification import layers, parity, reference
+from ratchet.exporters.verification.parity import ModelRuntime, TorchRuntime
+from ratchet.exporters.verification.probe_inputs import TEXTS, ProbeInputs, choose_probe_inputs, spread_indices
 from ratchet.models import base_model, scoring
 from ratchet.models.device import Model
-from ratchet.models.runtimes.runtime import ModelRuntime
-from ratchet.models.runtimes.tokenizer_probes import TEXTS
 from ratchet.storage.records.base import BaseCard
 from trained import merged_by_peft
 
@@ -231,7 +230,7 @@ def test_without_prompts_there_is_no_score(project: Project, adapted: Model) -> 
 def test_a_merge_is_measured_against_the_trained_model(project: Project, adapted: Model) -> None:
     asked = project.inputs
     trained, recording = (
-        merge_trial.reference_logits(adapted, asked, silent),
+        merged_model.reference_logits(adapted, asked, silent),
         layers.record_activations(adapted, asked.rows),
     )
     original = reference.load_adapted_model(project.recipe, "original")
@@ -241,7 +240,7 @@ def test_a_merge_is_measured_against_the_trained_model(project: Project, adapted
         ("original", original, layers.record_activations(original, asked.rows)),
     ):
         merged = merged_in_memory(project, model)
-        found = merge_trial.measure_merge(kind, merged, torch.float32, trained, heard, asked)
+        found = merged_model.measure_merge(kind, merged, torch.float32, trained, heard, asked)
         assert found.merge_base == kind
         assert found.parity.rows == 6
         assert found.parity.tokens == sum(map(len, asked.positions))
@@ -251,7 +250,7 @@ def test_a_merge_is_measured_against_the_trained_model(project: Project, adapted
     assert kl["dequantized"][0] <= 1e-10
     assert all(a > 10 * b for a, b in zip(kl["original"], kl["dequantized"], strict=True))
     with pytest.raises(DamagedFileError, match="differs by"):  # the other's reference
-        merge_trial.measure_merge(
+        merged_model.measure_merge(
             "original", merged_in_memory(project, original), torch.float32, trained, recording, asked
         )
 

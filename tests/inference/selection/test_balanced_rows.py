@@ -18,8 +18,8 @@ from ratchet.config.base import Base
 from ratchet.config.prepare import BalanceSettings, Prepare
 from ratchet.config.settings import Settings
 from ratchet.data import token_files
-from ratchet.data.balance import CategoryBalancer
 from ratchet.data.conversation import Conversation, SourceRow
+from ratchet.data.ingest import CategoryBalancer
 from ratchet.errors import DataError, SettingsError
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
@@ -152,7 +152,7 @@ def test_an_invalid_category_field_is_refused(
 def test_a_field_with_too_many_values_is_refused(
     project: MakeProject, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ratchet.data.balance.MAX_CATEGORIES", 2)
+    monkeypatch.setattr("ratchet.data.ingest.MAX_CATEGORIES", 2)
     said = made.refused(project(rows(AREAS), balance={"by": "area"}), capsys)
     assert "'area' has 3 different values; expected at most 2 categories" in said
 

@@ -25,10 +25,8 @@ from compression_cases import (
 from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
 from ratchet.config.train import GradientCompressionSettings
 from ratchet.errors import DamagedFileError
-from ratchet.models.gradient_compression import compressors
-from ratchet.models.gradient_compression.compressors import PowerSgdCompressor
-from ratchet.models.gradient_compression.methods import build_buckets, communication_hook
-from ratchet.models.gradient_compression.reducer import GradientReducer
+from ratchet.models import gradient_compression
+from ratchet.models.gradient_compression import GradientReducer, PowerSgdCompressor, build_buckets, communication_hook
 
 WAYS = [{"method": "none"}, *COMPRESSED]
 
@@ -314,8 +312,8 @@ def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
     found = []
     for method in (
         None,
-        compressors.Int8Compressor(dist.group.WORLD, 16),
-        compressors.TopKCompressor(dist.group.WORLD, 0.5),
+        gradient_compression.Int8Compressor(dist.group.WORLD, 16),
+        gradient_compression.TopKCompressor(dist.group.WORLD, 0.5),
     ):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
@@ -378,16 +376,18 @@ def test_buckets_are_in_order_and_within_the_size_limit() -> None:
 
 def test_eight_bits_come_back_within_half_a_scale() -> None:
     values = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 30, 96)
-    back = compressors.dequantize_blocks(compressors.quantize_blocks(values, 6), 6)
+    back = gradient_compression.dequantize_blocks(gradient_compression.quantize_blocks(values, 6), 6)
     largest = values.view(3, -1, 6).abs().amax(-1, keepdim=True).expand(3, 16, 6).reshape(3, 96)
     assert ((back - values).abs() <= largest / 254 * (1 + 1e-6) + torch.finfo(torch.float32).tiny).all()
-    assert not compressors.dequantize_blocks(compressors.quantize_blocks(torch.zeros(2, 8), 4), 4).any()
+    assert not gradient_compression.dequantize_blocks(
+        gradient_compression.quantize_blocks(torch.zeros(2, 8), 4), 4
+    ).any()
     for bad in (torch.nan, torch.inf):
         values = torch.ones(1, 8)
         values[0, 1] = bad
-        assert compressors.dequantize_blocks(compressors.quantize_blocks(values, 4), 4).isfinite().tolist() == [
-            [False] * 4 + [True] * 4
-        ]
+        assert gradient_compression.dequantize_blocks(
+            gradient_compression.quantize_blocks(values, 4), 4
+        ).isfinite().tolist() == [[False] * 4 + [True] * 4]
 
 
 @pytest.mark.parametrize(
@@ -443,10 +443,10 @@ def test_useless_compression_gives_a_warning(world: int, settings: dict[str, Any
 @pytest.mark.parametrize("count", [1, 8, 9, 1003])
 def test_bits_come_back_as_they_were(count: int) -> None:
     flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
-    bits = compressors.pack_bits(flags)
-    assert (bits.dtype, len(bits)) == (torch.uint8, compressors.packed_bits_size(count))
-    assert torch.equal(compressors.unpack_bits(bits)[:count], flags)
-    assert not compressors.unpack_bits(bits)[count:].any()
+    bits = gradient_compression.pack_bits(flags)
+    assert (bits.dtype, len(bits)) == (torch.uint8, gradient_compression.packed_bits_size(count))
+    assert torch.equal(gradient_compression.unpack_bits(bits)[:count], flags)
+    assert not gradient_compression.unpack_bits(bits)[count:].any()
 
 
 @pytest.mark.parametrize(

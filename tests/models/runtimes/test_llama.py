@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_gguf
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.models.runtimes import llama, llama_server, tokenizer_probes
-from ratchet.models.runtimes.llama import LlamaRuntime
+from ratchet.exporters.verification import probe_inputs
+from ratchet.models.runtimes import llama_server
+from ratchet.models.runtimes.llama_server import LlamaRuntime
 from tiny_gguf import expected, greedy
 
 END_OF_TEXT, END_OF_TURN = 1, 3
@@ -39,7 +40,7 @@ def path(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(path: Path) -> Iterator[LlamaRuntime]:
-    with llama.open_runtime(path, 1, 256) as found:
+    with llama_server.open_runtime(path, 1, 256) as found:
         yield found
 
 
@@ -70,7 +71,7 @@ def test_log_probabilities_do_not_depend_on_earlier_requests(runtime: LlamaRunti
 
 def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime: LlamaRuntime) -> None:
     true = expected(model, ROW)
-    with llama.open_runtime(path, 1, 256, "f16") as served:
+    with llama_server.open_runtime(path, 1, 256, "f16") as served:
         half = np.abs(served.log_probabilities(ROW, range(len(ROW))) - true).max()
     assert half > 20 * np.abs(runtime.log_probabilities(ROW, range(len(ROW))) - true).max()
     assert half < 0.1
@@ -103,12 +104,12 @@ def test_nothing_is_computed_for_empty_requests(runtime: LlamaRuntime) -> None:
 
 
 def test_hard_texts_are_many_and_none_twice() -> None:
-    assert len(set(tokenizer_probes.TEXTS)) == len(tokenizer_probes.TEXTS) >= 40
-    assert 6 <= len(set(tokenizer_probes.PROBES)) == len(tokenizer_probes.PROBES)
+    assert len(set(probe_inputs.TEXTS)) == len(probe_inputs.TEXTS) >= 40
+    assert 6 <= len(set(probe_inputs.PROBES)) == len(probe_inputs.PROBES)
 
 
 def test_hard_texts_become_the_tokens_of_the_tokenizer(runtime: LlamaRuntime, tokenizer: Any) -> None:
-    for text in tokenizer_probes.TEXTS:
+    for text in probe_inputs.TEXTS:
         assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
     assert runtime.token_ids("a<|im_end|>")[-1] == END_OF_TURN
 
@@ -123,9 +124,9 @@ def test_prompts_are_those_of_the_chat_template(runtime: LlamaRuntime, tokenizer
 
 
 def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
-    with llama.open_runtime(path, 1, 256, "f16") as served:
-        probes = served.probes(tokenizer_probes.PROBES, 12)
-        assert served.probes(tokenizer_probes.PROBES[::-1], 12)[::-1] == probes
+    with llama_server.open_runtime(path, 1, 256, "f16") as served:
+        probes = served.probes(probe_inputs.PROBES, 12)
+        assert served.probes(probe_inputs.PROBES[::-1], 12)[::-1] == probes
         for probe in probes:
             found = served.generate(probe.prompt_ids, 12, [END_OF_TEXT, END_OF_TURN])
             assert list(probe.answer_ids) == found
@@ -134,7 +135,7 @@ def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
             best = np.sort(served.log_probabilities(row, places), axis=1)[:, -2:]
             assert probe.margins == pytest.approx(best[:, 1] - best[:, 0], abs=1e-4)
             assert [int(one) for one in served.log_probabilities(row, places).argmax(axis=1)] == found
-    assert [probe.question for probe in probes] == list(tokenizer_probes.PROBES)
+    assert [probe.question for probe in probes] == list(probe_inputs.PROBES)
     text = AutoTokenizer.from_pretrained(directory)
     whole = [probe for probe in probes if "\ufffd" not in text.decode(probe.answer_ids)]
     assert whole
@@ -142,7 +143,7 @@ def test_probes_hold_what_the_chat_answers(path: Path, directory: Path) -> None:
 
 
 def test_too_long_input_is_refused_not_truncated(path: Path) -> None:
-    with llama.open_runtime(path, 1, 256) as short:
+    with llama_server.open_runtime(path, 1, 256) as short:
         with pytest.raises(SettingsError, match="context has 256 tokens, but 301 are needed"):
             short.generate([5] * 300, 1, [])
         with pytest.raises(SettingsError, match="context has 256 tokens"):
@@ -161,7 +162,7 @@ def test_nan_weights_are_reported(path: Path, tmp_path: Path) -> None:
     with (tmp_path / "nan.gguf").open("r+b") as stream:
         stream.seek(next(int(one.data_offset) for one in GGUFReader(path).tensors if one.name == "output_norm.weight"))
         stream.write(struct.pack("<f", math.nan))
-    with llama.open_runtime(tmp_path / "nan.gguf", 1, 256) as found:
+    with llama_server.open_runtime(tmp_path / "nan.gguf", 1, 256) as found:
         with pytest.raises(DamagedFileError, match=r"returned probabilities of 0 tokens, expected \d+"):
             found.log_probabilities([5, 6], [1])
         with pytest.raises(DamagedFileError, match="are NaN"):
@@ -177,7 +178,7 @@ def test_a_template_that_fails_on_a_conversation_is_reported(directory: Path, tm
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "hf")
     tokenizer.save_pretrained(tmp_path / "hf")
     with (
-        llama.open_runtime(tiny_gguf.write(tmp_path / "hf", tmp_path / "m.gguf"), 1, 256) as found,
+        llama_server.open_runtime(tiny_gguf.write(tmp_path / "hf", tmp_path / "m.gguf"), 1, 256) as found,
         pytest.raises(BaseModelError, match=r"not that.*base\.chat_template"),
     ):
         found.prompt_ids([{"role": "user", "content": "forbidden"}])
@@ -204,8 +205,7 @@ def test_the_openai_compatible_endpoint_answers_anybody_on_this_machine(path: Pa
 def test_the_runtime_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
-        "from ratchet.models.runtimes import llama; from ratchet.models.runtimes import llama_process; "
-        "from ratchet.models.runtimes import tokenizer_probes\n"
+        "from ratchet.models.runtimes import llama_process, llama_server\n"
         "print(*(name for name in ('torch', 'transformers', 'mlflow', 'xllamacpp') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

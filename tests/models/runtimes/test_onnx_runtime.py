@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onnx_models import save
 from ratchet.errors import DamagedFileError
-from ratchet.exporters.onnx import exporter as onnx_writer
+from ratchet.exporters import onnx as onnx_writer
+from ratchet.exporters.verification.parity import ModelRuntime
 from ratchet.models.runtimes import onnx
-from ratchet.models.runtimes.runtime import ModelRuntime
 from tiny_gguf import expected
 
 TEXTS = ("<|turn|>Where is my order?<eos>", "  two  spaces\n\ttab", "3.14159 kg", "naïve 🦙👩‍🚀", "", "<bos><bos>")

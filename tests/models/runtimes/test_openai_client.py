@@ -9,8 +9,7 @@ import pytest
 from ratchet import http_client
 from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.errors import EXIT_INTERRUPTED, EndpointError, SettingsError
-from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions
-from ratchet.models.runtimes.openai_requests import ChatReply
+from ratchet.models.runtimes.openai_client import ChatReply, ChatRequest, OpenAiEndpoint, SamplingOptions
 from scripted_endpoint import JSON, Said, Script, Server, chat, error, served, serving
 
 SHORT = Patience(max_concurrency=3, timeout_s=20, max_attempts=3, retry_delay_s=0.01)

@@ -10,10 +10,9 @@ import pytest
 
 from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.errors import EndpointError, RatchetError, SettingsError
-from ratchet.models.runtimes import llama_server, openai_requests
+from ratchet.models.runtimes import llama_server, openai_client
 from ratchet.models.runtimes.llama_server import LlamaServer as Llama
-from ratchet.models.runtimes.openai_client import ChatDelta, ChatRequest, OpenAiEndpoint, SamplingOptions
-from ratchet.models.runtimes.openai_requests import ChatReply
+from ratchet.models.runtimes.openai_client import ChatDelta, ChatReply, ChatRequest, OpenAiEndpoint, SamplingOptions
 from scripted_endpoint import Said, Script, chat, error, event, served, serving, sse, streamed
 
 QUESTION = ChatRequest(0, [{"role": "user", "content": "what is water"}], SamplingOptions(8, logprobs=True))
@@ -61,7 +60,7 @@ def test_comments_names_and_split_lines_of_a_stream_are_no_text() -> None:
 
 def test_data_of_several_lines_is_one_event() -> None:
     lines = [b'data: {"a":\n', b"data: 1}\n", b"\n", b":x\n", b"data\n", b"\n", b"data: cut"]
-    assert list(openai_requests.iterate_event_data(lines)) == ['{"a":\n1}', None, "", "cut"]
+    assert list(openai_client.iterate_event_data(lines)) == ['{"a":\n1}', None, "", "cut"]
 
 
 @pytest.mark.parametrize("lacks", ["[DONE]", "usage", "finish_reason"])

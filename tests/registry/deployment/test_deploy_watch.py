@@ -16,7 +16,7 @@ import pytest
 from promoted_models import SETTINGS, make_champion, promote_fake_model, store_fake_model, write_fake_export
 from ratchet.config.promote import HookSettings
 from ratchet.errors import SettingsError
-from ratchet.registry import hooks
+from ratchet.registry import outbox
 from ratchet.stages import deploy as stage
 from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, watch_champion
 from ratchet.stages.project import Project
@@ -172,6 +172,6 @@ def test_a_promotion_hook_deploys(project: ProjectLayout, served: Path, tmp_path
     event.write_text(json.dumps({"id": "1", "action": "promote"}))
     code = CODE[: CODE.index('report("watching")')] + "report_deployment(deploy.deploy(project, directory, options))"
     hook = HookSettings(command=(sys.executable, "-c", code, str(project.root), str(served)), retries=0)
-    outcome = hooks.send_event(hook, event, project.root)
+    outcome = outbox.send_event(hook, event, project.root)
     assert outcome.is_delivered, "".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert version(project, served) == 1

@@ -12,7 +12,7 @@ import pytest
 
 import signed_folder
 from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.registry.signing import identity, keys, signature
+from ratchet.registry.signing import keys, signature
 from ratchet.storage.layout import ProjectLayout
 
 WHO, ISSUER = "ann@example.org", "https://accounts.example.org"
@@ -35,11 +35,11 @@ def token(**claims: object) -> str:
 
 def test_without_a_trusted_identity_the_error_names_the_command(project: ProjectLayout) -> None:
     with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity IDENTITY --issuer URL`"):
-        identity.load_signer(project)
+        signature.load_identity_signer(project)
     keys.trust_identity(project, WHO, ISSUER)
     keys.revoke_trust(project, WHO, "left")
     with pytest.raises(SettingsError, match="trusts no identity"):
-        identity.load_signer(project)
+        signature.load_identity_signer(project)
 
 
 @pytest.mark.parametrize("given", ["none", "garbage", "expired", "for another service"])
@@ -54,7 +54,7 @@ def test_an_unusable_token_is_refused_and_not_shown(
         monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
     says = "put one into SIGSTORE_ID_TOKEN" if made is None else "the identity token is invalid"
     with pytest.raises(SettingsError, match=says) as raised:
-        identity.load_signer(project)
+        signature.load_identity_signer(project)
     assert made is None or made not in str(raised.value)
 
 
@@ -62,7 +62,7 @@ def test_a_valid_token_names_the_signer(project: ProjectLayout, monkeypatch: pyt
     keys.trust_identity(project, WHO, ISSUER)
     made = token()
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
-    found = identity.load_signer(project)
+    found = signature.load_identity_signer(project)
     assert found.name == f"{WHO} of {ISSUER}"
     assert made not in repr(found)
 
@@ -76,7 +76,7 @@ def test_without_sigstores_servers_nothing_is_written(
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # refuses connections, with or without a network
     folder = signed_folder.make(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"promote\.signing: sigstore did not sign .* or sign with a key"):
-        signature.sign_folder(folder, identity.load_signer(project))
+        signature.sign_folder(folder, signature.load_identity_signer(project))
     assert not (folder / signature.SIGNATURE).exists()
 
 

@@ -11,8 +11,8 @@ from garbage_collection_cases import (
 )
 from machines import NAMES, Node, store, wait_until
 from ratchet.errors import ReplicaError
-from ratchet.runs.replication.garbage_collection import GarbageCollectionResult, ReplicaGarbageCollector
 from ratchet.runs.replication.store import ReplicaStore
+from ratchet.runs.replication.upload import GarbageCollectionResult, ReplicaGarbageCollector
 
 
 def test_a_removed_object_is_noticed_and_sent_again(tmp_path: Path, first: Node) -> None:

@@ -26,7 +26,7 @@ SHORT_S = 1.0
 HOLDER = """
 import sys, time
 from ratchet.runs.replication.lease import ReplicaLease
-from ratchet.runs.replication.object_names import RunObjectNames
+from ratchet.runs.replication.store import RunObjectNames
 from ratchet.runs.replication.store import ReplicaStore
 from ratchet.runs.replication.store import TransferLimits
 store = ReplicaStore(sys.argv[1], TransferLimits(retry_timeout_s=5), lambda: False)

@@ -17,8 +17,7 @@ from ratchet.runs.journal import JournalEvent
 from ratchet.runs.replication import remote_status
 from ratchet.runs.replication.lease import LeaseRecord, State
 from ratchet.runs.replication.manifests import ReplicaManifest
-from ratchet.runs.replication.object_names import RunObjectNames
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 from ratchet.stages.reset import reset_replica
 from ratchet.stages.status import replica_status
 

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from ratchet.errors import DamagedFileError, ReplicaError, SettingsError
-from ratchet.runs.replication import file_backends
+from ratchet.runs.replication import backend
 from ratchet.runs.replication.backend import BandwidthThrottle, ThrottledBody, TransferProgress
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.files import Entry
@@ -205,7 +205,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(SettingsError, match="install gcsfs"):
-        file_backends.open_filesystem("gs://bucket/prefix")
+        backend.open_filesystem("gs://bucket/prefix")
 
 
 @pytest.mark.parametrize("folder", ["{here}/file/replica", "/proc/replica"])

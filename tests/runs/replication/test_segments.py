@@ -10,8 +10,7 @@ import pytest
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import LeaseRecord
 from ratchet.runs.replication.manifests import JournalStart, JournalUploader
-from ratchet.runs.replication.object_names import RunObjectNames
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 
 NAMES = RunObjectNames("abcdef012345")
 

@@ -12,9 +12,8 @@ from ratchet.runs.journal import JournalEvent
 from ratchet.runs.replication import remote_status
 from ratchet.runs.replication.lease import LeaseRecord, State
 from ratchet.runs.replication.manifests import JournalStart, JournalUploader, ReplicaManifest
-from ratchet.runs.replication.object_names import RunObjectNames
 from ratchet.runs.replication.remote_status import RemoteRunSource
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 
 RUN = "0123456789ab"
 NAMES = RunObjectNames(RUN)

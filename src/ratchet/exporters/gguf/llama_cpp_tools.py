@@ -16,7 +16,7 @@ from typing import IO, get_args
 
 from ratchet.config.export import GgufType, LlamaCppGgufType
 from ratchet.errors import SettingsError
-from ratchet.storage import disk, files
+from ratchet.storage import files
 
 TYPES: frozenset[str] = frozenset(get_args(LlamaCppGgufType))
 """Types that only llama-quantize writes; it also writes all others."""
@@ -133,7 +133,7 @@ def _run_tool(tool: Path, before: list[str], after: list[str], target: Path) -> 
                 ) from None
             if done.returncode != 0 or not _is_gguf(partial):
                 raise SettingsError(f"{tool}: failed ({_describe_exit(done.returncode)}): {_last_line(log)}")
-        disk.fsync(partial)
+        files.fsync(partial)
         files.publish_directory(partial, target)
     finally:
         partial.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ratchet.errors import BaseModelError, DamagedFileError, first_line
 from ratchet.exporters.merge.recipe import MergeRecipe, require_updated_modules
-from ratchet.models import adapter_format, adapters, frozen_weights
+from ratchet.models import adapter_format, adapters, weights
 from ratchet.models.device import Model
 
 _BASE_CHANGING_INITIALIZATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -168,7 +168,7 @@ def _apply_token_rows(layer: TrainableTokensLayer, weight: Tensor) -> Tensor:
     """Replace the rows of the trained tokens."""
     ids = torch.tensor(layer.token_indices[adapter_format.ADAPTER], device=weight.device)
     rows = layer.trainable_tokens_delta[adapter_format.ADAPTER].detach().to(weight.device, torch.float32)
-    if isinstance(frozen_weights.unwrap_to_base(layer), nn.Embedding):
+    if isinstance(weights.unwrap_to_base(layer), nn.Embedding):
         return weight.index_copy_(1, ids, rows.T)
     return weight.index_copy_(0, ids, rows)
 
@@ -294,7 +294,7 @@ def _collect_updates(directory: Path, base: Model, adapted: Model) -> Iterator[t
                 )
             if changing or replacement is not None:
                 has_experts = any(isinstance(layer, ParamWrapper) for layer in changing)
-                is_transposed = leaf == "weight" and isinstance(target, frozen_weights.TRANSPOSED)
+                is_transposed = leaf == "weight" and isinstance(target, weights.TRANSPOSED)
                 yield name, ParameterUpdate(name if has_experts else path, leaf, changing, replacement, is_transposed)
         if any(_has_bias(layer) for layer in layers) and target.bias is None:
             raise BaseModelError(
@@ -345,7 +345,7 @@ def _wrapped_module(module: Any) -> Any:
     """The module inside a wrapper; for a fully trained module, the adapter's copy."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[adapter_format.ADAPTER]
-    return frozen_weights.wrapped_module(module)
+    return weights.wrapped_module(module)
 
 
 def _format_shape(shape: Any) -> str:

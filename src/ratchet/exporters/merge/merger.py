@@ -1,5 +1,7 @@
 """Merges adapters into their base and writes a plain model that needs neither peft nor bitsandbytes.
 
+A merge is planned tensor by tensor from headers and JSON alone, so that every refusal comes before long work.
+
 An adapter was trained on the dequantized 4-bit base. Merged into those weights, the logits of the merged model differed
 by 2e-5 at most in our measurement; merged into the original weights, by 0.67. Sums are computed in float32, one tensor
 at a time, and rounded once. In memory are one group of tensors that belong together (a matrix, or the experts of a
@@ -9,22 +11,281 @@ If the tensor names in the files cannot be mapped to parameters, the base is loa
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ratchet.exporters.merge import shards, tensor_names
-from ratchet.exporters.merge.base_reader import BaseWeightReader
-from ratchet.exporters.merge.plan import MergePlan, output_dtype, plan_merge, untie_embeddings
-from ratchet.exporters.merge.recipe import MergeRecipe
-from ratchet.exporters.merge.shards import TensorEntry
-from ratchet.models import base_model, frozen_weights, loading, weights
+from ratchet.errors import SettingsError
+from ratchet.exporters.merge import model_files
+from ratchet.exporters.merge.adapter_updates import AdapterUpdates
+from ratchet.exporters.merge.model_files import (
+    BaseStorageFormat,
+    BaseWeightReader,
+    TensorEntry,
+    TensorGroup,
+    TokenRowInitialization,
+    UnknownNamesError,
+)
+from ratchet.exporters.merge.recipe import MergeRecipe, validate_recipe
+from ratchet.models import base_model, loading, model_spec, vocabulary, weights
 from ratchet.models.device import Model
+from ratchet.models.memory import parameters
+from ratchet.models.model_spec import ModelSpec
 from ratchet.storage import files
+from ratchet.storage.records.base import StoredQuantization
 from ratchet.storage.records.export import Progress
+
+
+@dataclass(frozen=True)
+class MergeUnit:
+    """Parameters that are computed and written together: usually one."""
+
+    group: TensorGroup
+    targets: dict[str, str]
+    """Parameters of the base, and their names in the result. An untied head gets a copy of the embedding."""
+    entries: tuple[TensorEntry, ...]
+    """Tensors to write for this unit, in this order."""
+    is_renamed_only: bool
+    """Whether each parameter is one of the entries, in order; otherwise writing combines or splits values."""
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """A merge that was checked and can begin."""
+
+    model: Model
+    """The merged model on the meta device, with its config and one row per token."""
+    updates: AdapterUpdates
+    storage: BaseStorageFormat
+    units: tuple[MergeUnit, ...] | None
+    """None: the names in the files cannot be mapped, so the model is merged in memory as a whole."""
+    is_tied: bool
+    """Whether embeddings and head are one tensor in the result; for a merge in memory, whether they may be."""
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """All tensors that the merge writes."""
+        return [entry for unit in self.units or () for entry in unit.entries]
+
+
+def plan_merge(recipe: MergeRecipe) -> MergePlan:
+    """Check base, adapters and recipe, and plan the merge without reading a weight of the base.
+
+    Raises:
+        BaseModelError: the base or an adapter is invalid, or they do not fit together.
+        DamagedFileError: an adapter cannot be read, or contains NaN.
+        SettingsError: the recipe asks for something that these files do not contain.
+    """
+    validate_recipe(recipe)
+    quantization = _stored_quantization(recipe)
+    spec = model_spec.load(recipe.base, recipe.card.remote_code)
+    spec.require_causal()
+    weights.check_stored_tensors(recipe.base, spec, quantization)
+    compute_dtype = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
+    dtype = compute_dtype if recipe.merge_base == "dequantized" else torch.float32
+    row_count, pieces = _token_row_count(recipe)
+    make_model = partial(_grow_model, spec, dtype, row_count, pieces)
+    model = make_model()
+    updates = AdapterUpdates.read(recipe, model, make_model)
+    base = spec.model(dtype)
+    storage = BaseStorageFormat(
+        dtypes={name: tensor.dtype for name, tensor in base.state_dict().items()},
+        quantized=_quantized_weights(recipe, base, quantization),
+        prequantized=(frozenset(weights.unpacked_shapes(recipe.base, quantization)) if quantization else frozenset()),
+        transposed=frozenset(f"{layer.name}.weight" for layer in spec.layers if layer.kind == "conv1d"),
+        token_rows=dict(_token_row_parameters(base, model, pieces)),
+    )
+    try:
+        shapes = weights.plain_shapes(recipe.base, spec, quantization)
+        units, is_tied = _plan_units(recipe, shapes, base, model, storage, updates)
+    except UnknownNamesError:
+        return MergePlan(model, updates, storage, None, is_tied=bool(model.all_tied_weights_keys))
+    return MergePlan(model, updates, storage, tuple(units), is_tied)
+
+
+def _stored_quantization(recipe: MergeRecipe) -> StoredQuantization | None:
+    quantization = base_model.detect_stored_quantization(base_model.read_config(recipe.base), str(recipe.base))
+    if quantization is None:
+        return None
+    base_model.require_same_quantization(quantization, recipe.train, str(recipe.base))
+    if recipe.merge_base == "original":
+        raise SettingsError(
+            f"export.merge_base: found original, but the files of {recipe.base} are quantized and contain no original "
+            "weights; set export.merge_base: dequantized"
+        )
+    return quantization
+
+
+def _token_row_count(recipe: MergeRecipe) -> tuple[int, vocabulary.Pieces]:
+    """Return the number of token rows that the model needs, and the pieces that initialize added tokens."""
+    tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
+    pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
+    return vocabulary.required_rows(tokenizer), pieces
+
+
+def _grow_model(spec: ModelSpec, dtype: torch.dtype, row_count: int, pieces: vocabulary.Pieces) -> Model:
+    model = spec.model(dtype)
+    vocabulary.grow_embeddings(model, row_count, pieces)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _quantized_weights(recipe: MergeRecipe, base: Model, quantization: StoredQuantization | None) -> frozenset[str]:
+    """Weights that transformers quantizes to 4 bits when it loads the base for training."""
+    if quantization is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
+        return frozenset()
+    return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(base))
+
+
+def _token_row_parameters(
+    base: Model, model: Model, pieces: vocabulary.Pieces
+) -> Iterator[tuple[str, TokenRowInitialization]]:
+    """Yield every parameter with one row per token, under all of its names."""
+    modules = [one for one in (base.get_input_embeddings(), base.get_output_embeddings()) if one is not None]
+    tensors = {id(t) for one in modules for t in (getattr(one, "weight", None), getattr(one, "bias", None))}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if id(parameter) in tensors:
+            count, stored = shapes[name][0], len(parameter)
+            yield name, TokenRowInitialization(count, stored, dict.fromkeys(range(stored, count), ()) | dict(pieces))
+
+
+# ------------------------------------------------------------------------------------------------ tensors to write
+
+
+def _plan_units(
+    recipe: MergeRecipe,
+    shapes: dict[str, tuple[int, ...]],
+    base: Model,
+    model: Model,
+    storage: BaseStorageFormat,
+    updates: AdapterUpdates,
+) -> tuple[list[MergeUnit], bool]:
+    """Plan all units in writing order, and whether tied parameters stay tied.
+
+    Args:
+        recipe: the merge.
+        shapes: shapes of the stored tensors.
+        base: the base on the meta device, with the rows that are stored.
+        model: the same with one row per token.
+        storage: how parameters are stored.
+        updates: updates of all adapters.
+
+    Raises:
+        UnknownNamesError: transformers would not read back exactly the tensors that would be written.
+    """
+    try:
+        groups = model_files.group_tensors(model, shapes)
+        read = model_files.meta_tensor_reader(shapes, storage.dtypes)
+        grouped_parameters = [(group, group.parameters(base, read)) for group in groups]
+        targets, is_tied = _resolve_ties(recipe, model, storage, updates, grouped_parameters)
+        units = _make_units(recipe, model, targets)
+        units.sort(key=lambda unit: -max(entry.dtype.itemsize for entry in unit.entries))
+        _require_readable(model, units)
+    except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # conversions of meta tensors can fail in any way
+    return units, is_tied
+
+
+def _resolve_ties(
+    recipe: MergeRecipe,
+    model: Model,
+    storage: BaseStorageFormat,
+    updates: AdapterUpdates,
+    grouped_parameters: Sequence[tuple[TensorGroup, dict[str, Tensor]]],
+) -> tuple[list[tuple[TensorGroup, dict[str, str]]], bool]:
+    """Return each group with the target name of each parameter, and whether all tied parameters stay tied.
+
+    A tensor that stays tied appears once. If one tie must be broken, all are, and each parameter gets its own tensor.
+    """
+    ties: dict[str, str] = dict(model.all_tied_weights_keys)
+    by_name = {name: group for group, tensors in grouped_parameters for name in tensors}
+    has_different_tensors = any(
+        {target, source} <= by_name.keys() and not _are_equal(recipe, storage, by_name, (target, source))
+        for target, source in ties.items()
+    )
+    if missing := (model.state_dict().keys() - by_name.keys()) - (ties.keys() | set(ties.values())):
+        raise UnknownNamesError(f"no stored tensor provides parameter {min(missing)}")
+    stays_tied = not has_different_tensors and all(updates.are_same(*pair) for pair in ties.items())
+    result = [(group, {name: name for name in tensors}) for group, tensors in grouped_parameters]
+    if stays_tied:
+        written: set[str] = set()
+        unique = []
+        for group, names in result:
+            targets = {name: ties.get(name, name) for name in names}
+            if not written.intersection(targets.values()):
+                unique.append((group, targets))
+                written.update(targets.values())
+        return unique, bool(ties)
+    for target, source in ties.items():
+        for missing_name, stored_name in ((target, source), (source, target)):
+            if missing_name not in by_name and stored_name in by_name:
+                result.append((by_name[stored_name], {stored_name: missing_name}))
+                by_name[missing_name] = by_name[stored_name]
+    untie_embeddings(model)
+    return result, False
+
+
+def _are_equal(
+    recipe: MergeRecipe, storage: BaseStorageFormat, by_name: dict[str, TensorGroup], pair: tuple[str, str]
+) -> bool:
+    """Whether two stored tensors of a tied pair are equal; transformers ties them only then."""
+    reader = BaseWeightReader(recipe, storage)
+    first, second = (reader.read(by_name[name].stored[0][1], name) for name in pair)
+    return bool(first.shape == second.shape and torch.equal(first, second))
+
+
+def untie_embeddings(model: Model) -> None:
+    """Set the model's config so that embeddings and head are separate tensors."""
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
+
+
+def _make_units(
+    recipe: MergeRecipe, model: Model, targets_by_group: Sequence[tuple[TensorGroup, dict[str, str]]]
+) -> list[MergeUnit]:
+    """Determine the tensors to write for every group."""
+    state, parameter_names = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    meta_tensors = {
+        target: torch.empty(
+            state[target].shape, dtype=output_dtype(recipe, state[target], target in parameter_names), device="meta"
+        )
+        for _, targets in targets_by_group
+        for target in targets.values()
+    }
+    new_names = model_files.stored_names(model, meta_tensors)
+    units = []
+    for group, targets in targets_by_group:
+        tensors = {target: meta_tensors[target] for target in targets.values()}
+        if new_names is None:
+            stored = model_files.convert_to_stored(model, tensors)
+        else:
+            stored = {new_names[target]: tensor for target, tensor in tensors.items()}
+        entries = tuple(TensorEntry(name, tuple(one.shape), one.dtype) for name, one in stored.items())
+        units.append(MergeUnit(group, targets, entries, new_names is not None))
+    return units
+
+
+def output_dtype(recipe: MergeRecipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:
+    """The type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
+    return recipe.dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
+
+
+def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
+    """Raises UnknownNamesError unless transformers would read every parameter from these tensors, and no other."""
+    shapes = {entry.name: entry.shape for unit in units for entry in unit.entries}
+    if len(shapes) != sum(len(unit.entries) for unit in units):
+        raise UnknownNamesError("two tensors would have the same name in the files")
+    report = weights.loading_report(model, shapes)
+    if wrong := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
+        raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")
+
 
 _GENERATION_CONFIG = "generation_config.json"
 
@@ -66,7 +327,7 @@ def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> Mer
             entries.sort(key=lambda entry: -entry.dtype.itemsize)
             tensors = ((entry.name, merged.pop(entry.name)) for entry in entries)
         total = sum(entry.size_bytes for entry in entries)
-        shards.write_shards(
+        model_files.write_shards(
             directory, entries, tensors, recipe.shard_bytes, lambda done: progress("merge", done, total)
         )
     weights.trim_heap()
@@ -86,7 +347,7 @@ def merged_size_bytes(recipe: MergeRecipe) -> int:
             TensorEntry(name, tuple(one.shape), output_dtype(recipe, one, name in parameter_names))
             for name, one in state.items()
         ]
-    return shards.shard_files_size_bytes(entries, recipe.shard_bytes)
+    return model_files.shard_files_size_bytes(entries, recipe.shard_bytes)
 
 
 def _iterate_tensors(recipe: MergeRecipe, plan: MergePlan) -> Iterator[tuple[str, Tensor]]:
@@ -103,7 +364,7 @@ def _iterate_tensors(recipe: MergeRecipe, plan: MergePlan) -> Iterator[tuple[str
         if unit.is_renamed_only:
             stored = {entry.name: merged.pop(target) for entry, target in zip(unit.entries, list(merged), strict=True)}
         else:
-            stored = tensor_names.convert_to_stored(plan.model, merged)
+            stored = model_files.convert_to_stored(plan.model, merged)
         del merged, base_values
         while stored:
             name = next(iter(stored))
@@ -143,7 +404,7 @@ def merge_in_memory(recipe: MergeRecipe, plan: MergePlan) -> tuple[dict[str, Ten
             if value.shape != target.shape:
                 raise RuntimeError(f"{name}: found shape {tuple(value.shape)}; expected {tuple(target.shape)}")
             merged[name] = value.to(output_dtype(recipe, value, name in parameters)).cpu()
-    return tensor_names.convert_to_stored(plan.model, merged), bool(ties)
+    return model_files.convert_to_stored(plan.model, merged), bool(ties)
 
 
 def _loaded_parameter(base: Model, model: Model, name: str) -> Tensor:
@@ -151,8 +412,8 @@ def _loaded_parameter(base: Model, model: Model, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     if leaf != "weight":
         return base.get_parameter(name).detach().to(torch.float32, copy=True)
-    value = frozen_weights.dense_weight(base.get_submodule(path)).clone()
-    return value.T if isinstance(model.get_submodule(path), frozen_weights.TRANSPOSED) else value
+    value = weights.dense_weight(base.get_submodule(path)).clone()
+    return value.T if isinstance(model.get_submodule(path), weights.TRANSPOSED) else value
 
 
 def _write_config(recipe: MergeRecipe, plan: MergePlan, directory: Path) -> None:

@@ -19,11 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
 from ratchet.models import adapters, targets
-from ratchet.models.loading import Model
+from ratchet.models.device import Model
 from ratchet.models.memory import parameters
-from ratchet.models.memory.malloc import MallocSimulator
 from ratchet.models.memory.parameters import BaseTensorSizes
-from ratchet.models.memory.trace import AllocationTrace, Device, MemoryPeak, Segment
+from ratchet.models.memory.trace import AllocationTrace, Device, MallocSimulator, MemoryPeak, Segment
 from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
 
 PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}

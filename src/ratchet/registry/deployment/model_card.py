@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from ratchet.registry.bundle_files import artifact_path
+from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage

@@ -33,14 +33,13 @@ from pathlib import Path
 from typing import Literal
 
 from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_line
-from ratchet.registry.bundle_files import BUNDLE, artifact_path
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD
-from ratchet.registry.model_store import FORCED
-from ratchet.registry.promotion_record import utc_now
+from ratchet.registry.model_store import BUNDLE, FORCED, artifact_path
+from ratchet.registry.promotion import utc_now
 from ratchet.registry.signing.signature import SIGNATURE
-from ratchet.storage import digests, disk, files
-from ratchet.storage.locks import FileLock
+from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
 from ratchet.storage.records.base import Record, to_json_line
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
@@ -343,7 +342,7 @@ class DeploymentDirectory:
         if current is None or previous is None:
             raise RuntimeError("current and previous must exist")
         files.before("rename", self.current)
-        if disk.exchange_names(self.current, self.previous):
+        if files.exchange_names(self.current, self.previous):
             files.fsync_directory(self.root)
             return
         self._set_link(self.current, previous.name)
@@ -373,7 +372,7 @@ class DeploymentDirectory:
     def _set_link(self, link: Path, name: str) -> None:
         files.before("rename", link)
         partial = link.with_name(f"{files.PARTIAL}{link.name}-{os.getpid()}")
-        disk.point_symlink(link, f"{self.releases.name}/{name}", partial)
+        files.point_symlink(link, f"{self.releases.name}/{name}", partial)
         files.fsync_directory(self.root)
 
     def read_history(self) -> list[Deployment]:

@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ratchet.errors import DamagedFileError
-from ratchet.registry.bundle_files import artifact_path
 from ratchet.registry.deployment import model_card
+from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 

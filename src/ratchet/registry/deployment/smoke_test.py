@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ratchet.errors import ChampionError, DamagedFileError
 from ratchet.models.runtimes import llama_server
-from ratchet.registry.bundle_files import artifact_path
+from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ExportProbe
 
 TIE_NATS = 0.05
@@ -26,7 +26,7 @@ INHERITED_VARIABLES = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS",
 )  # fmt: skip
 """Environment variables for the child process; they do not include tokens of hubs and trackers."""
-_MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.registry.deployment.onnx_answer_process"}
+_MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.models.runtimes.onnx"}
 _EXTRA_CONTEXT_TOKENS = 8
 """Context beyond the longest prompt with its answer."""
 _UNCHANGED = "the current release was not changed"

@@ -2,24 +2,155 @@
 
 A signature covers every file except itself and the seal's manifest, which is written after it. It contains the names
 and digests of all covered files, so that a changed, added or removed file is named.
+
+Signing needs sigstore's servers. Verification works offline with the trust roots that the installed `sigstore` contains
+or has fetched.
 """
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ratchet.config.settings import Settings
-from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.registry.signing import dsse, identity, keys
-from ratchet.registry.signing.dsse import DsseEnvelope, NotSignedError
-from ratchet.registry.signing.keys import SHOWN_DIGITS, Keyring
+from ratchet.errors import DamagedFileError, SettingsError, first_line
+from ratchet.registry.signing import keys
+from ratchet.registry.signing import keys as envelope
+from ratchet.registry.signing.keys import SHOWN_DIGITS, DsseEnvelope, Keyring, NotSignedError, SigningIdentity
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ModelBundle
+
+TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
+"""Environment variable with the signer's OpenID Connect token. In jobs of several CI services sigstore finds a token by
+itself."""
+
+_ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
+"""Certificate extension with the address of the identity's issuer (sigstore/fulcio, docs/oid-info.md)."""
+
+
+@dataclass(frozen=True)
+class IdentitySigner:
+    """Signs through sigstore with an identity that the project trusts."""
+
+    name: str
+    notice: str | None
+    _token: Any
+    _trusted: tuple[SigningIdentity, ...]
+
+    def sign(self, payload: bytes) -> str:
+        """Return the signature file of a statement. Raises SettingsError if sigstore does not answer or refuses."""
+        from sigstore import dsse, models, sign
+
+        try:
+            context = sign.SigningContext.from_trust_config(models.ClientTrustConfig.production())
+            with context.signer(self._token) as open_signer:
+                text = str(open_signer.sign_dsse(dsse.Statement(payload)).to_json())
+        except Exception as error:  # TUF, requests, certificate authority and log have unrelated exceptions
+            raise SettingsError(
+                f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); retry with "
+                "access to its servers, or sign with a key"
+            ) from None
+        signer = verify_identity(envelope.parse_envelope(text), self._trusted)  # as certified, not as in the token
+        if signer.revoked is not None:
+            raise SettingsError(
+                f"promote.signing: {signer.identity} is revoked ({signer.revoked}); sign with another identity"
+            )
+        return text
+
+
+def load_identity_signer(layout: ProjectLayout) -> IdentitySigner:
+    """Load the signer for the identity in the environment's token.
+
+    Raises:
+        SettingsError: the project trusts no identity, or the environment contains no valid token.
+    """
+    from sigstore import oidc
+
+    trusted = keys.read_keyring(layout.keyring).identities
+    if all(one.revoked is not None for one in trusted):
+        raise SettingsError(
+            "promote.signing: sigstore: this project trusts no identity; add one with "
+            "`ratchet keys --trust-identity IDENTITY --issuer URL`"
+        )
+    try:
+        token = os.environ.get(TOKEN_VARIABLE) or oidc.detect_credential()
+        if not token:
+            raise SettingsError(
+                f"promote.signing: sigstore: found no identity token; put one into {TOKEN_VARIABLE}, or promote in a "
+                "CI job that has an identity"
+            )
+        parsed = oidc.IdentityToken(token)
+    except oidc.IdentityError as error:
+        raise SettingsError(
+            f"promote.signing: sigstore: the identity token is invalid ({first_line(error)}); request a new one"
+        ) from None
+    return IdentitySigner(f"{parsed.identity} of {parsed.federated_issuer}", None, parsed, trusted)
+
+
+def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
+    """Verify a signature, and return its identity.
+
+    Raises:
+        DamagedFileError: sigstore's authority or log does not confirm it, or it belongs to another statement.
+        SettingsError: the project never trusted the identity, or sigstore's trust roots cannot be read.
+    """
+    from sigstore import errors, models, verify
+    from sigstore.verify import policy
+
+    logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns about offline verification, which is intended
+    recorder = _CertificateRecorder()
+    try:
+        verifier = verify.Verifier(trusted_root=models.ClientTrustConfig.production(offline=True).trusted_root)
+    except (OSError, errors.Error) as error:
+        raise SettingsError(
+            f"sigstore's trust roots cannot be read ({first_line(error)}); reinstall the package sigstore"
+        ) from None
+    try:
+        kind, payload = verifier.verify_dsse(models.Bundle.from_json(signed.text), recorder)
+        if (kind, payload) != (envelope.PAYLOAD_TYPE, signed.payload):
+            raise NotSignedError("the signature belongs to another statement")
+    except (errors.Error, models.InvalidBundle, ValueError) as error:
+        raise DamagedFileError(
+            f"sigstore does not confirm the signature ({first_line(error)}); promote the model again"
+        ) from None
+    for one in trusted:
+        try:
+            policy.Identity(identity=one.identity, issuer=one.issuer).verify(recorder.certificate)
+        except errors.VerificationError:
+            continue
+        return one
+    raise SettingsError(
+        f"signed by {recorder.identity}, which this project does not trust; add it with `ratchet keys --trust-identity`"
+    )
+
+
+class _CertificateRecorder:
+    """A sigstore policy that accepts every certificate and stores it; the identity in it is checked later."""
+
+    certificate: x509.Certificate
+
+    def verify(self, cert: x509.Certificate) -> None:
+        """Store the certificate."""
+        self.certificate = cert
+
+    @property
+    def identity(self) -> str:
+        """Identity and issuer in the certificate."""
+        extensions = self.certificate.extensions
+        extension = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        kinds = (x509.RFC822Name, x509.UniformResourceIdentifier)
+        names = [str(name) for kind in kinds for name in extension.get_values_for_type(kind)]
+        issuers = [one.value.value.decode(errors="replace") for one in extensions if one.oid == _ISSUER]
+        identity = ", ".join(names) or "an unnamed identity"
+        return f"{identity} of {issuers[0]}" if issuers else identity
+
 
 SIGNATURE = "model.sig"
 
@@ -78,7 +209,7 @@ class SignatureVerdict:
 
 def load_signer(layout: ProjectLayout, settings: Settings) -> Signer:
     """Load the signer of the settings. Raises SettingsError if there is none, or none that the project trusts."""
-    return identity.load_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
+    return load_identity_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
 
 
 def describe_signer(layout: ProjectLayout, settings: Settings) -> str:
@@ -124,7 +255,7 @@ def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = 
     if path.is_symlink() or path.exists():
         path.unlink()
     covered = _covered_digests(folder, known or {})
-    text = signer.sign(dsse.build_statement(_statement_name(folder, covered), covered, UNCOVERED))
+    text = signer.sign(keys.build_statement(_statement_name(folder, covered), covered, UNCOVERED))
     files.write_blocks(path, [[text.encode()]])
 
 
@@ -191,7 +322,7 @@ def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
     if verdict.state != "trusted":
         return verdict
     try:
-        return SignatureVerdict("trusted", verdict.signer, verdict.message, dsse.parse_digests(payload))
+        return SignatureVerdict("trusted", verdict.signer, verdict.message, keys.parse_digests(payload))
     except NotSignedError as error:
         return SignatureVerdict("damaged", verdict.signer, f"{path}: {error}; promote the model again")
 
@@ -209,7 +340,7 @@ def _verify_signer(path: Path, keyring: Keyring) -> tuple[SignatureVerdict, byte
     try:
         if path.is_symlink():
             raise NotSignedError("found a link; expected a file")
-        envelope = dsse.parse_envelope(path.read_text(encoding="utf-8"))
+        envelope = keys.parse_envelope(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, NotSignedError) as error:
         return SignatureVerdict("damaged", message=f"{path}: {error}; promote the model again"), b""
     verify = _verify_key if envelope.fingerprint is not None else _verify_identity
@@ -228,7 +359,7 @@ def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> Signatu
         return SignatureVerdict("unknown", name, message)
     public = keys.load_public_key(key)
     try:
-        public.verify(envelope.signature, dsse.encode_payload(envelope.payload), ec.ECDSA(keys.signature_hash(public)))
+        public.verify(envelope.signature, keys.encode_payload(envelope.payload), ec.ECDSA(keys.signature_hash(public)))
     except InvalidSignature:
         message = f"{path}: the signature of key {shown} is invalid: the file was changed or forged; promote again"
         return SignatureVerdict("damaged", name, message)
@@ -240,7 +371,7 @@ def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> Signatu
 
 def _verify_identity(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
     try:
-        signer = identity.verify_identity(envelope, keyring.identities)
+        signer = verify_identity(envelope, keyring.identities)
     except SettingsError as error:
         return SignatureVerdict("unknown", SIGSTORE, f"{path}: {error}")
     except DamagedFileError as error:

@@ -1,18 +1,23 @@
-"""Interface of storage backends, with a bandwidth limit and detection of stalled transfers."""
+"""Interface of storage backends, with a bandwidth limit and detection of stalls; directories and fsspec URLs."""
 
 import asyncio
 import hashlib
 import io
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from uuid import uuid4
 
-from ratchet.errors import DamagedFileError
-from ratchet.storage.files import Entry
+from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.runs.replication.retry import scrub_text, strip_credentials
+from ratchet.storage import digests, files
+from ratchet.storage.files import PARTIAL, Entry
 
 ResultT = TypeVar("ResultT")
 
@@ -296,3 +301,327 @@ def compute_remote_digest(backend: StorageBackend, name: str, size: int, retry: 
     for piece in read_pieces(backend, name, size, retry):
         found.update(piece)
     return found.hexdigest()
+
+
+LOCAL_PARTIAL = files.PARTIAL
+DURABLE_BYTES = 32 << 20
+"""Bytes written between two fsyncs; limits the duration of each."""
+STALE_AGE_S = 86_400.0
+"""Age after which a partial file counts as left behind by a process that was killed."""
+
+
+class LocalBackend:
+    """A directory. Files are written to a temporary name, fsynced, read back and renamed, so they appear complete."""
+
+    def __init__(self, root: Path, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
+        self._root = root
+        self._throttle, self._watch = throttle, watch
+
+    def reopen(self) -> None:
+        """Nothing is open between calls."""
+
+    def list(self, folder: str) -> dict[str, int]:
+        return self._watch.call(lambda progress: dict(self._below(self._root / folder, progress)))
+
+    def _below(self, folder: Path, progress: TransferProgress) -> Iterator[tuple[str, int]]:
+        for here, _, names in os.walk(folder, onerror=_reraise_unless_absent):
+            progress.moved()
+            for name in names:
+                path = Path(here, name)
+                if not name.startswith(LOCAL_PARTIAL):
+                    try:
+                        yield path.relative_to(self._root).as_posix(), path.stat().st_size
+                    except FileNotFoundError:  # removed since it was listed
+                        continue
+
+    def exists(self) -> bool:
+        """Whether the directory exists. Writing creates it."""
+        return self._watch.call(lambda _: self._root.is_dir())
+
+    def size(self, name: str) -> int:
+        return self._watch.call(lambda _: (self._root / name).stat().st_size)
+
+    def read(self, name: str) -> bytes:
+        return self._watch.call(lambda _: (self._root / name).read_bytes())
+
+    def piece(self, name: str, start: int) -> bytes:
+        def read(_: TransferProgress) -> bytes:
+            with (self._root / name).open("rb") as stream:
+                stream.seek(start)
+                return stream.read(PIECE_BYTES)
+
+        return self._watch.call(read)
+
+    def write(self, name: str, data: bytes) -> None:
+        def write(_: TransferProgress) -> None:
+            self._throttle.acquire(len(data))
+            self._publish(self._root / name, lambda partial: files.write_blocks(partial, [[data]]))
+
+        self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
+
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
+        def send(progress: TransferProgress) -> int:
+            target = self._root / name
+            try:
+                if target.stat().st_size == entry[1]:  # nothing gets this name unverified
+                    return 0
+            except FileNotFoundError:
+                pass
+            self._publish(target, lambda partial: self._copy(path, partial, entry, progress))
+            return entry[1]
+
+        return retry(f"write {name}", lambda: self._watch.call(send))
+
+    def remove(self, name: str) -> None:
+        self._watch.call(lambda _: (self._root / name).unlink())
+
+    def remove_stale_partials(self) -> None:
+        """Remove partial files that killed processes left more than a day ago, by the clock of the disk."""
+
+        def remove_stale_partials(progress: TransferProgress) -> None:
+            partials = [Path(here, name) for here, _, names in os.walk(self._root) for name in names]
+            for path in (one for one in partials if one.name.startswith(LOCAL_PARTIAL)):
+                progress.moved()
+                if path.stat().st_mtime < time.time() - STALE_AGE_S:
+                    path.unlink(missing_ok=True)
+
+        self._watch.call(remove_stale_partials)
+
+    def _publish(self, target: Path, fill: Callable[[Path], None]) -> None:
+        """Let `fill` write to a temporary file, then rename it to `target`."""
+        files.make_directory(target.parent)
+        partial = target.parent / f"{LOCAL_PARTIAL}{uuid4().hex}"
+        try:
+            fill(partial)
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        files.fsync_directory(target.parent)
+
+    def _copy(self, source: Path, partial: Path, entry: Entry, progress: TransferProgress) -> None:
+        unsafe = 0
+
+        def beat() -> None:
+            nonlocal unsafe
+            progress.moved()
+            unsafe += self._throttle.at_once_bytes
+            if unsafe >= DURABLE_BYTES:
+                files.fsync(partial)
+                unsafe = 0
+                progress.moved()
+
+        read = hashlib.sha256()
+        files.write_blocks(partial, self._blocks(source, progress, read), beat)
+        if read.hexdigest() != entry[0]:
+            raise build_damaged_error(source, (read.hexdigest(), partial.stat().st_size))
+        found = hashlib.sha256()
+        with partial.open("rb") as stream:
+            while block := stream.read(PIECE_BYTES):
+                found.update(block)
+                progress.moved()
+        if found.hexdigest() != entry[0]:
+            raise ContentMismatchError("the content read back differs from what was written")
+
+    def _blocks(self, source: Path, progress: TransferProgress, read: "hashlib._Hash") -> Iterator[files.Block]:
+        with source.open("rb") as stream:
+            while block := stream.read(self._throttle.at_once_bytes):
+                self._throttle.acquire(len(block))
+                read.update(block)
+                progress.moved()
+                yield [block]
+
+
+def _reraise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+# fsspec: SFTP, SMB, Google's and Microsoft's object stores, memory.
+
+ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
+"""Schemes whose objects appear atomically. With others, an object is written to a temporary name and renamed."""
+SLOWEST_BYTES_S = 16_384.0
+"""Slowest accepted speed of an upload whose library reports no progress."""
+
+
+def require_known_scheme(url: str) -> None:
+    """Raise SettingsError unless fsspec knows the scheme of a URL and its library is installed. No server is
+    contacted."""
+    import fsspec
+
+    with _explain_errors(url):
+        fsspec.get_filesystem_class(url.split(":", 1)[0])
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Open fsspec's file system for a URL, without caches, and return it with the path in it.
+
+    Some libraries contact their server for this.
+
+    Raises:
+        SettingsError: fsspec does not know the scheme, or its library is not installed.
+    """
+    import fsspec
+
+    with _explain_errors(url):
+        system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    return system, str(path).rstrip("/")
+
+
+@contextmanager
+def _explain_errors(url: str) -> Iterator[None]:
+    """Turn the errors of fsspec about a URL that it cannot open into a SettingsError."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(
+            f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))} "
+            "(install it with pip into Ratchet's environment)"
+        ) from None
+    except ValueError as error:
+        raise SettingsError(
+            f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))}; "
+            "expected a path or a URL that fsspec supports, such as file://, s3://, gs://, abfs://, sftp://"
+        ) from None
+
+
+class FsspecBackend:
+    """Calls of fsspec, each in a thread that is abandoned if it stalls."""
+
+    def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
+        self._url = url
+        self._throttle, self._watch = throttle, watch
+        self._atomic = url.split(":", 1)[0] in ATOMIC
+        self._lock = threading.Lock()
+        self._open: tuple[Any, str] | None = None
+        self._verified: dict[str, Entry] = {}
+
+    def reopen(self) -> None:
+        with self._lock:
+            self._open = None
+
+    def _system(self) -> tuple[Any, str]:
+        with self._lock:
+            if self._open is None:
+                self._open = open_filesystem(self._url)
+            return self._open
+
+    def list(self, folder: str) -> dict[str, int]:
+        def find(_: TransferProgress) -> dict[str, int]:
+            system, root = self._system()
+            found = system.find(f"{root}/{folder}" if folder else root, detail=True)
+            names = {str(path): int(about["size"] or 0) for path, about in found.items()}
+            return {
+                path.removeprefix(root).lstrip("/"): size
+                for path, size in names.items()
+                if not path.rsplit("/", 1)[-1].startswith(PARTIAL)
+            }
+
+        try:
+            return self._watch.call(find)
+        except FileNotFoundError:
+            return {}
+
+    def size(self, name: str) -> int:
+        def size(_: TransferProgress) -> int:
+            system, root = self._system()
+            return int(system.info(f"{root}/{name}")["size"])
+
+        return self._watch.call(size)
+
+    def read(self, name: str) -> bytes:
+        def read(_: TransferProgress) -> bytes:
+            system, root = self._system()
+            return bytes(system.cat_file(f"{root}/{name}"))
+
+        return self._watch.call(read)
+
+    def piece(self, name: str, start: int) -> bytes:
+        def read(_: TransferProgress) -> bytes:
+            system, root = self._system()
+            return bytes(system.cat_file(f"{root}/{name}", start=start, end=start + PIECE_BYTES))
+
+        return self._watch.call(read)
+
+    def write(self, name: str, data: bytes) -> None:
+        def write(_: TransferProgress) -> None:
+            self._throttle.acquire(len(data))
+            system, root = self._system()
+            path = f"{root}/{name}"
+            if self._atomic:
+                system.pipe_file(path, data)
+                return
+            system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            aside = f"{path.rsplit('/', 1)[0]}/{PARTIAL}{uuid4().hex}"
+            with system.open(aside, "wb") as stream:
+                stream.write(data)
+            system.mv(aside, path)
+
+        self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
+
+    def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
+        if retry(f"look for {name}", lambda: self._holds(name, entry)):
+            if not self._atomic or self._verified.get(name) == entry:
+                return 0
+            if compute_remote_digest(self, name, entry[1], retry) == entry[0]:
+                self._verified[name] = entry
+                return 0
+        if (found := (digests.hash_file(path), path.stat().st_size)) != entry:
+            raise build_damaged_error(path, found)
+        aside = name if self._atomic else f"{name.rpartition('/')[0]}/{PARTIAL}{uuid4().hex}"
+        slack_s = entry[1] / SLOWEST_BYTES_S + self._throttle.seconds(entry[1])
+        call = self._put if self._atomic else self._copy
+
+        def attempt() -> None:
+            self._watch.call(lambda progress: call(aside, path, progress), slack_s)
+            if compute_remote_digest(self, aside, entry[1], lambda _, read: read()) != entry[0]:
+                self.remove(aside)
+                raise ContentMismatchError("the content read back differs from what was sent")
+
+        retry(f"write {name}", attempt)
+        if aside != name:
+            retry(f"write {name}", lambda: self._rename(aside, name, entry))
+        self._verified[name] = entry
+        return entry[1]
+
+    def remove(self, name: str) -> None:
+        def remove(_: TransferProgress) -> None:
+            system, root = self._system()
+            system.rm_file(f"{root}/{name}")
+
+        self._watch.call(remove)
+
+    def _holds(self, name: str, entry: Entry) -> bool:
+        try:
+            return self.size(name) == entry[1]
+        except FileNotFoundError:
+            return False
+
+    def _put(self, name: str, path: Path, progress: TransferProgress) -> None:
+        """Upload with the library's own call. It completes an object only with its last byte, and reports no
+        progress."""
+        system, root = self._system()
+        self._throttle.acquire(path.stat().st_size)
+        progress.moved()
+        system.put_file(str(path), f"{root}/{name}")
+
+    def _copy(self, name: str, path: Path, progress: TransferProgress) -> None:
+        system, root = self._system()
+        system.makedirs(f"{root}/{name}".rsplit("/", 1)[0], exist_ok=True)
+        with path.open("rb") as source, system.open(f"{root}/{name}", "wb") as target:
+            while block := source.read(self._throttle.at_once_bytes):
+                self._throttle.acquire(len(block))
+                target.write(block)
+                progress.moved()
+
+    def _rename(self, aside: str, name: str, entry: Entry) -> None:
+        def rename(_: TransferProgress) -> None:
+            system, root = self._system()
+            system.mv(f"{root}/{aside}", f"{root}/{name}")
+
+        try:
+            self._watch.call(rename)
+        except FileNotFoundError:
+            if not self._holds(name, entry):  # otherwise an earlier attempt renamed it, and its answer was lost
+                raise

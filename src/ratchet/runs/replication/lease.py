@@ -26,8 +26,7 @@ from datetime import UTC, datetime
 from typing import Literal, Self
 
 from ratchet.errors import InterruptedRunError, LeaseHeldError, ReplicaError
-from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
-from ratchet.runs.replication.store import ReplicaStore
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
 from ratchet.storage import digests
 
 Key = tuple[int, str]

@@ -24,9 +24,8 @@ from ratchet.errors import DamagedFileError
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication import lease
 from ratchet.runs.replication.lease import LeaseRecord, Origin
-from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
-from ratchet.runs.replication.store import ReplicaStore
-from ratchet.storage import disk, files
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
+from ratchet.storage import files
 from ratchet.storage.files import Entry
 
 FORMAT = 1
@@ -190,7 +189,7 @@ def fetch_sealed(
     except DamagedFileError:
         pass  # damaged, or does not exist
     files.make_directory(target.parent)
-    disk.require_space(target.parent, sealed.size_bytes)
+    files.require_space(target.parent, sealed.size_bytes)
     with files.sealed_directory(target, sealed.kind, sealed.files) as scratch:
         have: dict[str, Path] = {}
         for file, entry in sorted(sealed.files.items()):
@@ -204,8 +203,8 @@ def fetch_sealed(
             except DamagedFileError:
                 damaged.add(entry[0])
                 raise
-            disk.grant_read(path, like=scratch)
-            disk.fsync(path)
+            files.grant_read(path, like=scratch)
+            files.fsync(path)
             have[entry[0]] = path
 
 

@@ -14,14 +14,12 @@ from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
-from ratchet.runs.progress_view import ProgressView
+from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication import lease, manifests
 from ratchet.runs.replication.lease import LeaseRecord
 from ratchet.runs.replication.manifests import ReplicaJournalReader
-from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits, parse_numbers
 from ratchet.runs.replication_protocol import ReplicationState
-from ratchet.runs.run_source import SidecarState
 from ratchet.runs.status import SHOWN, Goodput, RunProgress, format_duration, format_size
 
 _PREFIX_PARTS = 2
@@ -248,7 +246,7 @@ SILENT_S = 300.0
 
 
 class RemoteRunSource:
-    """A run in a replica that is read repeatedly (see runs/run_source.py).
+    """A run in a replica that is read repeatedly (see runs/progress_view.py).
 
     Args:
         store: the replica.

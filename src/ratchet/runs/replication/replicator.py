@@ -1,4 +1,17 @@
-"""Replicator of a run that one machine trains, and the steps that it shares with the multi-node one."""
+"""Replicator of a run that one machine trains, and the steps that it shares with the multi-node one.
+
+Replicator of a run that several machines train together: one holds the lease and uploads, the others watch it.
+
+Every machine has the whole run on its disk, so any of them may upload. Before it trains, each restores from the replica
+if that is further, which needs no lease. Then it watches the claims and acquires the lease when it trains and the
+lease is free: it was never held, the holder has released it, or did not renew it for `machine.lease_timeout_s`. A
+holder whose ranks have not trained for that long releases it.
+
+Two groups must not train the same run for long. The event `worker_ready` lists the machines of a group. A live holder
+with another rendezvous, or none, is a stranger at once. A holder with the same rendezvous is a stranger if it has not
+joined for `machine.rendezvous_timeout_s`, because a member would have given up and released the lease by then. All
+machines of this group stop when they find a stranger. So two groups never both write, and never both train for long.
+"""
 
 import re
 import socket
@@ -10,17 +23,32 @@ from hashlib import sha256
 from uuid import uuid4
 
 from ratchet.config.machine import Machine
-from ratchet.errors import InterruptedRunError, ReplicaError
+from ratchet.errors import InterruptedRunError, LeaseHeldError, ReplicaError
 from ratchet.runs import log, replication_protocol
-from ratchet.runs.directory import RunDirectory
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunDirectory
+from ratchet.runs.journal import JournalReader
 from ratchet.runs.replication import lease, manifests, restore
-from ratchet.runs.replication.lease import RENEWALS_PER_LEASE, Key, ReplicaLease
+from ratchet.runs.replication.lease import (
+    RENEWALS_PER_LEASE,
+    Key,
+    LeaseObserver,
+    LeaseRecord,
+    LeaseStatus,
+    ReplicaLease,
+    read_clock_s,
+)
 from ratchet.runs.replication.manifests import JournalStart
-from ratchet.runs.replication.object_names import RunObjectNames
 from ratchet.runs.replication.restore import DownloadProgress, RestoreSource
 from ratchet.runs.replication.retry import strip_credentials
-from ratchet.runs.replication.store import ReplicaStore, TransferLimits
-from ratchet.runs.replication.upload import ReplicationJob, RunUploader
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
+from ratchet.runs.replication.upload import (
+    JOIN_S,
+    OutageTracker,
+    PeriodicTask,
+    ReplicationJob,
+    RunUploader,
+    find_manifest,
+)
 from ratchet.runs.replication_protocol import ReplicationState
 
 RETRY_TIMEOUT_S = 20.0
@@ -305,3 +333,280 @@ class RunReplicator:
             return JournalStart()
         there = state.journal_bytes + state.journal_shift
         return JournalStart((state.token, there), state.journal_bytes, state.journal_shift)
+
+
+STRANGER_POLL_S = 1.0
+
+
+class MultiNodeReplicator:
+    """Implements `ReplicatorProtocol` on one of several machines that train a run together.
+
+    Args:
+        run: the run; its lock is held.
+        machine: settings with `replica` and `rendezvous`.
+    """
+
+    def __init__(self, run: RunDirectory, machine: Machine) -> None:
+        self._context = ReplicationContext(run, machine)
+        self._store = self._context.quick_store()
+        self._observer = LeaseObserver(self._store, self._context.names, machine.lease_timeout_s)
+        self._ranks = _RankActivity(run)
+        self._held: tuple[ReplicaLease, RunUploader] | None = None
+        self._previous_claim: Key | None = None
+        """Claim of the process that used this directory before, which has ended."""
+        self._status = LeaseStatus(None, "unsure")
+        self._separate_since_s: float | None = None
+        """Since when a holder with the same rendezvous is alive but has not joined this group."""
+        self._saved_state: ReplicationState | None = None
+        """State saved last while another machine uploads."""
+        self._damaged: set[str] = set()
+        """Damaged objects. Only a holder may remove them."""
+        self._stranger = ""
+        self._ended = False
+        self._outage = OutageTracker(lambda text: None)  # the holder reports outages in the journal that it uploads
+        self._task: PeriodicTask | None = None
+
+    # -------------------------------------------------------------------------------------------------------- protocol
+
+    def acquire(self, stopping: Callable[[], bool]) -> None:
+        """See ReplicatorProtocol. This class only makes sure that no stranger holds the run."""
+        context = self._context
+        if context.is_done(stopping):
+            return
+        self._previous_claim = context.find_previous_claim(context.read_state())
+        with context.open_replica(stopping) as source:
+            known = restore.require_same_spec(source.store, context.names, context.run.spec)
+            if known and context.fetch_result(source):
+                context.log_notices(source.notices)
+                return
+            self._await_strangers(source, stopping)
+            _, step = restore.find_newest_step(source.store, context.names)
+            if step > restore.find_valid_step(context.run.paths):
+                context.fetch(source, "several machines train this run")
+                _, step = restore.find_newest_step(source.store, context.names)
+            self._damaged = source.damaged
+            self._saved_state = context.save_state(0, (step,) if step else ())
+            context.log_notices(source.notices)
+        self._ranks.read_new_events()
+        self._task = PeriodicTask(
+            "replica-member", self._run_once, context.machine.lease_timeout_s / RENEWALS_PER_LEASE, self._outage
+        )
+        self._task.start()
+
+    def lost_reason(self) -> str | None:
+        """See ReplicatorProtocol. Only a stranger can take the run over."""
+        return self._stranger or None
+
+    def wait_until_replicated(self, wait_s: float) -> str | None:
+        """See ReplicatorProtocol. Any machine of the group may upload."""
+        if self._task is None:
+            return None
+        self._task.hurry()
+        return wait_until_settled(self._describe_missing, self.lost_reason, wait_s)
+
+    def release(self) -> None:
+        """See ReplicatorProtocol."""
+        self._ended = True
+        self._context.shorten_timeouts()
+        if self._task is not None:
+            self._task.end()
+            self._task.join(JOIN_S)
+        self._release_lease()
+
+    # -------------------------------------------------------------------------------------------------- the holder
+
+    def _run_once(self) -> None:
+        """Check the lease. A thread calls this at an interval."""
+        self._ranks.read_new_events()
+        if self._held is not None:
+            self._keep_or_release_lease(*self._held)
+        if self._held is None and not self._ended:
+            self._check_holder()
+
+    def _keep_or_release_lease(self, lease: ReplicaLease, upload: RunUploader) -> None:
+        idle = self._ranks.idle_s() > self._context.machine.lease_timeout_s and upload.missing() is None
+        if lease.lost_reason() or (idle and not self._has_result()):
+            self._release_lease()
+
+    def _check_holder(self) -> None:
+        context = self._context
+        self._status = self._observer.read_status()
+        self._save_replica_state()
+        self._stranger = self._stranger or self._find_stranger(self._status)
+        gone = self._status.claim.key if self._status.claim else None
+        free = self._status.state == "free" or gone == self._previous_claim
+        if self._stranger or self._is_complete() or not free or not (self._ranks.is_training or self._has_result()):
+            return
+        lease = context.lease()
+        try:
+            lease.acquire(lambda: self._ended, lambda text: None, gone)
+        except (LeaseHeldError, InterruptedRunError):  # another machine was faster; the next check sees it
+            return
+        try:
+            self._save_replica_state()
+            if self._is_complete():  # a faster machine finished the upload meanwhile
+                lease.release()
+                return
+            note = self._take_over(lease)
+            self._held, self._saved_state = (lease, context.upload(lease, note)), None
+        except BaseException:
+            lease.release()
+            raise
+        if self._ended:  # `release` was called meanwhile
+            self._release_lease()
+
+    def _take_over(self, lease: ReplicaLease) -> ReplicationState:
+        """Prepare to continue the upload from the present state of the replica."""
+        context = self._context
+        if not restore.require_same_spec(self._store, context.names, context.run.spec):
+            self._store.write(context.names.spec, context.run.paths.spec.read_bytes())
+        _, step = restore.find_newest_step(self._store, context.names)
+        begins = manifests.join_journal(context.run.paths.journal, self._store, context.names)
+        if begins.origin is not None:
+            lease.record_origin(begins.origin)
+        self._store.remove([context.names.object(digest) for digest in self._damaged])
+        self._damaged = set()
+        note = context.save_state(lease.token, (step,) if step else (), begins)
+        context.log_notices([f"this machine now uploads the run to its replica (holder {lease.token})"])
+        return note
+
+    def _release_lease(self) -> None:
+        if self._held is not None:
+            lease, upload = self._held
+            self._held = None
+            upload.end()
+            lease.release()
+
+    # ---------------------------------------------------------------------------------------------------- strangers
+
+    def _await_strangers(self, source: RestoreSource, stopping: Callable[[], bool]) -> None:
+        """Return when no stranger holds the run. Raises LeaseHeldError if one does, and InterruptedRunError."""
+        context, announced = self._context, False
+        observer = LeaseObserver(source.store, context.names, context.machine.lease_timeout_s)
+        while True:
+            seen = observer.read_status()
+            claim = seen.claim
+            if (
+                claim is None
+                or seen.state == "free"
+                or self._is_same_rendezvous(claim)
+                or claim.key == self._previous_claim
+            ):
+                return
+            if seen.state == "alive":
+                raise LeaseHeldError(self._describe_holder(claim))
+            if stopping():
+                raise InterruptedRunError(f"run {context.names.run_id}: stopped while waiting; run it again to resume")
+            if not announced:
+                announced = True
+                print_notice(
+                    f"machine {claim.node}, since {claim.since}, may still train run {context.names.run_id}; its claim "
+                    f"expires if it is not renewed for {context.machine.lease_timeout_s:g} s"
+                )
+            time.sleep(min(STRANGER_POLL_S, context.machine.lease_timeout_s / RENEWALS_PER_LEASE / 2))
+
+    def _is_same_rendezvous(self, claim: LeaseRecord) -> bool:
+        """Whether the machine of a claim uses the same rendezvous, according to the claim."""
+        return claim.rendezvous == self._context.machine.active_rendezvous
+
+    def _find_stranger(self, seen: LeaseStatus) -> str:
+        """Explain why the holder is a stranger; empty if it is not one, or if that is not certain yet."""
+        machine = self._context.machine
+        if seen.claim is None or seen.state != "alive":
+            self._separate_since_s = None
+            return ""
+        if seen.claim.node not in self._ranks.machines and not self._is_same_rendezvous(seen.claim):
+            return self._describe_holder(seen.claim)
+        if not self._ranks.machines or seen.claim.node in self._ranks.machines:
+            self._separate_since_s = None
+            return ""
+        self._separate_since_s = read_clock_s() if self._separate_since_s is None else self._separate_since_s
+        return (
+            self._describe_holder(seen.claim)
+            if read_clock_s() - self._separate_since_s > machine.rendezvous_timeout_s + machine.lease_timeout_s
+            else ""
+        )
+
+    def _describe_holder(self, claim: LeaseRecord) -> str:
+        return (
+            f"run {self._context.names.run_id}: machine {claim.node} trains it, since {claim.since}, and does not "
+            f"belong to the machines at {self._context.machine.active_rendezvous}: stop it there or wait until it has "
+            "ended, then run the command again"
+        )
+
+    # -------------------------------------------------------------------------------------------- replicated state
+
+    def _save_replica_state(self) -> None:
+        """Save what the replica has, so that the worker keeps the checkpoints that it lacks."""
+        context = self._context
+        _, step = restore.find_newest_step(self._store, context.names)
+        result = bool(self._store.list(context.names.folder("result")))
+        steps = (step,) if step else ()
+        saved_state = self._saved_state
+        if saved_state is None or (saved_state.token, saved_state.durable_steps, saved_state.result) != (
+            0,
+            steps,
+            result,
+        ):
+            self._saved_state = context.save_state(0, steps, result=result)
+            with suppress(OSError):
+                if result:
+                    restore.remove_superseded(context.run.paths)
+
+    def _is_complete(self) -> bool:
+        """Whether the result is in the replica, so that nothing is left to upload."""
+        return self._saved_state is not None and self._saved_state.result
+
+    def _has_result(self) -> bool:
+        return find_manifest(self._context.run.paths.result, RESULT) is not None
+
+    def _describe_missing(self) -> str | None:
+        """Describe what the replica lacks, and why; None if it is complete."""
+        held, saved_state = self._held, self._saved_state
+        if held is not None:
+            held[1].hurry()
+            return held[1].missing()
+        paths = self._context.run.paths
+        newest = max((s for s in paths.checkpoint_steps() if find_manifest(paths.checkpoint(s), CHECKPOINT)), default=0)
+        there = max(saved_state.durable_steps, default=0) if saved_state else 0
+        if self._has_result():
+            what = "" if saved_state and saved_state.result else "the result"
+        else:
+            what = f"the checkpoint of step {newest} (the replica has step {there})" if newest > there else ""
+        if not what:
+            return None
+        why = self._outage.text or self._store.trouble
+        if not why:
+            claim = self._status.claim if self._status.state == "alive" else None
+            why = f"machine {claim.node} uploads it" if claim else "no machine uploads it at the moment"
+        return f"{what}; {why}"
+
+
+class _RankActivity:
+    """Tracks from the journal whether the ranks of this machine train, and with which machines."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._reader: JournalReader | None = None
+        self._since_s = read_clock_s()
+        self.machines: frozenset[str] = frozenset()
+        """Names, as in claims, of the machines that train in this attempt; empty before the workers are ready."""
+        self.is_training = False
+
+    def idle_s(self) -> float:
+        """Seconds since the ranks trained last; 0 while they train."""
+        return 0.0 if self.is_training else read_clock_s() - self._since_s
+
+    def read_new_events(self) -> None:
+        """Read new events. The first call starts at the end of the journal, because its events are from earlier
+        attempts."""
+        journal = self._run.paths.journal
+        if self._reader is None:
+            self._reader = JournalReader(journal, journal.stat().st_size)
+        for event in self._reader.read():
+            if event.kind == "worker_ready":
+                self.is_training, self.machines = True, frozenset(map(str, event.data.get("replicators", ())))
+            elif event.kind in ("attempt_started", "worker_exited"):
+                if self.is_training:
+                    self._since_s = read_clock_s()
+                self.is_training, self.machines = False, frozenset()

@@ -13,8 +13,7 @@ from ratchet.runs.directory import CHECKPOINT, BaseRunSpec, RunDirectory, RunPat
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Origin
 from ratchet.runs.replication.manifests import ReplicaManifest
-from ratchet.runs.replication.object_names import RunObjectNames, parse_numbers
-from ratchet.runs.replication.store import ReplicaStore
+from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
 from ratchet.storage import files
 from ratchet.storage.records.base import find_differing_keys
 

@@ -13,7 +13,7 @@ from typing import Any
 from ratchet.errors import ChampionError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import run_logger
-from ratchet.tracking.mlflow.store import MlflowStore
+from ratchet.tracking.mlflow.experiments import MlflowStore
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""

@@ -26,7 +26,7 @@ from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.status import MemoryStatus
 from ratchet.runs.tracking_payload import MetricPoint, MetricPointExtractor, collect_parameters, read_final_status
-from ratchet.storage import code_version, digests
+from ratchet.storage import digests
 from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.tracking.mlflow.experiments import (
@@ -442,7 +442,7 @@ class MlflowRunCallback:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # the current checkout belongs to our own attempt only
-            tags |= code_version.revision_tags(self._experiment.layout.root) | {HOST_TAG: socket.gethostname()}
+            tags |= digests.revision_tags(self._experiment.layout.root) | {HOST_TAG: socket.gethostname()}
         return tags
 
     def _log_artifacts(self, client: Any) -> None:

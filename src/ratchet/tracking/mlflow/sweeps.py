@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 from ratchet.errors import TrackingError
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.experiments import HOST_TAG, log_batch
-from ratchet.tracking.mlflow.store import MlflowStore
-from ratchet.tuning import tracking_payload
-from ratchet.tuning.tracking_payload import (
+from ratchet.tracking.mlflow.experiments import HOST_TAG, MlflowStore, log_batch
+from ratchet.tuning import tracking_sync
+from ratchet.tuning.tracking_sync import (
     KEY_TAG,
     PARENT_TAG,
     ROLE_TAG,
@@ -140,7 +139,7 @@ class MlflowSweepTracker:
     def _update(self, client: Any, report: SweepReport, pending: Collection[str]) -> None:
         parent, known = self._parent(client, report), self._children(client, report.study)
         failures: list[TrackingError] = []
-        for child in tracking_payload.build_child_runs(report):
+        for child in tracking_sync.build_child_runs(report):
             wanted = {**child.tags, PARENT_TAG: parent}
             if child.key not in pending:
                 wanted[STATE_TAG] = child.state
@@ -220,7 +219,7 @@ class MlflowSweepTracker:
 
     def _show_parent(self, client: Any, report: SweepReport, parent: str, *, is_active: bool) -> None:
         further = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
-        metrics, tags = tracking_payload.summary_metrics(report) | further, tracking_payload.parent_tags(report)
+        metrics, tags = tracking_sync.summary_metrics(report) | further, tracking_sync.parent_tags(report)
         tags |= {HOST_TAG: socket.gethostname()} if is_active else {}
         if (metrics, tags, is_active) == self._shown:
             return
@@ -232,7 +231,7 @@ class MlflowSweepTracker:
             (key, value, _point_time_ms(client, parent, key, over, at_ms), over) for key, value in changed.items()
         ]
         params = {
-            key: value for key, value in tracking_payload.parent_params(report).items() if key not in run.data.params
+            key: value for key, value in tracking_sync.parent_params(report).items() if key not in run.data.params
         }
         _log_points(client, parent, points, params)
         _set_tags(client, parent, run.data.tags, tags)

@@ -1,1 +1,0 @@
-"""ONNX graphs for onnxruntime."""

@@ -1,1 +1,0 @@
-"""Sums gradients over ranks, compressed for the network."""

@@ -1,0 +1,97 @@
+"""Opens a study of a project, for sweep workers, the sweep command and the adoption of a trial."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ratchet.config.settings import Settings
+from ratchet.errors import DataError
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.sweep import SweepReport
+from ratchet.training.run_spec import build_run_spec
+from ratchet.tuning import final_round
+from ratchet.tuning import report as reports
+from ratchet.tuning.scheduler import final_study_name
+from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.storage import StudyStorage, open_storage
+from ratchet.tuning.study import TrialStore, compute_identity
+
+
+@dataclass(frozen=True)
+class StudySession:
+    """An open study of a project, with its settings."""
+
+    layout: ProjectLayout
+    settings: Settings
+    storage: StudyStorage
+    store: TrialStore
+    space: SearchSpace
+    identity: dict[str, Any]
+
+    @classmethod
+    @contextmanager
+    def open(cls, layout: ProjectLayout, settings: Settings, fork: bool = False, create: bool = True) -> Iterator[Self]:
+        """Open the study of these settings.
+
+        Args:
+            layout: the project.
+            settings: settings with the search space.
+            fork: create a new version of the study if these settings differ from those of the existing one.
+            create: create the study if there is none.
+
+        Raises:
+            SettingsError: the space is invalid, or differs from the study's (`fork` creates another version).
+            DataError: stage base or prepare has not run; or there is no study and `create` is not set.
+            DamagedFileError, LockHeldError, StorageError: see StudyStorage and TrialStore.
+        """
+        space = SearchSpace.from_settings(settings)
+        spec = build_run_spec(layout, settings)
+        identity = compute_identity(settings, spec.data_digest, spec.base_digest)
+        storage = open_storage(layout, settings.machine.study_storage)
+        try:
+            if not create and TrialStore.newest(storage, settings.sweep.name) is None:
+                raise DataError(f"no study {settings.sweep.name} in {storage.where}; run `ratchet sweep` first")
+            store = TrialStore.open(storage, settings.sweep.name, identity, space, fork)
+            yield cls(layout, settings, storage, store, space, identity)
+        finally:
+            storage.close()
+
+    def resume_after_failures(self) -> str:
+        """Resume a study that was stopped because of failures; return the reason of the stop, or an empty text."""
+        with self.store.locked():
+            if text := str(self.store.notes().get(final_round.STOPPED, "")):
+                self.store.note(final_round.FORGIVEN, len(self.store.trials()))
+                self.store.note(final_round.STOPPED, "")
+        return text
+
+    def report(self, with_importances: bool = True) -> SweepReport:
+        """Return the current report of the study."""
+        return reports.build_report(self.store, self.settings, self.space, self.identity, with_importances)
+
+
+class FinalRoundProgress:
+    """Reports the progress of finalists' trainings with further seeds, which the sweep report does not contain."""
+
+    def __init__(self, session: StudySession) -> None:
+        self._desk = session
+        self._register: TrialStore | None = None
+        self._reported_states: dict[int, str] = {}
+
+    def list_news(self, report: SweepReport) -> Iterator[str]:
+        """Yield a line for each training that has started or ended since the last call."""
+        if not report.trials or not all(trial.is_over for trial in report.trials):
+            return
+        if self._register is None:
+            self._register = TrialStore.newest(self._desk.storage, final_study_name(self._desk.store.study))
+        for trial in self._register.trials() if self._register else ():
+            if self._reported_states.get(trial.number) == trial.state:
+                continue
+            self._reported_states[trial.number] = trial.state
+            chosen = ", ".join(
+                f"{parameter.removeprefix('train.')} {value}" for parameter, value in trial.values.items()
+            )
+            value = (
+                f" ({trial.objectives[0]:.4g})" if trial.objectives else f" ({trial.reason})" if trial.reason else ""
+            )
+            yield f"final round: {chosen}: {'started' if trial.state == 'running' else trial.state}{value}"
