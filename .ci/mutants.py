@@ -1,11 +1,11 @@
-"""Changes the source in small ways, one at a time, and counts how many of these mutants the tests notice.
+"""Changes the source in small ways, one at a time, and counts how many of these mutants the tests detect.
 
-A mutant is one changed operator, constant, condition or return value, drawn from `src/ratchet` by a seed. The tests of
-its package decide (`tests/<package>`, or `tests/test_<module>*.py` for a module beside the packages); with --proofs, a
-mutant that they miss is given to the proofs of the package as well. The source is changed in a copy of the checkout.
+A mutant is one changed operator, constant or condition, drawn from `src/ratchet` with a seed. The tests of its package
+(`tests/<package>`, or `tests/test_<module>*.py` for a module outside packages) run on it. With --proofs, the proofs of
+the package run as well if those tests miss it. The source is changed in a copy of the checkout.
 
-With --earlier FILE (what --json wrote) the same mutants are judged again, and the test that noticed each then runs
-first, if it still exists: most mutants take seconds then.
+With --earlier FILE, written by --json, the same mutants are judged again. The test that detected a mutant runs first,
+if it still exists, so that most mutants take seconds.
 """
 
 import argparse
@@ -26,12 +26,12 @@ import proofs
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1200.0
-"""Tests that take longer have hung on the mutant, and so have noticed it."""
-COMPARED = {
+"""Time limit of the tests. Tests that take longer hang on the mutant, and so detect it."""
+COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Mutant:
 
 
 def find_mutants(path: Path) -> list[Mutant]:
-    """All mutants of a file."""
+    """Return all mutants of a file."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     return [mutant for node in ast.walk(tree) for mutant in _mutants_of(path, text, node)]
 
 
 def _mutants_of(path: Path, text: str, node: ast.AST) -> Iterator[Mutant]:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
-        changed = ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators)
-    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED and not _is_text(node):
-        changed = ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        changed = ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not _is_text(node):
+        changed = ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     elif isinstance(node, ast.BoolOp):
         changed = ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -71,7 +71,7 @@ def _mutants_of(path: Path, text: str, node: ast.AST) -> Iterator[Mutant]:
         return
     before, after = ast.get_source_segment(text, node), ast.unparse(changed)
     if before is None or "\n" in before:
-        return  # several lines: its place is not worth the work
+        return  # an expression of several lines
     lines = text.split("\n")
     line = lines[node.lineno - 1].encode()
     start, end = node.col_offset, node.end_col_offset
@@ -90,12 +90,12 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """A sample in which each file is as likely as it has mutants; none that Python cannot compile."""
-    found = [mutant for path in sorted((ROOT / "src").rglob("*.py")) for mutant in find_mutants(path)]
+    """Return a sample of all mutants that Python can compile, each drawn with equal probability."""
+    candidates = [mutant for path in sorted((ROOT / "src").rglob("*.py")) for mutant in find_mutants(path)]
     chosen: list[Mutant] = []
-    chance = random.Random(seed)
+    generator = random.Random(seed)
     while len(chosen) < count:
-        mutant = chance.choice(found)
+        mutant = generator.choice(candidates)
         try:
             compile(mutant.source, str(mutant.path), "exec")
         except SyntaxError:  # inside an f-string or a pattern
@@ -105,23 +105,23 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def tests_of(package: str) -> list[str]:
-    """The tests of a package or of a module beside the packages; where none has its name, those that import it."""
+    """Return the tests of a package or top-level module. If none has its name, return the tests that import it."""
     tests = ROOT / "tests"
     if (tests / package).is_dir():
         return [f"tests/{package}"]
-    found = [path for name in (package, package.split("_", maxsplit=1)[0]) for path in tests.glob(f"test_{name}*.py")]
-    if not found:
+    paths = [path for name in (package, package.split("_", maxsplit=1)[0]) for path in tests.glob(f"test_{name}*.py")]
+    if not paths:
         imported = re.compile(rf"(import|from) ratchet\.{package}\b|from ratchet(\.{package})? import .*\b{package}\b")
-        found = [path for path in tests.rglob("test_*.py") if path.parent.name != "proofs"]
-        found = [path for path in found if imported.search(path.read_text(encoding="utf-8"))]
-    return sorted({path.relative_to(ROOT).as_posix() for path in found})
+        paths = [path for path in tests.rglob("test_*.py") if path.parent.name != "proofs"]
+        paths = [path for path in paths if imported.search(path.read_text(encoding="utf-8"))]
+    return sorted({path.relative_to(ROOT).as_posix() for path in paths})
 
 
 def find_failure(copy: Path, paths: list[str], processes: int = 2) -> str:
-    """The first of these tests that fails in the copy of the checkout, or an empty text.
+    """Return the first of these tests that fails in the copy of the checkout, or an empty text.
 
     Raises:
-        SystemExit: pytest ends without a verdict, for instance because a path does not exist.
+        SystemExit: pytest ends without a result, for instance because a path does not exist.
     """
     if not paths:
         return ""
@@ -134,7 +134,7 @@ def find_failure(copy: Path, paths: list[str], processes: int = 2) -> str:
             command, cwd=copy, env=environment, capture_output=True, check=False, timeout=LIMIT_S, text=True
         )
     except subprocess.TimeoutExpired:
-        return f"none ended within {LIMIT_S:.0f} s"
+        return f"the tests did not end within {LIMIT_S:.0f} s"
     if done.returncode == 0:
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
@@ -142,11 +142,11 @@ def find_failure(copy: Path, paths: list[str], processes: int = 2) -> str:
         raise SystemExit(
             f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    return failed.group(1) if failed else "the collection of tests"
+    return failed.group(1) if failed else "collection of the tests"
 
 
 def still_fails(copy: Path, test: str) -> bool:
-    """Whether a test that noticed this mutant earlier exists still, and fails."""
+    """Return whether a test that detected this mutant earlier still exists and fails."""
     name = test.split("[", maxsplit=1)[0]
     file, _, function = name.partition("::")
     path = copy / file
@@ -156,18 +156,18 @@ def still_fails(copy: Path, test: str) -> bool:
 
 
 def main() -> int:
-    """Exit code 0, whatever was found: the figures are for a person."""
+    """Judge the mutants. The exit code is 0 for any result."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     arguments.add_argument("--count", type=int, default=40)
     arguments.add_argument("--seed", type=int, default=1)
-    arguments.add_argument("--proofs", action="store_true", help="give what the tests miss to the proofs")
-    arguments.add_argument("--json", type=Path, help="write what came of each mutant to this file")
-    arguments.add_argument("--earlier", type=Path, help="judge the mutants of this file (written by --json) again")
+    arguments.add_argument("--proofs", action="store_true", help="run the proofs on mutants that the tests miss")
+    arguments.add_argument("--json", type=Path, help="write the result of each mutant to this file")
+    arguments.add_argument("--earlier", type=Path, help="judge the mutants of this file, written by --json, again")
     arguments.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutant first")
     options = arguments.parse_args()
     all_proofs = proofs.read_proofs()
     results = []
-    sound: set[str] = set()
+    checked: set[str] = set()
     mutants = draw(options.seed, options.count)
     earlier = json.loads(options.earlier.read_text(encoding="utf-8")) if options.earlier else []
     with tempfile.TemporaryDirectory() as folder:
@@ -177,17 +177,17 @@ def main() -> int:
             relative = mutant.path.relative_to(ROOT)
             package = relative.parts[2].removesuffix(".py")
             target = copy / relative
-            if package not in sound and not options.unchecked:
+            if package not in checked and not options.unchecked:
                 if test := find_failure(copy, tests_of(package)):
                     raise SystemExit(f"{test} fails without a mutant; {number - 1} mutants were judged")
-                sound.add(package)
+                checked.add(package)
             target.write_text(mutant.source, encoding="utf-8")
             first = earlier[number - 1].get("test", "") if number <= len(earlier) else ""
             test = first if first and still_fails(copy, first) else find_failure(copy, tests_of(package))
             by = "tests" if test else ""
             if not by and options.proofs:
-                long = [f"tests/proofs/{proof.name}" for proof in all_proofs if package in proof.packages]
-                test = find_failure(copy, long)
+                proof_paths = [f"tests/proofs/{proof.name}" for proof in all_proofs if package in proof.packages]
+                test = find_failure(copy, proof_paths)
                 by = "proofs" if test else ""
             shutil.copyfile(mutant.path, target)
             change = {"path": str(relative), "line": mutant.line, "before": mutant.before, "after": mutant.after}
@@ -198,8 +198,8 @@ def main() -> int:
             )
             if options.json:
                 options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    tests, long = (sum(one["by"] == by for one in results) for by in ("tests", "proofs"))
-    print(f"{len(results)} mutants (seed {options.seed}): {tests} noticed by tests, {long} more by proofs")
+    by_tests, by_proofs = (sum(result["by"] == by for result in results) for by in ("tests", "proofs"))
+    print(f"{len(results)} mutants (seed {options.seed}): {by_tests} detected by tests, {by_proofs} more by proofs")
     return 0
 
 

@@ -1,12 +1,12 @@
-"""Runs the proofs (tests/proofs): all of them, or with --minutes a share that takes no longer.
+"""Runs the proofs (tests/proofs): all of them, or with --minutes a share that fits into this time.
 
-A proof is one file. It names its packages in a constant PACKAGES. tests/proofs/seconds.json has the time that each
-takes; a run of all proofs writes it with --record.
+A proof is one file. It names its packages in a constant PACKAGES. tests/proofs/seconds.json has the seconds that each
+proof takes. A run of all proofs writes this file with --record.
 
-The share consists of three parts, as far as the minutes allow: one fifth of all proofs, whose turn it is; the proofs of
-packages that the last commits changed; others, in an order that the hash of the last commit decides. The number in
-tests/proofs/turn says which fifth is next: whoever submits work advances it (--advance), so that five submissions run
-every proof. Where the last commits did not advance it, the hash of the last commit decides that too.
+The share consists of three parts, as far as the minutes allow: the next fifth of all proofs; the proofs of packages
+that the last commits changed; other proofs, in an order given by the hash of the last commit. The number in
+tests/proofs/turn selects the fifth. Advance it before you submit (--advance), so that five submissions run every
+proof. If the last commits did not advance it, the hash of the last commit selects the fifth.
 """
 
 import argparse
@@ -27,17 +27,18 @@ PROOFS = ROOT / "tests" / "proofs"
 SECONDS = PROOFS / "seconds.json"
 TURN = PROOFS / "turn"
 GROUPS = 5
-"""Every proof runs at least once in so many submissions."""
+"""Number of groups. Every proof runs at least once in this many submissions."""
 PROCESSES = 2
+"""Number of parallel test processes."""
 RECENT_HOURS = 12
-"""Commits that are not older than this, counted back from the last one, are what a submission changes."""
+"""Commits up to this much older than the last commit count as one submission."""
 UNKNOWN_S = 120.0
-"""Of a proof that was never timed."""
+"""Assumed seconds of a proof that was never timed."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One file of proofs."""
+    """A file of proofs, its packages and its seconds."""
 
     name: str
     packages: frozenset[str]
@@ -45,7 +46,7 @@ class Proof:
 
 
 def read_proofs() -> list[Proof]:
-    """All proofs, with what they prove packages of and the seconds that they took when they were last timed."""
+    """Return all proofs with their packages and the seconds that they took when they were last timed."""
     seconds = json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
     proofs = []
     for path in sorted(PROOFS.glob("test_*.py")):
@@ -55,19 +56,19 @@ def read_proofs() -> list[Proof]:
 
 
 def read_packages(path: Path) -> Sequence[str]:
-    """The constant PACKAGES of a file, which is not imported.
+    """Return the constant PACKAGES of a file, without importing the file.
 
     Raises:
-        SystemExit: the file has none.
+        SystemExit: the file has no such constant.
     """
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES":
             return ast.literal_eval(node.value)
-    raise SystemExit(f"{path}: no constant PACKAGES; name the packages of src/ratchet whose promise it proves")
+    raise SystemExit(f"{path}: no constant PACKAGES; name the packages of src/ratchet that it tests")
 
 
 def changed_packages(paths: Iterable[str]) -> set[str]:
-    """Packages, and modules beside them, that own these paths; of a proof, its file name."""
+    """Return the packages and top-level modules of these paths, and the file names of proofs."""
     packages = set()
     for path in map(Path, paths):
         if path.parts[:2] == ("src", "ratchet") and len(path.parts) > 2:
@@ -78,15 +79,15 @@ def changed_packages(paths: Iterable[str]) -> set[str]:
 
 
 def divide(proofs: Sequence[Proof]) -> list[list[Proof]]:
-    """The proofs in GROUPS groups that take about equally long."""
+    """Divide the proofs into GROUPS groups that take about equally long."""
     groups: list[list[Proof]] = [[] for _ in range(GROUPS)]
     for proof in sorted(proofs, key=lambda proof: (-proof.seconds, proof.name)):
-        min(groups, key=lambda group: sum(one.seconds for one in group)).append(proof)
+        min(groups, key=lambda group: sum(proof.seconds for proof in group)).append(proof)
     return groups
 
 
 def choose(proofs: Sequence[Proof], changed: set[str], turn: int, commit: str, minutes: float) -> list[Proof]:
-    """The proofs that fit into so many minutes: the group whose turn it is, then those of what changed, then others."""
+    """Return the proofs that fit into this time: the next group, then proofs of changed packages, then others."""
     due = divide(proofs)[turn % GROUPS]
 
     def rank(proof: Proof) -> tuple[bool, bool, str]:
@@ -96,15 +97,15 @@ def choose(proofs: Sequence[Proof], changed: set[str], turn: int, commit: str, m
 
     chosen: list[Proof] = []
     for proof in sorted(proofs, key=rank):
-        seconds = [one.seconds for one in (*chosen, proof)]
-        # The longest file may begin when all others are done: the worst that a schedule by files can be.
+        seconds = [chosen_proof.seconds for chosen_proof in (*chosen, proof)]
+        # In the worst schedule, the longest file begins when all others have ended.
         if (sum(seconds) + max(seconds)) / PROCESSES <= minutes * 60 or (not chosen and max(seconds) <= minutes * 60):
             chosen.append(proof)
     return chosen
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that git prints.
+    """Return the lines that a git command prints.
 
     Raises:
         CalledProcessError: git fails.
@@ -114,14 +115,14 @@ def git(*arguments: str) -> list[str]:
 
 
 def read_commits() -> tuple[str, list[str]]:
-    """The last commit, and the paths that the commits of the last RECENT_HOURS changed."""
+    """Return the last commit, and the paths changed by the commits of the last RECENT_HOURS."""
     commit, seconds = git("log", "-1", "--format=%H%n%ct")[:2]
     since = int(seconds) - RECENT_HOURS * 3600
     return commit, [path for path in git("log", f"--since={since}", "--name-only", "--format=") if path]
 
 
 def read_turn(commit: str, paths: Sequence[str]) -> int:
-    """Which group is next: the number in TURN if these paths, which the last commits changed, have it."""
+    """Return the number of the next group: from TURN if the last commits changed it, else from the commit's hash."""
     if TURN.relative_to(ROOT).as_posix() in paths:
         return int(TURN.read_text(encoding="utf-8"))
     print(f"the last commits did not advance {TURN.relative_to(ROOT)} (--advance): the hash of the commit decides")
@@ -129,22 +130,22 @@ def read_turn(commit: str, paths: Sequence[str]) -> int:
 
 
 def advance_turn() -> None:
-    """Give the next group its turn: once for each submission."""
+    """Select the next group, once for each submission."""
     TURN.write_text(f"{int(TURN.read_text(encoding='utf-8')) + 1}\n", encoding="utf-8")
     print(f"{TURN.relative_to(ROOT)}: {TURN.read_text(encoding='utf-8').strip()}; commit it")
 
 
 def read_seconds(report: Path) -> dict[str, float]:
-    """Seconds of each file, from a report in JUnit's format."""
+    """Return the seconds of each file, from a report in JUnit's format."""
     seconds: dict[str, float] = {}
-    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 (pytest wrote it a moment ago)
+    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 (pytest has just written it)
         name = f"{case.get('classname', '').split('.')[-1]}.py"
         seconds[name] = seconds.get(name, 0.0) + float(case.get("time", 0))
     return {name: round(value) for name, value in sorted(seconds.items())}
 
 
 def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, float]]:
-    """Run these in PROCESSES processes; returns pytest's exit code and the seconds of each file."""
+    """Run proofs in PROCESSES processes. Return pytest's exit code and the seconds of each file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-n", str(PROCESSES), "--dist", "loadfile", "--durations=15"]
@@ -154,12 +155,12 @@ def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, float]]:
 
 
 def main() -> int:
-    """Exit code: pytest's."""
+    """Run the chosen proofs. Return pytest's exit code."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    arguments.add_argument("--minutes", type=float, help="run a share that takes no longer (default: all)")
-    arguments.add_argument("--list", action="store_true", help="print what would run, and run nothing")
+    arguments.add_argument("--minutes", type=float, help="run a share that fits into this time (default: all)")
+    arguments.add_argument("--list", action="store_true", help="print the chosen proofs without running them")
     arguments.add_argument("--record", action="store_true", help=f"write the seconds of each file to {SECONDS.name}")
-    arguments.add_argument("--advance", action="store_true", help="before you submit: give the next fifth its turn")
+    arguments.add_argument("--advance", action="store_true", help="before you submit: select the next fifth")
     options = arguments.parse_args()
     if options.advance:
         advance_turn()
@@ -172,7 +173,7 @@ def main() -> int:
         turn = read_turn(commit, paths)
         chosen = choose(proofs, changed, turn, commit, options.minutes)
         print(f"proofs of commit {commit[:12]}, changed: {', '.join(sorted(changed)) or 'nothing'}")
-        print(f"group {turn % GROUPS + 1} of {GROUPS} has its turn")
+        print(f"group {turn % GROUPS + 1} of {GROUPS} is next")
     for proof in proofs:
         print(f"  {'run ' if proof in chosen else 'skip'} {proof.name} ({proof.seconds:.0f} s)")
     print(f"{len(chosen)} of {len(proofs)} files of proofs", flush=True)

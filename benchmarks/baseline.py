@@ -1,4 +1,4 @@
-"""What a classical baseline gets on the very same split: TF-IDF + logistic regression beside base and tuned model.
+"""Compares a classical baseline (TF-IDF + logistic regression) with base and tuned model on the same split.
 
 Run after `dvc repro`, in the project: `python benchmarks/baseline.py [--quick] [--json FILE]`. The targets are those of
 the bundled demonstration: the base is poor, tuning helps clearly. That the baseline may be ahead of a model of two

@@ -1,20 +1,20 @@
-"""What it costs a training to be watched: the time of its steps with every callback, and with none.
+"""Measures the cost of monitoring a training: the time of its steps with all callbacks, and with none.
 
     pip install -c constraints.txt -e .
     python benchmarks/callbacks.py [--quick] [--json FILE]
 
-The same training again and again, of steps that take .3 s: step i computes the same numbers each time, so times are
-compared step by step. Watched is `ratchet train` with a console on a pseudo-terminal, MLflow, figures that are fetched
-every second and written as a file, messages, logs, figures of the system (callbacks_cell.py).
+The same training is repeated with steps of 0.3 s. Step i computes the same numbers each time, so times are compared
+step by step. A monitored training is `ratchet train` with a console on a pseudo-terminal, MLflow, Prometheus metrics
+fetched every second and written as a file, webhooks, logs, system metrics (callbacks_cell.py).
 
-*In turns*: those who watch are held (SIGSTOP) for 8 steps, and go on for 8, where they have what they missed to do as
-well. Of two such trainings the one is watched where the other is not; how much faster one of the two processes is than
-the other, which can be per cents, cancels. This is judged: watched steps take at most 1 % longer, and the 95 %
-interval (bootstrap of blocks) must be no wider than that either way, else the machine was too busy to say anything.
-*Whole trainings*, watched and unwatched in turns, are told: what beginning costs is in them, and what processes differ.
+*In turns*: callbacks are stopped (SIGSTOP) for 8 steps and resumed for 8, in which they also catch up. One of two such
+trainings is monitored while the other is not, so a difference in speed of the two processes, which can be several per
+cent, cancels. Target: monitored steps take at most 1 % longer, and the 95 % interval (bootstrap of blocks) is at most
+that wide on each side. A wider interval means that the machine was too busy. *Whole trainings*, monitored and
+unmonitored in turns, are reported without a target, because they include start-up and differences of processes.
 
 Training has one thread of two processors, as on a GPU machine where callbacks have processors to themselves. With a
-thread for each processor they take from training what they need, which the full mode tells and nobody judges.
+thread for each processor callbacks slow training down; the full mode reports this without a target.
 """
 
 import argparse
@@ -54,7 +54,7 @@ ROWS_OF_STEP = 24
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurements."""
 
     epochs: int
     crossings: int
@@ -103,21 +103,21 @@ def measured(scratch: Path, plan: Plan) -> list[Row]:
     bare, watched = [one for one, _ in single], [one for _, one in single]
     value, half = compared(crossed)
     busy = [
-        told("a thread for each processor: step time, watched / unwatched", *steps_of(every)),
-        told("a thread for each processor: first to last step, watched / unwatched", *whole(every)),
+        told("a thread for each processor: step time, monitored / unmonitored", *steps_of(every)),
+        told("a thread for each processor: first to last step, monitored / unmonitored", *whole(every)),
     ] if every else []  # fmt: skip
     return [
-        told("steps of unwatched trainings, s", *middle([step_s for one in bare for step_s in one.step_s])),
-        at_most("in turns: step time, watched / unwatched", value, MOST),
+        told("steps of unmonitored trainings, s", *middle([step_s for one in bare for step_s in one.step_s])),
+        at_most("in turns: step time, monitored / unmonitored", value, MOST),
         at_most("in turns: half of its 95 % interval", half, MOST - 1.0),
-        told("whole trainings: step time, watched / unwatched", *steps_of(single)),
-        told("whole trainings: first to last step, watched / unwatched", *whole(single)),
+        told("whole trainings: step time, monitored / unmonitored", *steps_of(single)),
+        told("whole trainings: first to last step, monitored / unmonitored", *whole(single)),
         *busy,
-        told("supervisor unwatched: CPU s for 1,000 steps", *middle([1e3 * one.supervisor_s for one in bare])),
-        told("supervisor watched: CPU s for 1,000 steps", *middle([1e3 * one.supervisor_s for one in watched])),
-        told("supervisor unwatched: CPU s to begin with", *middle([one.begun_s for one in bare])),
-        told("supervisor watched: CPU s to begin with", *middle([one.begun_s for one in watched])),
-        count("callbacks that were not told everything", len(untold)),
+        told("supervisor without callbacks: CPU s for 1,000 steps", *middle([1e3 * one.supervisor_s for one in bare])),
+        told("supervisor with callbacks: CPU s for 1,000 steps", *middle([1e3 * one.supervisor_s for one in watched])),
+        told("supervisor without callbacks: CPU s to begin with", *middle([one.begun_s for one in bare])),
+        told("supervisor with callbacks: CPU s to begin with", *middle([one.begun_s for one in watched])),
+        count("callbacks that lack events", len(untold)),
         count("trainings with another adapter than the first", len(digests) - 1),
     ]
 
@@ -139,7 +139,7 @@ class Bench:
         return found
 
     def pair(self, number: int, threads: int) -> tuple[Training, Training]:
-        """One unwatched and one watched; which is the first alternates, for machines warm up and tire."""
+        """Run an unwatched and a watched training, in alternating order because machines warm up."""
         order = (False, True) if number % 2 == 0 else (True, False)
         both = {watched: self._trained(f"{threads}-{number}-{watched}", threads, watched) for watched in order}
         found = both[False], both[True]
@@ -162,14 +162,14 @@ def of(settings: Settings, file: Path, threads: int, watched: bool) -> Settings:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def compared(crossed: Sequence[tuple[Training, Training]]) -> tuple[float, float]:
-    """How many times as long a watched step takes, in the middle, and half of the 95 % interval of that."""
+    """Return the median ratio of watched to unwatched step times, and half the width of its 95 % interval."""
     kinds: dict[bool, list[np.ndarray]] = {True: [], False: []}
     for even, odd in crossed:
         logs = np.log(np.divide(even.step_s, odd.step_s))
@@ -191,12 +191,12 @@ def _effect(kinds: dict[bool, list[np.ndarray]]) -> float:
 
 
 def steps_of(found: Sequence[tuple[Training, Training]]) -> tuple[float, float]:
-    """Of whole trainings: median over pairs, of the median ratio of a pair's steps."""
+    """Compare step times of complete trainings: the median over pairs of the median ratio of a pair's steps."""
     return middle([statistics.median(np.divide(watched.step_s, bare.step_s)[WARM_STEPS:]) for bare, watched in found])
 
 
 def whole(found: Sequence[tuple[Training, Training]]) -> tuple[float, float]:
-    """The same of all that lies between first and last step: validations and checkpoints too."""
+    """Compare the time between first and last step, including validations and checkpoints."""
     return ratio([watched.whole_s for _, watched in found], [bare.whole_s for bare, _ in found])
 
 

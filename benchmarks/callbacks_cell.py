@@ -1,10 +1,10 @@
-"""One training for benchmarks/callbacks.py: watched by everybody who can watch it, or by nobody.
+"""Runs one training for benchmarks/callbacks.py, with all callbacks or with none.
 
     python benchmarks/callbacks_cell.py PROJECT     trains a project as `ratchet train` does, with no callback at all
 
-Watched, it is `ratchet train` itself: its console on a pseudo-terminal that is read as a terminal reads, MLflow in
-SQLite, figures fetched once a second and written as a file, messages posted to a server here. Everybody is then asked
-what has reached him: one that was not told made nothing slower.
+With callbacks it is `ratchet train` itself: its console on a pseudo-terminal, MLflow in SQLite, Prometheus metrics
+fetched once a second and written as a file, webhooks to a local server. At the end the cell checks that every receiver
+has its data, because a callback that sends nothing costs nothing.
 """
 
 import fcntl
@@ -46,7 +46,7 @@ OMP = "OMP_NUM_THREADS"
 
 @dataclass
 class Told:
-    """What has reached the callbacks' other ends."""
+    """Data that arrived at the receivers of the callbacks."""
 
     drawn_bytes: int = 0
     drawn: bytes = b""
@@ -58,7 +58,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Training:
-    """What came of one."""
+    """Result of a training."""
 
     step_s: list[float]
     """By step, the first one first; all are measured by the worker."""
@@ -84,7 +84,7 @@ class Turns:
     """Held in the first, third, ... block; else in the second, fourth ..."""
 
     def held(self, step: int) -> bool:
-        """Whether nobody watches the step after this many."""
+        """Return whether the step after this many is unwatched."""
         return step >= self.first and ((step - self.first) // self.block % 2 == 0) == self.odd
 
 
@@ -152,7 +152,7 @@ def watch(
 
 
 def fetched(port: int) -> bool:
-    """Whether the port has figures of a step. It is not up at once, and down at the end."""
+    """Return whether the port has metrics of a step. It opens some time after the start and closes at the end."""
     with suppress(urllib.error.URLError, ConnectionError):
         reply = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
         return b"\nratchet_step{" in reply.read()
@@ -160,7 +160,7 @@ def fetched(port: int) -> bool:
 
 
 def journals(layout: ProjectLayout) -> Iterator[Path]:
-    """Of the only run of a project, when there is one."""
+    """Return the journals of a project's only run, if it has one."""
     return layout.runs.glob("*/journal.jsonl")
 
 
@@ -174,7 +174,7 @@ def at(readings: list[tuple[float, float]], moment: float) -> float:
 
 
 def missed(layout: ProjectLayout, told: Told, events: list[JournalEvent]) -> list[str]:
-    """Who was not told what he should have been."""
+    """Return the receivers that lack data."""
     steps = sum(event.kind == "step" for event in events)
     machine = params_file.load(layout.params).machine
     figures = Path(machine.metrics_file or "").read_text(encoding="utf-8")
@@ -236,7 +236,7 @@ def receiver(told: Told) -> Iterator[str]:
 
 
 def main(project: Path) -> None:
-    """Train it; nobody is told."""
+    """Train the project without callbacks."""
     set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
     layout = ProjectLayout(project)
     settings: Settings = params_file.load(layout.params)

@@ -1,12 +1,12 @@
-"""The large fault campaign of docs/reliability.md: Ratchet, and Hugging Face Trainer on the same base and data.
+"""Runs the large fault campaign of docs/reliability.md on Ratchet, and on Hugging Face Trainer with equal inputs.
 
     python benchmarks/chaos.py [--quick] [--seed S] [--json FILE] [--project DIR] [--folder DIR] [--only PART ...]
 
 Parts: `peer` (Trainer with peft under kills, damage, signals, NaN, full disks; see peer_faults.py), `damage` (crashes
 inside a save, flipped bits, snapshots), `killed` (one long training with many kills: ledger, metrics, recovery),
 `inside` (resume at every step, the cost of a checkpoint), `campaign` (`ratchet chaos` with a large plan). Every
-schedule is drawn from the seed, which is printed and stands in the JSON. Exit code 0 only if all rows of ours are as
-they must be; what the peer does is reported, not judged. Rows are named as in docs/reliability.md.
+schedule is drawn from the seed, which is printed and is in the JSON. The exit code is 0 only if all of our rows
+meet their targets; the peer is reported, not judged. Rows are named as in docs/reliability.md.
 """
 
 import argparse
@@ -70,23 +70,23 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
     rows = []
     for name in PLANS[quick]:
         own = [result for result in results if result.trial.category == name]
-        blows = sum(result.seen.delivered + len(result.trial.faults) for result in own)
+        blows = sum(result.timeline.delivered + len(result.trial.faults) for result in own)
         label = f"{ROW_OF[name]} {name}, {len(own)} runs, {blows} blows"
         rows.append(count(f"{label}: not exact", sum(not result.exact for result in own)))
         rows.append(count(f"{label}: needed a hand", sum(not result.recovered for result in own)))
         if name != "none":
             rows.append(at_least(f"{label}: met it", blows, 1))
-        recoveries = [seconds for result in own for seconds in result.seen.recoveries_s]
+        recoveries = [seconds for result in own for seconds in result.timeline.recoveries_s]
         if recoveries:
             rows.append(told(f"{label}: slowest recovery (s)", max(recoveries)))
-        if stops := [seconds for result in own for seconds in result.seen.stops_s]:
+        if stops := [seconds for result in own for seconds in result.timeline.stops_s]:
             rows.append(at_most(f"{label}: slowest stop (s)", max(stops), settings.machine.grace_period_s))
-    alarms = sum(result.seen.kinds["worker_exited:stalled"] for result in results if not result.trial.can_stall)
+    alarms = sum(result.timeline.kinds["worker_exited:stalled"] for result in results if not result.trial.can_stall)
     return [*rows, count("R15 false alarms of the watch", alarms)]
 
 
 def peer(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
-    """What the peer does, told as it goes."""
+    """Run the peer's faults and print each result."""
     import peer_faults
 
     amounts = peer_faults.QUICK if quick else peer_faults.FULL

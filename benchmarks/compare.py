@@ -1,10 +1,11 @@
-"""How long `ratchet compare` takes where one of the journals has ten million events.
+"""Measures `ratchet compare` with a journal of ten million events.
 
     pip install -c constraints.txt -e .
     python benchmarks/compare.py [--quick] [--json FILE]
 
-Needs 2.5 GB of disk for ten million events, which are written first. Targets: within 10 s on two processors, imports
-and page included; within 600 MB of memory; the one spike among the losses is found, exactly. `--quick`: one million.
+Needs 2.5 GB of disk for ten million events, which the benchmark writes first. Targets: within 10 s on two processors,
+imports and page included; within 600 MB of memory; the only spike among the losses is found, exactly. `--quick`: one
+million.
 """
 
 import argparse
@@ -90,7 +91,7 @@ def write(layout: ProjectLayout, seed: int, events: int) -> str:
 
 
 def line(step: int, events: int, draw: random.Random) -> str:
-    """One step, as a worker writes it."""
+    """Return a step event in the format of a worker."""
     loss = SPIKE if events > SHORT and step == events * 2 // 3 else 1.0 + 2.0 * step**-0.2 + 0.1 * draw.random()
     return (
         f'{{"attempt":1,"batch":"{draw.getrandbits(48):012x}","event":"step","grad_norm":{draw.random()!r},'

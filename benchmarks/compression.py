@@ -1,17 +1,17 @@
-"""Gradient compression: bytes on the wire, time of a step's sum over slow links, and loss after equal tokens.
+"""Measures gradient compression: bytes sent, time of a step's sum over slow links, and loss after equal tokens.
 
     pip install -c constraints.txt -e .
     python benchmarks/compression.py [--quick] [--json FILE] [--only bytes|loss]
 
 Two ranks over gloo, a core each (compression_cell.py). The gradients of the first part are those of a LoRA of rank 16
-on all linear layers of a model like Qwen2.5-0.5B, 8.8 million numbers (quick: a quarter); the ranks live in two network
-namespaces whose cable is shaped by tc (compression_link.py), which takes root. What is said to be sent is held against
-what the interface has counted. Our gradients are added up after the backward pass, so a step lasts the sum longer;
-over an unshaped cable one sees what compression itself costs. All methods take turns, round by round.
+on all linear layers of a model like Qwen2.5-0.5B, 8.8 million numbers (quick: a quarter); the ranks run in two network
+namespaces whose link is limited by tc (compression_link.py), which needs root. Calculated bytes are compared with the
+interface's counter. Gradients are summed after the backward pass, so the sum adds its time to the step; an unlimited
+link shows the cost of compression itself. All methods take turns, round by round.
 
 The second part trains a small model of the bundled requests by each method, with several seeds: same rows, same order,
-same steps. The noise is that of `none` from seed to seed: a method is within it if its mean loss lies no more than two
-standard errors of a difference of two means above.
+same steps. The noise is that of `none` from seed to seed: a method is within it if its mean loss is higher by at
+most two standard errors of a difference of two means.
 """
 
 import argparse
@@ -69,14 +69,14 @@ TRAIN = {
 
 @dataclass(frozen=True)
 class Rank:
-    """Where one of the two runs."""
+    """Place where one of the two ranks runs."""
 
     prefix: Sequence[str] = ()
     interface: str = "lo"
 
 
 def on_both(given: dict[str, Any], ranks: tuple[Rank, Rank], meeting: str) -> list[dict[str, Any]]:
-    """What compression_cell.py found in both; ends the benchmark when one fails."""
+    """Return the results of compression_cell.py on both ranks. End the benchmark if one fails."""
     script = Path(__file__).with_name("compression_cell.py")
     started = []
     for number, rank in enumerate(ranks):
@@ -106,7 +106,7 @@ def on_both(given: dict[str, Any], ranks: tuple[Rank, Rank], meeting: str) -> li
 
 
 def over_links(quick: bool) -> Iterator[Row]:
-    """All methods over cables of each speed; a line of its own where there can be no cable."""
+    """Measure all methods over links of each speed, or report why no link can be created."""
     given = {
         "what": "link", "methods": METHODS, "rank": RANK, "layers": QUICK_LAYERS if quick else LAYERS,
         "rounds": QUICK_ROUNDS if quick else ROUNDS,
@@ -133,11 +133,11 @@ def _there(end: End) -> Rank:
 
 
 def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row]:
-    """What a sum makes a rank send. `shared`: both ranks count on the same interface, so nothing is held against it."""
+    """Return rows for the bytes that a rank sends per sum. `shared`: the counter has both ranks and is ignored."""
     methods = [one["methods"] for one in both]
     whole = sum(middle(method["none"]["sent"])[0] for method in methods)
     yield told("numbers in a gradient, millions", both[0]["numbers"] / 1e6)
-    yield told("none: MB that a rank sends for a sum", whole / 2e6)
+    yield told("none: MB sent by a rank per sum", whole / 2e6)
     for name, settings in METHODS.items():
         sent = sum(middle(method[name]["sent"])[0] for method in methods)
         if name != "none":
@@ -152,7 +152,7 @@ def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row
 
 
 def _seconds(link_name: str, both: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    """How long a sum takes: until the later rank has it."""
+    """Return rows for the seconds of a sum, until the later rank has it."""
     ranks = [one["methods"] for one in both]
     seconds = {
         name: [max(pair) for pair in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)] for name in METHODS
@@ -167,7 +167,7 @@ def _seconds(link_name: str, both: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 
 def after_equal_tokens(quick: bool) -> Iterator[Row]:
-    """Validation loss of each method beside that of none."""
+    """Compare the validation loss of each method with that of `none`."""
     with tempfile.TemporaryDirectory(prefix="ratchet-compression-") as folder:
         layout = small_project.build(Path(folder) / "project", TRAIN_ROWS, _settings())
         given = {
@@ -177,7 +177,7 @@ def after_equal_tokens(quick: bool) -> Iterator[Row]:
         found = on_both(given, (Rank(), Rank()), f"file://{folder}/meeting")[0]
     losses = {name: [one["loss"] for one in runs] for name, runs in found.items()}
     everything = [one for runs in found.values() for one in runs]
-    yield told("answer tokens learned from, each training", everything[0]["tokens"])
+    yield told("answer tokens trained, each training", everything[0]["tokens"])
     yield told("steps, each training", everything[0]["steps"])
     yield count("trainings with other tokens", sum(one["tokens"] != everything[0]["tokens"] for one in everything))
     yield count("trainings after which the ranks' weights differ", sum(not one["alike"] for one in everything))

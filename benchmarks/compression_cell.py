@@ -1,4 +1,4 @@
-"""One rank of benchmarks/compression.py, in a process of its own. Reads JSON, prints JSON.
+"""Runs one rank of benchmarks/compression.py in its own process. Reads JSON, prints JSON.
 
 `link`: sums of gradients as a LoRA has them, by every method in turn. `loss`: trainings of a small model by every
 method, with the project's own data, batches, adapters, loss, optimizer and schedule.
@@ -140,14 +140,14 @@ def _validation(model: Any, rows: TokenRows) -> float:
 
 
 def _alike(weights: torch.Tensor) -> bool:
-    """Whether all ranks have the same bits."""
+    """Return whether all ranks have the same bits."""
     found = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(found, weights)
     return all(torch.equal(one, weights) for one in found)
 
 
 def main() -> None:
-    """One rank: meet the other, do what is asked, say what was found."""
+    """Run one rank: connect to the other rank, measure, print the results."""
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=given["meeting"], rank=given["number"], world_size=2)

@@ -1,7 +1,7 @@
-"""Two network namespaces, joined by a cable whose speed is set: veth, and tc's token bucket at both ends. Needs root.
+"""Creates two network namespaces with a link of a given speed: veth, and tc's token bucket at both ends. Needs root.
 
-A kernel without tbf, or a container without the right to make namespaces, is told as a reason; nothing is left behind.
-No delay is added: that takes netem, which many small kernels lack. What it would add is a round trip an operation.
+If the kernel lacks tbf, or the container may not create namespaces, the reason is reported and everything is removed.
+No delay is added: this needs netem, which many small kernels lack. It would add one round trip per operation.
 """
 
 import os
@@ -24,7 +24,7 @@ class NoLinkError(Exception):
 
 @dataclass(frozen=True)
 class End:
-    """One end of the cable: where it is, and how a process gets there."""
+    """One end of the link: its namespace, and the command prefix to run a process in it."""
 
     namespace: str
     interface: str
@@ -32,7 +32,7 @@ class End:
 
     @property
     def prefix(self) -> list[str]:
-        """What a command line begins with to run there."""
+        """Prefix of a command line to run it at this end."""
         return [_tool("ip"), "netns", "exec", self.namespace]
 
 
@@ -92,7 +92,7 @@ def shape(ends: Sequence[End], rate: str | None) -> None:
 
 
 def sent_bytes(interface: str) -> int:
-    """What this end has sent in all, with the headers of Ethernet, IP and TCP, from within its namespace.
+    """Return the bytes that this end has sent, with Ethernet, IP and TCP headers, from within its namespace.
 
     From /proc: sysfs shows the interfaces of the namespace in which it was mounted.
     """

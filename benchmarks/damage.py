@@ -1,4 +1,4 @@
-"""Rows of benchmarks/chaos.py about single checkpoints: crashes while one is written, damage, and snapshots."""
+"""Rows of benchmarks/chaos.py about single checkpoints: crashes during a save, damage, and snapshots."""
 
 import os
 import random
@@ -48,7 +48,7 @@ class Training:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is written beside each checkpoint."""
+        """Identity stored with each checkpoint."""
         return {"spec": self.spec.model_dump(mode="json"), "environment": {"torch": torch.__version__}}
 
     def step(self) -> None:
@@ -180,7 +180,7 @@ def isolated(project: ProjectLayout, settings: Settings, folder: Path) -> list[A
         sealed = training.newest(paths)
         leaks += sealed is None or of_snapshot(sealed) != before
         shutil.rmtree(paths.root)
-    return [count("R26 snapshots that later changes reached", leaks)]
+    return [count("R26 snapshots changed later", leaks)]
 
 
 def _all_tensors(training: Training) -> list[torch.Tensor]:

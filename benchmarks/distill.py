@@ -1,10 +1,10 @@
-"""A small student with a teacher, beside the same student without: the bundled task, where labels are dear.
+"""Compares a small student with and without a teacher, on the bundled task with few labels.
 
     pip install -c constraints.txt -e .
     python benchmarks/distill.py [--quick] [--json FILE] [--keep FOLDER] [--validation]
 
-Both bases are tiny ones that have read the same texts (help pages and the prompts that are learned from, no label), so
-they have the same tokenizer. The teacher is trained on the labels of one half of the rows. Of the other half the
+Both bases are tiny and were trained on the same texts (help pages and training prompts, no label), so they have the
+same tokenizer. The teacher is trained on the labels of one half of the rows. Of the other half the
 students have few labels, and prompts without labels. Four students, all else equal, steps and validation rows too:
 
 - `alone`: learns from the few labels;
@@ -14,9 +14,9 @@ students have few labels, and prompts without labels. Four students, all else eq
 - `both`: from these rows, with the teacher's probabilities.
 
 Each has the learning rate, of `rates`, that gave its first seed the least loss of the validation rows, and keeps the
-checkpoint of the least validation loss. Intervals are paired over rows and seeds (gate/finalists.py). The sizes, and
-what stands in DISTILL, SAMPLES and AGREEMENT, were chosen on validation rows (`--validation` judges by these); then the
-test rows were judged once. Time per answer: one row at a time, in turns with the teacher.
+checkpoint of the least validation loss. Intervals are paired over rows and seeds (quality_gate/finalists.py). The
+sizes, and the values of DISTILL, SAMPLES and AGREEMENT, were chosen on validation rows (`--validation` judges by
+them); then the test rows were judged once. Time per answer: one row at a time, in turns with the teacher.
 """
 
 import argparse
@@ -95,7 +95,7 @@ MOST_SIZE, MOST_TIME = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Size:
-    """Of one kind of run."""
+    """Size of a run."""
 
     labelled: int
     """Rows whose labels the students know."""
@@ -130,7 +130,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class DistilledProjects:
-    """What there is when the teacher has spoken: projects of the students, and rows that judge."""
+    """Projects of the students, and test rows, after the teacher has answered."""
 
     size: Size
     division: Division
@@ -179,13 +179,13 @@ def students(
     teacher: DistillSettings | None = None,
     rows: int = BATCH_ROWS,
 ) -> Settings:  # fmt: skip
-    """Of a student that learns from so many rows: with more of them, fewer epochs, and as many steps."""
+    """Return the settings of a student for this many rows: with more rows fewer epochs, and equal steps."""
     epochs = size.steps * BATCH_ROWS / rows
     return settings_of(size.student, train_of(rate, epochs, BATCH_ROWS, seed, teacher), tables)
 
 
 def student(there: DistilledProjects, arm: str, rate: float, seed: int) -> Model:
-    """One of them, trained."""
+    """Train one student."""
     name, teacher = ARMS[arm]
     layout = there.projects[name]
     settings = students(there.size, rate=rate, seed=seed, teacher=teacher, rows=rows_in(layout))
@@ -214,21 +214,21 @@ def measure(there: DistilledProjects, judged: Split) -> list[Row]:
 
 
 def setting(there: DistilledProjects, chosen: dict[str, float], judged: Split) -> Iterator[Row]:
-    """Who knew what."""
+    """Return rows for the data that each model was trained on."""
     yield told(f"{judged} rows", len(there.rows[judged]))
     yield told("labelled rows of the teacher", len(there.division.teachers))
     for name, layout in there.projects.items():
         yield told(f"training rows of students: {name}", rows_in(layout))
-    yield told("prompts that the teacher is asked", there.answers.asked)
-    yield told("its answers that are right", there.answers.right)
-    yield told("its answers that are learned from", there.answers.kept)
-    yield told("of these, right", there.answers.kept_right)
+    yield told("prompts answered by the teacher", there.answers.asked)
+    yield told("teacher's answers that are right", there.answers.right)
+    yield told("teacher's answers used for training", there.answers.kept)
+    yield told("right answers among them", there.answers.kept_right)
     for arm, rate in chosen.items():
         yield told(f"learning rate: {arm}", rate)
 
 
 def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
-    """What the teacher's help is worth."""
+    """Return rows for the gain from the teacher."""
     counts = [float(rows.count_trained([row])) for row in range(len(rows))]
     for what, tokens_of in (("accuracy", None), ("loss", counts)):
         values = {who: [one.right if tokens_of is None else one.nats for one in all_] for who, all_ in found.items()}
@@ -238,7 +238,7 @@ def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
 
 
 def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
-    """Size and time of the student, beside the teacher's."""
+    """Compare size and time of the student with the teacher's."""
     sizes = {name: sum(one.numel() for one in model.parameters()) for name, model in models.items()}
     times = seconds_per_answer(models, there.rows["test"], there.pad, TIMED)
     for name in models:

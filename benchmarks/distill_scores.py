@@ -1,4 +1,4 @@
-"""How benchmarks/distill.py judges models: row by row, paired, and one answer at a time."""
+"""Scores models for benchmarks/distill.py: row by row, paired, and one answer at a time."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one model, row by row."""
+    """Per-row scores of one model."""
 
     right: list[float]
     """1 where the greedy answer is the given one."""
@@ -46,7 +46,7 @@ class Scores:
 
 
 def scores(model: Model, rows: TokenRows) -> Scores:
-    """Of all rows. A greedy answer is the given one if, after each part of it, its next token is the likeliest."""
+    """Score all rows. The greedy answer equals the reference if each of its tokens is the most likely one."""
     right, nats = [], []
     for start in range(0, len(rows), BATCH):
         batch = SequenceBatch.from_sequences(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
@@ -72,7 +72,7 @@ class Compared:
 def compared(
     what: str, found: dict[str, list[list[float]]], pair: Compared, tokens_of: list[float] | None
 ) -> Iterator[Row]:
-    """How much better the first is, with its interval, of rows and seeds both.
+    """Return the advantage of the first model, with an interval over rows and seeds.
 
     Args:
         what: `accuracy`, or `loss` with the answer tokens of each row.
@@ -94,7 +94,7 @@ def compared(
 
 
 def means(what: str, found: dict[str, list[list[float]]], tokens_of: list[float] | None) -> Iterator[Row]:
-    """Of each way, and of each of its seeds."""
+    """Return the mean of each method and of each of its seeds."""
     for who, several in found.items():
         each = [math.fsum(one) / (len(one) if tokens_of is None else math.fsum(tokens_of)) for one in several]
         yield told(f"{what}: {who}", statistics.mean(each))

@@ -1,12 +1,12 @@
-"""A teacher whose probabilities are on disk beside one that is in memory: time of a micro-batch, and what is learned.
+"""Compares a teacher's probabilities on disk with a teacher in memory: time of a micro-batch, and loss.
 
     pip install -c constraints.txt -e .
     python benchmarks/distill_source.py [--quick] [--json FILE]
 
 Loss and gradient of one micro-batch of a small student (random weights, LoRA on all layers, one thread, float32), in
 turns: without a teacher, with its 32 most probable tokens from disk (`ratchet distill` has asked it before), with the
-same asked now, and with every token asked now. Ratios are medians over rounds. What asking before costs is measured
-too: so many passes over the rows are needed until it has paid.
+same asked now, and with every token asked now. Ratios are medians over rounds. The cost of asking before
+is measured too, as the number of passes over the rows that compensate for it.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
 
 
 def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[TeacherShardReader, float]:
-    """What a teacher says about all rows, sealed as `ratchet distill` does; and the seconds that took."""
+    """Seal the teacher's probabilities of all rows as `ratchet distill` does, and return the seconds."""
     chosen, plan, out = settings(TOP_K), TeacherShardPlan.from_rows(rows), folder / "distill"
     begun_s = time.perf_counter()
     shards = TeacherShardWriter(folder / "shards", plan)
@@ -133,8 +133,8 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
         told("micro-batch, memory / none", *ratio(seconds["memory"], seconds["none"])),
         told("micro-batch, memory / disk", *ratio(seconds["memory"], seconds["disk"])),
         told("micro-batch, every token / disk", *ratio(seconds["all"], seconds["disk"])),
-        told("passes over the rows until asking before has paid", pays),
-        told("parameters, teacher / student", found.spec.parameters / sum(p.numel() for p in model.parameters())),
+        told("passes over the rows until storing probabilities has paid", pays),
+        told("parameters: teacher / student", found.spec.parameters / sum(p.numel() for p in model.parameters())),
     ]
 
 

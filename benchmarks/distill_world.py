@@ -1,7 +1,7 @@
-"""What benchmarks/distill.py works with: the bundled requests divided, projects on them, a teacher and its answers.
+"""Inputs of benchmarks/distill.py: divided bundled requests, projects, a teacher and its answers.
 
-Rows are divided by the content of their prompt alone: test, validation, and what is learned from in two halves. The
-teacher has the labels of one half. Of the other half the students have few labels, and the prompts of the rest.
+Rows are divided by the content of their prompt alone: test, validation, and two halves for training. The teacher has
+the labels of one half. The students have few labels of the other half, and the prompts of its other rows.
 """
 
 import csv
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """Who knows what of the bundled rows."""
+    """Division of the bundled rows into training data of teacher and students."""
 
     teachers: list[Request]
     """With labels."""
@@ -74,7 +74,7 @@ class Division:
 
     @property
     def learned(self) -> list[Request]:
-        """All whose prompts the bases read."""
+        """All rows whose prompts the bases were trained on."""
         return [*self.teachers, *self.labelled, *self.unlabelled]
 
     @property
@@ -131,7 +131,7 @@ def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (
 def train_of(
     rate: float, epochs: float, batch_rows: int, seed: int = 0, teacher: DistillSettings | None = None
 ) -> Train:
-    """The checkpoint of the least validation loss counts, so nobody is blamed for what he learned by heart later."""
+    """Return training settings. The checkpoint of the lowest validation loss counts, despite later overfitting."""
     return Train(
         quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_size=batch_rows, seed=seed,
         validate_every_steps=25, distill=teacher or DistillSettings(),
@@ -201,7 +201,7 @@ def keep_model(model: Model, layout: ProjectLayout) -> Path:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the teacher says to prompts whose labels students do not know, as a data source."""
+    """Answers of the teacher to prompts without labels, as a data source."""
 
     place: Path
     """What `ratchet select` wrote."""
@@ -248,5 +248,5 @@ def add_distilled(layout: ProjectLayout, answers: Answers) -> None:
 
 
 def rows_in(layout: ProjectLayout) -> int:
-    """How many training rows it has after prepare."""
+    """Return the number of training rows after prepare."""
     return len(token_files.load_rows(layout.data, "train"))

@@ -1,4 +1,4 @@
-"""Evaluating beside the `lm_eval` command: requests a second and scores, on the same model and tasks in one run.
+"""Compares evaluation with the `lm_eval` command: requests per second and scores, on the same model and tasks.
 
     pip install -c constraints.txt -e .
     python benchmarks/evaluate.py [--quick] [--json FILE]
@@ -9,11 +9,11 @@ documents) and `endings` (one ending each, so there is nothing to share). Both c
 the same batch size, each time in a process of its own (evaluate_cell.py), in turns; who begins changes.
 
 Evaluation is what the harness's function `evaluate` takes: building requests, computing, scoring. Both sides call it,
-and a clock is held beside it in both; ours has results written to the disk within it, and tries out first what the
-model's cache can be used for. CPU time is told beside it: that others use the machine shows less in it. The whole
-command is told too: a process from start to end, imports, loading and the command's index of 14,000 tasks included.
+and both are timed. Ours includes writing results to disk, and a test of what the model's cache supports. CPU time is
+reported as well, because other processes affect it less, and so is the time of the whole command: a process from start
+to end, including imports, loading and the command's index of 14,000 tasks.
 
-Labels: all 20 labels as answers to a prompt (model/labels.py), beside prompt and label read anew for each pair.
+Labels: all 20 labels as answers to a prompt (models/scoring.py), and prompt and label computed again for each pair.
 """
 
 import argparse
@@ -51,13 +51,13 @@ Pair = dict[str, dict[str, Any]]
 
 
 def cell(work: Path, **given: Any) -> dict[str, Any]:
-    """What evaluate_cell.py found; ends the benchmark when it fails."""
+    """Return the results of evaluate_cell.py. End the benchmark if it fails."""
     text = json.dumps({**given, "work": str(work)})
     return dict(json.loads(process(work, [str(Path(__file__).with_name("evaluate_cell.py")), text]).splitlines()[-1]))
 
 
 def process(work: Path, line: list[str]) -> str:
-    """What a Python of its own prints, in the folder that paths in the tasks are relative to."""
+    """Return the output of a new Python process in the folder that paths in the tasks are relative to."""
     done = subprocess.run(
         [sys.executable, *line], capture_output=True, text=True, cwd=work, env=os.environ | ENVIRONMENT,
         timeout=CELL_S, check=False,
@@ -137,7 +137,7 @@ def main() -> int:
         ]
         one = [cell(work, do="labels", prompts=shape["prompts"], batch_rows=BATCH_ROWS) for _ in range(shape["pairs"])]
         anew, shared = [x["anew_s"] for x in one], [x["shared_s"] for x in one]
-        rows.append(told("labels: prompt read once / read anew, labels/s", *ratio(anew, shared)))
+        rows.append(told("labels: prompt computed once / for each label, labels/s", *ratio(anew, shared)))
     return finish(rows, given.json)
 
 

@@ -1,7 +1,7 @@
-"""One cell of benchmarks/evaluate.py, in a process of its own: makes, evaluates, or scores labels. JSON in and out.
+"""Runs one cell of benchmarks/evaluate.py in its own process: creates, evaluates, or scores labels. JSON in and out.
 
 Both sides end in the same function of the harness, `evaluate`: it builds requests, has them computed and scores them.
-What it takes is what counts as evaluation; imports, index of tasks and loading are outside of it, for both.
+Its time counts as evaluation. Imports, the index of tasks and loading are excluded for both.
 """
 
 import json
@@ -53,7 +53,7 @@ metric_list: [{metric: perplexity}, {metric: acc}]
 
 
 def make(work: Path, documents: int, layers: int) -> dict[str, Any]:
-    """A Llama with random weights, and three tasks over the bundled text: which words go on after a passage."""
+    """Create a Llama with random weights, and three tasks on the bundled text: which words continue a passage."""
     text = TEXT.read_text(encoding="utf-8")
     tokenizer = tiny_model.train_tokenizer(text.splitlines(), MERGES)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def make(work: Path, documents: int, layers: int) -> dict[str, Any]:
 
 
 def _choices(words: list[str], draw: random.Random, length: int) -> dict[str, Any]:
-    """A passage of about so many words, how it goes on, and how other passages do."""
+    """Return a passage of about this many words, its continuation, and continuations of other passages."""
 
     def piece(start: int, count: int) -> str:
         return " ".join(words[start : start + count])
@@ -112,7 +112,7 @@ class Clock:
 
 
 def command(work: Path, tasks: list[str], batch_rows: int, out: str) -> list[str]:
-    """What follows `lm_eval`."""
+    """Return the arguments of `lm_eval`."""
     return [
         "run", "--model", "hf", "--model_args", f"pretrained={work / 'model'},dtype=float32", "--tasks",
         ",".join(tasks), "--include_path", str(work / "data" / "tasks"), "--batch_size", str(batch_rows), "--device",
@@ -121,7 +121,7 @@ def command(work: Path, tasks: list[str], batch_rows: int, out: str) -> list[str
 
 
 def theirs(work: Path, tasks: list[str], batch_rows: int, out: str) -> dict[str, Any]:
-    """The harness's own command, once for each task; nothing of it is changed but that a clock is held beside it."""
+    """Run the harness's own command once for each task. The only change is a clock."""
     from lm_eval import __main__, evaluator
 
     found = {}
@@ -142,7 +142,7 @@ def theirs(work: Path, tasks: list[str], batch_rows: int, out: str) -> dict[str,
 
 
 def ours(work: Path, tasks: list[str], batch_rows: int, out: str) -> dict[str, Any]:
-    """What `ratchet evaluate` does with harness tasks, results kept on the disk included."""
+    """Evaluate harness tasks as `ratchet evaluate` does, including storage of results."""
     import lm_eval
     from lm_eval import evaluator
 
@@ -164,7 +164,7 @@ def _loaded(work: Path) -> tuple[Any, Any]:
 
 
 def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
-    """Labels as whole answers to prompts of one length: the prompt once, and prompt and label anew for each pair."""
+    """Score labels as answers to prompts of one length: with a shared prompt, and with each pair separately."""
     model, _ = _loaded(work)
     draw = random.Random(5)
     asked = [[draw.randrange(10, MERGES) for _ in range(60)] for _ in range(prompts)]

@@ -1,11 +1,11 @@
-"""All benchmarks, one after the other, each a process of its own; their tables go to docs/performance.md.
+"""Runs all benchmarks one after the other, each in its own process, and writes their tables to docs/performance.md.
 
     make bench                      installs the peers first
     python benchmarks/everything.py [--only NAME ...] [--full] [--document FILE] [--json FOLDER]
 
-Quick modes together are to take half an hour on two quiet cores; the time planned for each is told, and one that takes
-three times as long is ended. One that fails, or misses a target, is shown as such, and all others still run; the exit
-code is 0 only if every row of every benchmark is ok. A peer that is not installed is named by the benchmark itself.
+All quick modes together take about half an hour on two idle cores. The planned time of each benchmark is printed, and
+a benchmark that takes three times as long is killed. After a failure or a missed target all others still run. The exit
+code is 0 only if every row of every benchmark is ok. A benchmark names peers that are not installed.
 In the document only regions between `<!-- measured: NAME -->` and `<!-- end -->` are written, each as soon as its
 benchmark has ended.
 """
@@ -45,7 +45,7 @@ SKIPPED = "skipped: "
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One file of this folder."""
+    """A benchmark: one file of this folder."""
 
     name: str
     planned_s: float
@@ -93,7 +93,7 @@ def measure(benchmark: Benchmark, full: bool, target: Path) -> Outcome:
 
 
 def run(command: Sequence[str], limit_s: float | None) -> tuple[list[str], int | None]:
-    """What a command printed, which is shown as it comes, and its exit code; None when it was ended after `limit_s`."""
+    """Run a command, print its output at once, and return output and exit code. The code is None after `limit_s`."""
     late, lines = threading.Event(), []
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -145,12 +145,12 @@ def missing_regions(text: str, benchmarks: Sequence[Benchmark]) -> list[str]:
 
 
 def put(document: Path, name: str, content: str) -> None:
-    """Write one region; the text is read anew, for somebody may be editing it."""
+    """Write one region. The text is read again, because a person may be editing it."""
     files.write_atomic(document, regions.filled(document.read_text(encoding="utf-8"), name, content))
 
 
 def told(outcome: Outcome) -> str:
-    """One line for whoever waits."""
+    """Return a line about the progress."""
     planned = f" of {outcome.planned_s:,.0f} planned" if outcome.planned_s else ""
     state = outcome.failure or (f"{len(outcome.missed)} not ok" if outcome.missed else "ok")
     return f"{outcome.name}: {outcome.took_s:,.0f} s{planned}; {state}"

@@ -1,4 +1,4 @@
-"""Equal or not: SHA-256 over tensors and plain values, for both sides of benchmarks/chaos.py."""
+"""Computes SHA-256 of tensors and plain values, for both sides of benchmarks/chaos.py."""
 
 import hashlib
 import json

@@ -1,8 +1,7 @@
-"""The matrix of docs/formats.md: architecture x format x runtime, each cell written, opened where it is used, compared.
+"""Measures the matrix of docs/formats.md (architecture x format x runtime): each file is written, loaded and compared.
 
-Tiny random models of transformers' real classes, whose weights are drawn wide enough that distributions are far from
-even. Compared is every position of some rows with transformers in float32 on the merged weights. The peer of each cell
-is transformers itself.
+The models are tiny and random, of transformers' real classes, with weights so wide that distributions are far from
+uniform. Every position of some rows is compared with transformers in float32 on the merged weights.
 
     python benchmarks/formats.py [--quick] [--json FILE] [--markdown FILE]
 """
@@ -24,6 +23,7 @@ from report import finish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from ratchet.config.export import BuiltInGgufType, OnnxType
 from ratchet.config.gate import ExportParityRule
 from ratchet.errors import RatchetError
 from ratchet.exporters import merged_model, onnx
@@ -62,15 +62,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
 }  # fmt: skip
 QUICK_ARCHITECTURES = ("llama", "llama (tied, llama3 rope)", "qwen3", "gemma2", "phi3", "gpt2")
-"""Those that differ most."""
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
-ONNX_TYPES = ("fp32", "int8")
+"""Architectures with the largest differences."""
+GGUF_TYPES: tuple[BuiltInGgufType, ...] = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+ONNX_TYPES: tuple[OnnxType, ...] = ("fp32", "int8")
 RULE = ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one form of one architecture showed."""
+    """Result of one format of one architecture."""
 
     architecture: str
     form: str
@@ -81,19 +81,19 @@ class Cell:
 
     @property
     def allowed(self) -> float:
-        """Divergence that the gate lets pass."""
+        """Largest divergence that the gate accepts."""
         return RULE.kl_bound(self.form.rpartition("/")[2]) or RULE.kl_bound("float32") or 0.0
 
     @property
     def ok(self) -> bool:
-        """Within the bound, or refused with a message that says what can be carried."""
+        """Whether the divergence is within the bound, or the format was refused with a message."""
         if self.found is None:
             return bool(self.why)
         return self.found.kl <= self.allowed and self.texts >= RULE.min_tokenizer_agreement * len(probe_inputs.TEXTS)
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """A byte-level BPE of our own texts, as GPT-2 cuts; as transformers opens it again for this family."""
+    """Train a byte-level BPE with GPT-2's splits on our own texts, and reload it with the family's class."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -110,12 +110,12 @@ def tokenizer_of(directory: Path) -> Any:
     )
     whole.save_pretrained(str(directory))
     opened = base_model.load_tokenizer(directory)
-    opened.save_pretrained(str(directory))  # some families' classes build it anew, whatever the file says
+    opened.save_pretrained(str(directory))  # some families' classes rebuild it and ignore the file
     return opened
 
 
 def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Iterator[Cell]:
-    """Every form of one architecture."""
+    """Yield the result of every format of one architecture."""
     torch.manual_seed(0)
     family = shape.get("model_type", name.partition(" ")[0])
     config = AutoConfig.for_model(family, **{key: value for key, value in shape.items() if key != "model_type"})
@@ -148,27 +148,27 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
                 yield examined(f"gguf/{kind}", runtime)
         except RatchetError as error:
             yield Cell(name, f"gguf/{kind}", "llama.cpp", None, 0, str(error))
-    for kind in ONNX_TYPES:
-        path = scratch / kind
+    for precision in ONNX_TYPES:
+        path = scratch / precision
         path.mkdir()
         try:
             onnx.require_exportable(merged)
-            onnx.write_onnx(merged, path, kind, lambda *_: None)
-            with onnx_runtime.open_runtime(path, 1) as runtime:
-                yield examined(f"onnx/{kind}", runtime)
+            onnx.write_onnx(merged, path, precision, lambda *_: None)
+            with onnx_runtime.open_runtime(path, 1) as onnx_model:
+                yield examined(f"onnx/{precision}", onnx_model)
         except RatchetError as error:
-            yield Cell(name, f"onnx/{kind}", "onnxruntime", None, 0, str(error))
+            yield Cell(name, f"onnx/{precision}", "onnxruntime", None, 0, str(error))
 
 
 def written(cell: Cell) -> str:
-    """A cell of the table for people."""
+    """Format a cell for the terminal."""
     if cell.found is None:
         return "refused"
     return f"{cell.found.kl:.1e} / {cell.found.max_difference:.1e} / {cell.found.greedy_agreement:.3f}"
 
 
 def table(found: list[Cell]) -> str:
-    """Markdown: a row a form, a column an architecture; divergence in nats, and share of the same most likely token."""
+    """Format as Markdown: formats by architectures, with divergence in nats and share of equal most likely tokens."""
     names = list(dict.fromkeys(cell.architecture for cell in found))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for form in dict.fromkeys(cell.form for cell in found):
@@ -179,7 +179,7 @@ def table(found: list[Cell]) -> str:
 
 
 def main() -> int:
-    """Measure, print, judge."""
+    """Measure all cells, print and judge them."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--quick", action="store_true", help="fewer architectures and types")
     asked.add_argument("--json", type=Path)

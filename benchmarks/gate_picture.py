@@ -1,4 +1,4 @@
-"""The picture of benchmarks/gate_power.py: what the gate decides, by true difference and number of samples."""
+"""Draws the plot of benchmarks/gate_power.py: decisions of the gate by true difference and number of samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ COMPARED_N = (250, 1000)
 
 @dataclass(frozen=True)
 class Shares:
-    """Of so many evaluations of n samples with this true difference."""
+    """Shares of the decisions on evaluations of n samples with one true difference."""
 
     n: int
     difference: float

@@ -1,11 +1,11 @@
-"""How often the gate is wrong, and what it can tell: evaluations drawn from known truths, judged by `judge`.
+"""Measures error rates and power of the gate: evaluations drawn from known truths, judged by `decide_verdict`.
 
     python benchmarks/gate_power.py [--quick] [--json FILE] [--picture STEM]
 
 1. An equal model that claims to be better: how often it is rejected, and how often promoted.
 2. A model that is worse by exactly the margin: how often it is promoted.
-3. Shares of PROMOTE, HOLD and REJECT by true difference and number of samples, beside two rules in use: "not below the
-   champion" (what a threshold at the champion's score does), and "intervals of two standard errors overlap" (how
+3. Shares of PROMOTE, HOLD and REJECT by true difference and number of samples, with two common rules: "not below the
+   champion" (a threshold at the champion's score), and "intervals of two standard errors overlap" (how
    results of lm-eval are read, whose errors are those of each model alone).
 
 Every error rate may be 5 % and three standard errors of the simulation. Seeds are fixed. --quick draws 300 cases
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def rng(name: str) -> np.random.Generator:
-    """A stream of its own for each simulation."""
+    """Return a separate random stream for a simulation."""
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
@@ -116,7 +116,7 @@ def equal(world: World, cases: int) -> Iterator[Row]:
 
 
 def worse(world: World, cases: int) -> int:
-    """How many models that are worse by the margin are promoted."""
+    """Return rows for the share of models worse by the margin that are promoted."""
     stream = rng(f"worse {world.text}")
     rule = keep(world.margin)
     return sum(decide([world.draw(stream, world.n, -world.margin)], rule) == "PROMOTE" for _ in range(cases))
@@ -133,7 +133,7 @@ def claims(cases: int) -> Row:
 
 
 def peers(cases: int) -> Iterator[Row]:
-    """What other rules do with a model two points worse, and with an equal one."""
+    """Return rows for other rules on a model two points worse, and on an equal model."""
     for loss, what in ((RAW_LOSS, "two points worse"), (0.0, "equal")):
         for discordance in (0.1, 0.2):
             stream = rng(f"peers {loss} {discordance}")

@@ -1,4 +1,4 @@
-"""Evaluations drawn from known truths, for benchmarks/gate_power.py, and what the gate decides about them."""
+"""Draws evaluations from known truths for benchmarks/gate_power.py, and lets the gate decide about them."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -97,7 +97,7 @@ def keep(margin: float) -> MustNotRegressRule:
 
 
 def improve(*metrics: str) -> MustImproveRule:
-    """One of these must be better than the champion's."""
+    """Return a rule that requires an improvement over the champion."""
     return MustImproveRule(rule="must_improve", metric=metrics, over="champion")
 
 

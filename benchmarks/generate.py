@@ -1,4 +1,4 @@
-"""Generation beside transformers' text-generation pipeline with a fixed batch: tokens a second, and the same text.
+"""Compares generation with transformers' text-generation pipeline with a fixed batch: tokens per second, and texts.
 
     pip install -c constraints.txt -e .
     python benchmarks/generate.py [--quick] [--json FILE]
@@ -8,8 +8,8 @@ fiftieth of the vocabulary ends an answer, so answers are of very different leng
 float32 with one thread on the same loaded model (generate_cell.py), in turns; who begins changes. The pipeline gets the
 texts in the order they come in, as it is used; ours sorts them by itself. Judged is the pipeline's best batch size.
 
-Tokens are those of the answers, end tokens included, the same on both sides. Beside them are told: CPU time, how often
-rounding left a token or a mean log-probability in doubt, and what drawing costs.
+Tokens are those of the answers, end tokens included, the same on both sides. Also reported: CPU time, the number of
+tokens and mean log-probabilities that rounding leaves undecided, and the cost of sampling.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1
 
 
 def cell(shape: dict[str, Any]) -> dict[str, Any]:
-    """What generate_cell.py found; ends the benchmark when it fails."""
+    """Return the results of generate_cell.py. End the benchmark if it fails."""
     line = [sys.executable, str(Path(__file__).with_name("generate_cell.py")), json.dumps(shape)]
     done = subprocess.run(
         line, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT, timeout=CELL_S, check=False
@@ -45,7 +45,7 @@ def cell(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[Row]:
-    """What is judged, and what is told."""
+    """Return the judged rows and the reported rows."""
     pairs, tokens = found["pairs"], found["tokens"]
 
     def each(who: str, what: str) -> list[float]:
@@ -65,7 +65,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
     figures = found["figures"]
     rows += [
         told("tokens decided by a plain pass", figures["tokens_rechecked"] / figures["tokens_chosen"]),
-        told("mean log-probabilities computed anew", figures["means_recomputed"] / figures["answers"]),
+        told("mean log-probabilities computed again", figures["means_recomputed"] / figures["answers"]),
         told("drawn: tokens/s of greedy (CPU time)", found["drawn"]),
     ]
     return rows

@@ -1,4 +1,4 @@
-"""The cell of benchmarks/generate.py: one model, answered from by both sides in turns. JSON in and out."""
+"""Runs the cell of benchmarks/generate.py: both sides generate with one model in turns. JSON in and out."""
 
 import json
 import random
@@ -73,7 +73,7 @@ class Sides:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What it gives back, and what it took."""
+    """Return the result of a function and its seconds."""
     start, cpu = time.perf_counter(), time.process_time()
     found = work()
     return found, {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}

@@ -1,10 +1,10 @@
-"""Kill a generation at random moments, and compare what it gives with one that nobody disturbed: bytes for bytes.
+"""Kills a generation at random moments, and compares its output byte for byte with an undisturbed generation.
 
 python benchmarks/generate_kills.py [--quick] [--kills 20] [--prompts 2000] [--seed 0] [--json FILE]
 
 The base of a small project (4 bits) answers the bundled requests, drawn at temperature 0.8. At each moment the worker
 is killed (SIGKILL), or worker and supervisor, or the supervisor is asked to stop (SIGTERM); some die while they load.
-Exit 0 only if no answer differs, none is missing, and none that was kept was computed again.
+Exits with 0 only if no answer differs or is missing, and no stored answer was computed again.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def settings_of(settings: Settings) -> Settings:
 
 @dataclass
 class Trial:
-    """One generation, in a place of its own."""
+    """A generation in its own folder."""
 
     layout: ProjectLayout
     prompts: Path
@@ -85,7 +85,7 @@ class Trial:
         return self.start().wait(PATIENCE_S)
 
     def readies(self) -> list[dict[str, Any]]:
-        """What each worker said when it was ready."""
+        """Return the `worker_ready` event of each worker."""
         root = self.root
         return (
             []
@@ -94,7 +94,7 @@ class Trial:
         )
 
     def kept(self) -> set[int]:
-        """Places that are answered on disk; while nobody writes."""
+        """Return the positions with a stored answer. Call it while no process writes."""
         root = self.root
         if root is None:
             return set()
@@ -117,7 +117,7 @@ def worker_of(supervisor: int) -> int | None:
 
 
 def lines(trial: Trial) -> int:
-    """Of the ledger as it is now."""
+    """Lines of the present ledger."""
     root = trial.root
     path = None if root is None else root / "ledger.jsonl"
     return path.read_bytes().count(b"\n") if path is not None and path.exists() else 0

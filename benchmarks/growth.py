@@ -1,4 +1,4 @@
-"""What grows with steps, rows and rank, and what must not: tokens a second, memory, journal, checkpoints, start-up.
+"""Measures growth with steps, rows and rank: tokens per second, memory, journal, checkpoints, start-up.
 
     pip install -c constraints.txt -e .
     python benchmarks/growth.py [--quick] [--json FILE] [--picture STEM]
@@ -7,10 +7,10 @@ Everything is the worker's own loop (growth_cell.py) on a random Llama of two th
 thread. **Steps**: one training of 2,000 steps (full: 10,000), with validations and checkpoints, looked at as it goes.
 Memory is resident memory of the process; its slope, by least squares over all samples after the first quarter, is a
 share of what the process holds. Speed is the median of windows of 50 steps of the last third beside those of the
-second, for the first has warming up in it. **Rows**: sealed splits of 1,000, 10,000 and 100,000 made-up rows (full: a
-million): how long digests, opening, and the order of rows and their first batch take, and the tokens a second then;
-sizes take turns. **Ranks**: bytes of a checkpoint by trainable parameters: weight and two moments in float32 are 12.
---picture draws STEM.svg and STEM.png.
+second, because the first third includes warm-up. **Rows**: sealed splits of 1,000, 10,000 and 100,000 generated rows
+(full: a million): how long digests, opening, and the order of rows and their first batch take, and the tokens a second
+then; sizes take turns. **Ranks**: bytes of a checkpoint by trainable parameters: weight and two moments in float32 are
+12. --picture draws STEM.svg and STEM.png.
 """
 
 import argparse
@@ -52,7 +52,7 @@ ROW_US = 20.0
 
 
 def cell(**given: Any) -> dict[str, Any]:
-    """What growth_cell.py found; ends the benchmark when it fails."""
+    """Return the results of growth_cell.py. End the benchmark if it fails."""
     script = Path(__file__).with_name("growth_cell.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
@@ -82,7 +82,7 @@ def measure(work: Path, shape: dict[str, Any]) -> Growth:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the straight line nearest to these points, by least squares."""
+    """Return the slope of the least-squares line through these points."""
     return statistics.linear_regression(x, y).slope
 
 

@@ -1,4 +1,4 @@
-"""One cell of benchmarks/growth.py: the worker's own loop over made-up rows, in a process of its own. JSON in and out.
+"""Runs one cell of benchmarks/growth.py in its own process: the trainer on generated rows. JSON in and out.
 
 `steps`: one training of many steps, looked at as it goes. `ranks`: checkpoints by the size of the adapter. `rows`: how
 long data takes to be ready, and then tokens a second, by the number of rows. `make`: the rows.
@@ -48,7 +48,7 @@ ASKED = 0.5
 
 
 class Watched(Journal):
-    """A journal that has somebody look up at every so many steps, from the thread that trains."""
+    """Journal that calls a function every few steps, in the training thread."""
 
     def __init__(self, path: Path, every: int, look: Callable[[int], None]) -> None:
         super().__init__(path, 1)
@@ -71,7 +71,7 @@ class StopAfter(GracefulShutdown):
 
     @property
     def is_requested(self) -> bool:
-        """Whether they are done."""
+        """Whether all steps are done."""
         return self.left <= 0
 
 
@@ -104,7 +104,7 @@ def _write(counts: dict[str, int], writers: token_files.SplitWriters) -> None:
 
 
 def settings_of(rows: int, steps: int, rank: int = 8, batching: str = "shuffled") -> Train:
-    """Of a training of so many steps."""
+    """Return the settings of a training of this many steps."""
     return Train(
         quantization="none", rank=rank, alpha=16, dropout=0.1, epochs=steps * BATCH_ROWS / rows, batch_size=BATCH_ROWS,
         batching=batching, pack_tokens=2 * LONGEST, learning_rate=0.001, validate_every_steps=100, seed=3,
@@ -135,7 +135,7 @@ def loop_of(
 
 
 def sealed_bytes(paths: RunPaths) -> tuple[int, int]:
-    """Of the newest checkpoint: all files, and those of its tensors alone."""
+    """Return the bytes of the newest checkpoint: of all files, and of its tensors."""
     newest = paths.checkpoint(max(paths.checkpoint_steps()))
     sizes = {path: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
     return sum(sizes.values()), sum(size for path, size in sizes.items() if path.suffix == ".safetensors")

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/growth.py: what stays flat and what grows in a straight line, by steps, rows and rank."""
+"""Draws the plot of benchmarks/growth.py: constant and linear quantities by steps, rows and rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def draw(found: Growth, stem: Path) -> None:
 
 
 def _steps(panels: Sequence[Axes], steps: dict[str, Any]) -> None:
-    """What one training does over its steps."""
+    """Draw memory and speed of a training by step."""
     speed = windows(steps)
     places = [WINDOW_STEPS * (number + 1) for number in range(len(speed))]
     _line(panels[0], places, speed, "tokens/s", "optimizer steps")
@@ -63,7 +63,7 @@ def _steps(panels: Sequence[Axes], steps: dict[str, Any]) -> None:
 
 
 def _others(panels: Sequence[Axes], found: Growth) -> None:
-    """What data and adapters of several sizes cost."""
+    """Draw the cost of data and adapters by size."""
     counts = sorted(found.rows)
     for axes, title, keys in (
         (panels[0], "tokens/s", ("tokens_per_s",)),

@@ -1,6 +1,6 @@
-"""Rows of benchmarks/chaos.py that the training loop shows in this process, without a supervisor.
+"""Rows of benchmarks/chaos.py that the training loop gives in this process, without a supervisor.
 
-The loop is made as a worker makes it: model, adapter and data anew, state from the newest checkpoint.
+Each trainer is created as in a worker: new model, adapter and data, and the state of the newest checkpoint.
 """
 
 import shutil
@@ -63,7 +63,7 @@ def events_of(paths: RunPaths, kind: str) -> list[JournalEvent]:
 
 
 def steps_of(paths: RunPaths) -> list[JournalEvent]:
-    """The steps that were told, repetitions included."""
+    """Return the logged steps, including repetitions."""
     return events_of(paths, "step")
 
 
@@ -76,7 +76,7 @@ def quantised(project: ProjectLayout, settings: Settings) -> tuple[Model, RunSpe
 
 
 def large(project: ProjectLayout, settings: Settings) -> tuple[Model, RunSpec]:
-    """A random model of 512 x 7 whose adapter and optimizer state are some 110 MB."""
+    """Return a random model of 512 x 7 with about 110 MB of adapter and optimizer state."""
     torch.manual_seed(0)
     vocabulary = int(max(rows_of(project, "train").input_ids)) + 1
     config = transformers.LlamaConfig(
@@ -138,7 +138,7 @@ def changed(settings: Settings, train: dict[str, Any], machine: dict[str, Any]) 
 
 
 def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
-    """R11: stopped and begun anew after every step (quick: every fourth) of two epochs, for each way of batching."""
+    """R11: stop and resume after every step (quick: every fourth) of two epochs, for each kind of batching."""
     found = []
     for batching in BATCHINGS:
         rows_a_step = 4 if batching == "packed" else settings.train.batch_size  # packs are few
@@ -186,16 +186,16 @@ def stalls(project: ProjectLayout, folder: Path, settings: Settings, quick: bool
     shutil.rmtree(folder / "large")
     return [
         told("R20 state of adapter and optimizer (MB)", state / 1e6),
-        told("R20 training held up by a checkpoint, p50 (ms)", 1000 * block),
-        told("R20 training held up by a checkpoint, p99 (ms)", 1000 * percentile(blocks, 99)),
+        told("R20 training blocked by a checkpoint, p50 (ms)", 1000 * block),
+        told("R20 training blocked by a checkpoint, p99 (ms)", 1000 * percentile(blocks, 99)),
         at_most("R20 of a step's time, p99", percentile(blocks, 99) / step_s, 1.0),
         told("R20 snapshot (GB/s)", state / 1e9 / block),
-        told("R20 a whole save in the background, p50 (s)", seconds),
+        told("R20 a complete save in the background, p50 (s)", seconds),
         told("R20 default interval for these figures (s)", every_s),
         at_most("R20 of wall at the default interval (%)", 100 * block / every_s, PERCENT_OF_WALL),
         at_most("R21 bytes of a checkpoint, of its state", size / state, 1.01),
-        told("R21 written a save (MB)", written / 1e6),
-        told("R21 linked a save (MB)", (size - written) / 1e6),
+        told("R21 written per save (MB)", written / 1e6),
+        told("R21 linked per save (MB)", (size - written) / 1e6),
     ]
 
 

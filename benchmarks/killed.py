@@ -1,4 +1,4 @@
-"""Real trainings whose workers are killed: the ledger of samples, the series of metrics, and what a death costs.
+"""Kills the workers of real trainings, and checks the ledger of samples, the series of metrics, and the cost of a kill.
 
 python benchmarks/killed.py PROJECT     trains the project as `ratchet train` does, without MLflow
 """
@@ -46,7 +46,7 @@ DETECTION_S = 3.4
 
 @dataclass
 class Deaths:
-    """What every kill cost."""
+    """Cost of each kill."""
 
     lost_steps: list[int] = field(default_factory=list)
     """Steps that had been told and were done again."""
@@ -69,7 +69,7 @@ class Follower:
         self.events: list[JournalEvent] = []
 
     def look(self) -> list[JournalEvent]:
-        """What is new; also kept in `events`."""
+        """Return new events, and append them to `events`."""
         if self._reader is None:
             found = list(self._layout.runs.glob("*/journal.jsonl"))
             if not found:
@@ -81,7 +81,7 @@ class Follower:
 
     @property
     def step(self) -> int:
-        """The last step that any attempt has told."""
+        """The last step that any attempt has logged."""
         return max((e.data["step"] for e in self.events if e.kind == "step"), default=0)
 
     def until(self, process: subprocess.Popen[str], there: Callable[[JournalEvent], bool]) -> JournalEvent | None:
@@ -100,7 +100,7 @@ class Follower:
 
 
 def start(layout: ProjectLayout, *faults: InjectedFault) -> subprocess.Popen[str]:
-    """The command, as a process whose workers meet these faults."""
+    """Start the command with these faults in its workers."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
     if faults:
         environment[VARIABLE] = json.dumps([fault.model_dump() for fault in faults])
@@ -189,7 +189,7 @@ def second_writer(layout: ProjectLayout) -> list[Any]:
     process.communicate()
     code, output = ended(start(layout))
     return [
-        count("R25 second writers let in, while the first runs", int(let_in)),
+        count("R25 second writers admitted while the first runs", int(let_in)),
         count("R25 trainings locked out by a dead one's lock", int(code != EXIT_OK)),
     ]
 
@@ -216,7 +216,7 @@ def slow_disk(layout: ProjectLayout) -> list[Any]:
     deaths = sum(event.kind == "worker_exited" for event in follower.events)
     if code != EXIT_OK:
         print(output[-2000:])
-    return [count("R15 slow saves taken for a stall", deaths + (code != EXIT_OK))]
+    return [count("R15 slow saves mistaken for a stall", deaths + (code != EXIT_OK))]
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -272,7 +272,7 @@ def rows(
     p50, p95 = (percentile(deaths.to_step_s, share) for share in (50, 95))
     found = [
         count(f"R10 steps of other rows than planned, {struck_times} kills", wrong),
-        count("R10 steps told otherwise when done again", contradictions),
+        count("R10 repeated steps with other values", contradictions),
         count("R10 rows not exactly once in an epoch", uneven),
         count("R12 differences of results and metric series", len(differing)),
         at_most("R22 kill to next worker, p95 (s)", percentile(deaths.to_attempt_s, 95), DETECTION_S),
@@ -283,7 +283,7 @@ def rows(
             f"R24 most steps lost in a kill (interval {INTERVAL_STEPS}, {deaths.save_steps} in a save)",
             max(deaths.lost_steps), INTERVAL_STEPS + deaths.save_steps,
         ),
-        told("R24 mean steps lost in a kill", statistics.mean(deaths.lost_steps)),
+        told("R24 mean steps lost per kill", statistics.mean(deaths.lost_steps)),
     ]  # fmt: skip
     return [*found, *watched(project, folder)], deaths
 

@@ -1,4 +1,4 @@
-"""The memory forecast beside what trainings really take: real models with random weights, real steps, real processes.
+"""Compares the memory forecast with measured memory: real models with random weights, real steps, real processes.
 
     pip install -c constraints.txt -e .
     python benchmarks/memory.py [--quick] [--json FILE]
@@ -6,7 +6,7 @@
 Each cell is a process of its own that does what a worker does (memory_cell.py): forecast, load, adapt, three optimizer
 steps of two micro-batches each, validation, checkpoints. The project's own monitor measures each phase. On a CPU that
 is resident memory (VmHWM), on a GPU what torch's allocator gave out (max_memory_allocated). Errors are those of the
-peak; on a CPU also of what lies above the libraries, for these alone are half a gigabyte that anyone can forecast.
+peak, and on a CPU also those of the memory above the libraries, which take a known half gigabyte.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def gpu_cells(quick: bool) -> Iterator[Cell]:
 
 
 def save_model(described: dict[str, Any], dtype: str, path: Path) -> None:
-    """A model of this shape whose weights are a random sequence again and again: 13 billion would take minutes."""
+    """Save a model of this shape. Its weights repeat a random sequence, because 13 billion draws would take minutes."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -116,7 +116,7 @@ def save_model(described: dict[str, Any], dtype: str, path: Path) -> None:
 
 
 def run_cell(cell: Cell, base: Path, work: Path, dtype: str) -> dict[str, Any]:
-    """What memory_cell.py found; ends the benchmark when it fails."""
+    """Return the results of memory_cell.py. End the benchmark if it fails."""
     given = {**asdict(cell), "base": str(base), "work": str(work), "targets": "all", "dtype": dtype}
     script = Path(__file__).with_name("memory_cell.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -157,12 +157,12 @@ class Result:
 
     @property
     def error_above_floor(self) -> float:
-        """The same of what lies above the libraries."""
+        """Error relative to the memory above the libraries."""
         return (self.forecast - self.floor) / (self.measured - self.floor) - 1
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """One line a cell."""
+    """Return a line for each cell."""
     yield "model        rank tokens rows checkpointing quantisation  forecast  measured    error  above libraries"
     for one in results:
         cell = one.cell
@@ -192,7 +192,7 @@ def judged(results: Sequence[Result], on_gpu: bool) -> Iterator[Row]:
 
 
 def _limits(results: Sequence[Result]) -> Iterator[Row]:
-    """What a QLoRA of 2,048 tokens held on the device, everything included."""
+    """Return the total device memory of a QLoRA step with 2,048 tokens."""
     for name, limit in LIMITS.items():
         for one in results:
             if one.cell.model == f"llama-{name}" and one.cell.tokens == 2048:

@@ -1,4 +1,4 @@
-"""One cell of benchmarks/memory.py: a training as a worker does it, in a process of its own. Reads JSON, prints JSON.
+"""Runs one cell of benchmarks/memory.py in its own process: a training as in a worker. Reads JSON, prints JSON.
 
 Everything is the project's own: forecast, loader, adapter, loop, saver, and the monitor that measures each phase.
 """

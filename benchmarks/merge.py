@@ -1,4 +1,4 @@
-"""Merging shards to shards beside peft's merge_and_unload: memory, time and result, on the same model in one run.
+"""Compares the merge shard by shard with peft's merge_and_unload: memory, time and result, on the same model.
 
     pip install -c constraints.txt -e .
     python benchmarks/merge.py [--quick] [--json FILE]
@@ -8,8 +8,8 @@ of its own (merge_cell.py) with one thread, in turns. `original`: the adapter is
 loads, merges, saves. `dequantized`: to what 4 bits make of them; peft loads in 4 bits, dequantises, merges, saves.
 
 Memory is resident memory (VmHWM) above what the same process held when everything was imported: libraries are half a
-gigabyte whoever merges; the whole is told, too. Pages of mapped files count for it, so the peak of memory that is the
-process's own (RssAnon, sampled) is judged as well. Time begins after the imports and ends when all is on the disk
+gigabyte on both sides. The total is reported, too. It includes pages of mapped files, so the sampled peak of the
+process's own memory (RssAnon) is judged as well. Time begins after the imports and ends when all is on the disk
 (fsync), for both. Ratios are medians over pairs.
 """
 
@@ -41,7 +41,7 @@ LARGEST_DIFFERENCE = 1e-6
 
 
 def cell(**given: Any) -> dict[str, Any]:
-    """What merge_cell.py found; ends the benchmark when it fails."""
+    """Return the results of merge_cell.py. End the benchmark if it fails."""
     os.sync()  # what the one before has left to be written is not to be paid by this one
     script = Path(__file__).with_name("merge_cell.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}

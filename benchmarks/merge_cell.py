@@ -1,4 +1,4 @@
-"""One cell of benchmarks/merge.py, in a process of its own: makes, merges or compares. Reads JSON, prints JSON."""
+"""Runs one cell of benchmarks/merge.py in its own process: creates, merges or compares. Reads JSON, prints JSON."""
 
 import json
 import logging
@@ -97,7 +97,7 @@ class OwnMemory(threading.Thread):
         return int(line.split()[1]) * 1024
 
     def run(self) -> None:
-        """Until it is told to end."""
+        """Sample until stopped."""
         while not self._over.wait(SAMPLED_S):
             self.most_bytes = max(self.most_bytes, self.now_bytes())
 
@@ -151,7 +151,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def main(given: dict[str, Any]) -> dict[str, Any]:
-    """What one cell is asked for."""
+    """Run the requested action."""
     work = Path(given["work"])
     if given["do"] == "make":
         return make(work, given["layers"], given["shard_bytes"])

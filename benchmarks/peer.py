@@ -1,7 +1,7 @@
-"""Start, watch and judge attempts of the peer (peer_trainer.py); what is done to them is in peer_faults.py.
+"""Starts, watches and judges attempts of the peer (peer_trainer.py). The faults are in peer_faults.py.
 
 Every attempt is a process of its own, forked from a server that has the libraries imported: a second instead of twelve.
-What counts as a hand: after a refused start the newest checkpoint is deleted, which is what its user would have to do.
+A manual fix is counted when the newest checkpoint is deleted after a refused start, as a user would have to do.
 """
 
 import json
@@ -108,7 +108,7 @@ class Bench:
         return found, time.monotonic() - begun
 
     def start(self, options: Options, **environment: str) -> Any:
-        """A process that trains, or goes on."""
+        """Start a process that trains or resumes."""
         process = self._processes.Process(target=_attempt, args=(options, environment))
         process.start()
         return process
@@ -162,7 +162,7 @@ class Bench:
 
 
 def result(options: Options) -> dict[str, Any]:
-    """What the script wrote at its end; nothing if it did not get there."""
+    """Return the final record of the script. It is empty if the script did not finish."""
     path = options.out / RESULT
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
@@ -174,7 +174,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def log(options: Options) -> list[dict[str, Any]]:
-    """What the script has told so far; a line that is being written is left out."""
+    """Return the records that the script has logged, without an incomplete last line."""
     path = options.out / LOG
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]

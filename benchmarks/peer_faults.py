@@ -1,4 +1,4 @@
-"""What happens to Hugging Face Trainer under the faults of benchmarks/chaos.py: one function a row of the table."""
+"""Injects the faults of benchmarks/chaos.py into Hugging Face Trainer: one function for each row of the table."""
 
 import contextlib
 import random
@@ -32,7 +32,7 @@ toy would have ended by then."""
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much of everything."""
+    """Amount of each fault."""
 
     runs: int
     kills_per_run: int
@@ -83,7 +83,7 @@ def kills(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def _strike(bench: Bench, options: Options, wait_s: float, row: Row) -> tuple[bool, list[str]]:
-    """Start, and kill after `wait_s` of training; whether it came to that, and what refused starts said before."""
+    """Start, and kill after `wait_s` of training. Return whether it was killed, and messages of refused starts."""
     refusals: list[str] = []
     while True:
         started = time.monotonic()
@@ -118,7 +118,7 @@ def _middle(bench: Bench) -> int:
 
 
 def _copied(bench: Bench, options: Options) -> Options:
-    """The same run in a folder of its own."""
+    """Copy the run to a new folder."""
     copy = bench.new()
     shutil.copytree(options.out, copy.out, dirs_exist_ok=True)
     return copy
@@ -151,7 +151,7 @@ def _resume_damaged(bench: Bench, stopped: Options, row: Row, name: str, damage:
 
 
 def flips(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """One bit of one file of the newest checkpoint is another."""
+    """Flip one bit of one file of the newest checkpoint."""
     row = Row("R4", "one bit flipped, newest checkpoint")
     stopped = _stopped_at(bench, _middle(bench))
     names = DECISIVE[:2] if amounts.quick else DECISIVE

@@ -1,4 +1,4 @@
-"""The peer of benchmarks/chaos.py: Hugging Face Trainer on a project's own base, data and LoRA settings.
+"""Trains the peer of benchmarks/chaos.py: Hugging Face Trainer on a project's own base, data and LoRA settings.
 
     python benchmarks/peer_trainer.py PROJECT OUT --steps 24 --save-every 2 [--jit] [--by-length] [--find-batch-size]
 
@@ -51,7 +51,7 @@ NAN_STEP, OOM_MICRO_BATCH = "PEER_NAN_STEP", "PEER_OOM_MICRO_BATCH"
 
 @dataclass(frozen=True)
 class Options:
-    """One call of the script."""
+    """Arguments of the script."""
 
     project: Path
     out: Path

@@ -1,12 +1,12 @@
-"""The pictures of docs/pictures/: a small project is trained, swept, evaluated and gated, and looked at on the way.
+"""Takes the screenshots of docs/pictures/ while a small project is trained, swept, evaluated and gated.
 
     make pictures
     python benchmarks/pictures.py [--target FOLDER] [--keep FOLDER]
 
-Needs tmux, Chromium and Prometheus, about five minutes on two quiet cores, and no network. Everything is real: consoles
-stand on a terminal of tmux, pages and MLflow's UI are drawn by Chromium, the dashboard by pictures_dashboard.py from
-what Prometheus, which has fetched from the run every second, answers to the dashboard's expressions. Exit code 2: a
-program is missing. `--keep` keeps the project; where it is there already, only its pages are drawn again.
+Needs tmux, Chromium and Prometheus, about five minutes on two quiet cores, and no network. Everything is real: tmux
+shows the consoles, Chromium draws the pages and MLflow's UI, and pictures_dashboard.py draws the dashboard from the
+answers of a Prometheus that fetches from the run every second. Exit code 2: a program is missing. `--keep` keeps the
+project; if it exists already, only its pages are drawn again.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 class Studio:
-    """Where pictures are taken."""
+    """Environment in which screenshots are taken."""
 
     def __init__(self, scratch: Path, project: Path, target: Path, drawn: Browser) -> None:
         self._scratch, self.layout, self._target, self._browser = scratch, ProjectLayout(project), target, drawn
@@ -202,7 +202,7 @@ class Studio:
             terminal.end()
 
     def pages(self) -> None:
-        """Of runs beside each other, and of one."""
+        """Take screenshots of the comparison and of one run's report."""
         say("pages")
         first, other, *narrow = (put(self.layout, varied(self._settings, variant))[:6] for variant in (FIRST, *OTHERS))
         put(self.layout, quiet(self._settings))
@@ -268,7 +268,7 @@ class Studio:
         return screen(self._scratch, ["ratchet", *words], self.layout.root)
 
     def _terminal(self, terminal: Screen, name: str) -> None:
-        """A picture of what stands on a terminal."""
+        """Take a screenshot of a terminal."""
         page = self._scratch / f"{name}.html"
         terminal.page(page)
         with Tab(self._browser, (1600, 1200)) as tab:
@@ -283,7 +283,7 @@ class Studio:
     def _start(
         self, *words: str, stdout: int | IO[bytes] = subprocess.DEVNULL, project: ProjectLayout | None = None
     ) -> "subprocess.Popen[bytes]":
-        """A command that goes on; its run, if it has one, is with the others."""
+        """Start a command in the background. Its run, if any, is added to the others."""
         environment = os.environ | {"RATCHET_RUNS": str(self.layout.runs)}
         place = (project or self.layout).root
         errors = None if stdout == subprocess.DEVNULL else subprocess.STDOUT
@@ -319,7 +319,7 @@ def workers(supervisor: int) -> list[int]:
 
 
 def answers(address: str) -> bool:
-    """Whether a server answers."""
+    """Return whether a server answers."""
     try:
         with urllib.request.urlopen(address, timeout=5):  # noqa: S310 (our own)
             return True
@@ -329,7 +329,7 @@ def answers(address: str) -> bool:
 
 @contextmanager
 def folder_served(folder: Path) -> Iterator[int]:
-    """A folder over HTTP, as node_exporter shows what lies in the one for text files; its port."""
+    """Serve a folder over HTTP, like node_exporter's folder of text files, and return the port."""
 
     class Files(SimpleHTTPRequestHandler):
         extensions_map = {".prom": "text/plain; version=0.0.4"}  # noqa: RUF012

@@ -1,7 +1,7 @@
-"""The dashboard of deploy/monitoring/ drawn from what Prometheus answers to its expressions. Grafana is not needed.
+"""Draws the dashboard of deploy/monitoring/ from Prometheus's answers to its expressions. Grafana is not needed.
 
-Panels stand where Grafana puts them, with their titles, units and names of series: what is seen is that each expression
-has an answer, and which. Grafana draws them more finely.
+Panels have Grafana's positions, titles, units and names of series, and show the answer of each expression. Grafana
+draws more details.
 """
 
 import json
@@ -71,7 +71,7 @@ def rendered(expression: str, interval: str) -> str:
 
 
 def named(legend: str, labels: dict[str, str]) -> str:
-    """What a series is called: `{{label}}` is filled in."""
+    """Return the name of a series, with `{{label}}` filled in."""
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend).strip()
 
 

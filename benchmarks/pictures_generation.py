@@ -1,10 +1,9 @@
-"""Pictures of generations: a stream with its reasoning apart, a chat, the live screen. Part of benchmarks/pictures.py.
+"""Takes screenshots of generations: a stream with separate reasoning, a chat, the live screen. Part of pictures.py.
 
     python benchmarks/pictures_generation.py [--target FOLDER]
 
-Half a minute. Screens are real, and so are the model of the live screen (of random weights) and its figures. What
-answers in the stream and the chat is a server on loopback that was told what to say: models as small as ours do not
-reason.
+Half a minute. Screens are real, and so are the model of the live screen (of random weights) and its figures. A
+server on loopback gives scripted answers in the stream and the chat, because models as small as ours do not reason.
 """
 
 import argparse
@@ -55,7 +54,7 @@ SAID = {
 
 
 def answer(body: JSON, number: int) -> Said:
-    """What the server says to a question, word by word."""
+    """Return the server's answer to a question, word by word."""
     asked = str(body["messages"][-1]["content"])
     thought, said = next(found for word, found in SAID.items() if word in asked)
     asked_tokens = sum(len(str(message["content"]).split()) for message in body["messages"])
@@ -111,7 +110,7 @@ def _live(layout: ProjectLayout, settings: Settings, drawn: Browser, scratch: Pa
 
 
 def share(text: str) -> float:
-    """How much of a generation is done, by its screen."""
+    """Return the completed share of a generation, read from its screen."""
     found = [line.split() for line in text.splitlines() if line.startswith("answer ")]
     return int(found[0][1].replace(",", "")) / int(found[0][3].replace(",", "")) if found else 0.0
 

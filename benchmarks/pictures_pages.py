@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium, and pictures of them that are small enough for a repository."""
+"""Opens pages in a headless Chromium, and takes screenshots that are small enough for a repository."""
 
 import base64
 import io
@@ -41,14 +41,14 @@ def until(tab: Tab, condition: str) -> None:
 
 
 def element(tab: Tab, selector: str, target: Path) -> None:
-    """One element of an open page."""
+    """Take a screenshot of one element of an open page."""
     code = f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect();"
     x, y, wide, high = tab.ask(code + " return [b.x + scrollX, b.y + scrollY, b.width, b.height]; })()")
     _save(_taken(tab, (x, y, wide, high)), target)
 
 
 def window(tab: Tab, target: Path) -> None:
-    """What is seen of an open page now. Nothing is resized for it: MLflow would draw all anew."""
+    """Take a screenshot of the visible part of a page, without a resize that would make MLflow redraw everything."""
     _save(base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"]), target)
 
 

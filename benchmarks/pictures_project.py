@@ -1,4 +1,4 @@
-"""The project that benchmarks/pictures.py takes its pictures of: two minutes of trainings on the bundled requests."""
+"""Creates the project of benchmarks/pictures.py: two minutes of trainings on the bundled requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ SPACE = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A training beside the first one."""
+    """Another training, for comparison with the first one."""
 
     name: str
     seed: int
@@ -39,7 +39,7 @@ OTHERS = (Variant("rank16", 4, 16), Variant("rank2", 3, 2), Variant("rank2", 4, 
 
 
 def settings(port: int, metrics: Path, replica: Path) -> Settings:
-    """Those of the first training: watched by everybody, and copied."""
+    """Return the settings of the first training: with all callbacks and a replica."""
     train = SMALL.train.model_copy(
         update={"rank": 16, "alpha": 32, "epochs": 12, "batch_size": 32, "validate_every_steps": 25}
     )
@@ -74,7 +74,7 @@ def varied(chosen: Settings, variant: Variant) -> Settings:
 
 
 def quiet(chosen: Settings) -> Settings:
-    """The same, told to nobody over the network, and not copied."""
+    """Return the same settings without network callbacks and replica."""
     update = {"metrics_port": None, "metrics_file": None, "replica": None}
     return chosen.model_copy(update={"machine": chosen.machine.model_copy(update=update)})
 

@@ -1,4 +1,4 @@
-"""Programs on a terminal of tmux, and what stands there as a page that a browser can draw."""
+"""Runs programs in a terminal of tmux, and converts its content to a page for a browser."""
 
 import io
 import os
@@ -48,11 +48,11 @@ class Screen:
 
     @property
     def over(self) -> bool:
-        """Whether the program has ended; what it has written stays."""
+        """Return whether the program has ended. Its output remains."""
         return self._tmux("display-message", "-p", "#{pane_dead}").strip() == "1"
 
     def text(self) -> str:
-        """What can be read now."""
+        """Return the visible text."""
         return self._tmux("capture-pane", "-p")
 
     def press(self, *keys: str) -> None:
@@ -78,7 +78,7 @@ class Screen:
         self.until(lambda: self.over, "it does not end", limit_s)
 
     def page(self, target: Path, lines: int | None = None) -> None:
-        """What stands there as an HTML file; at most so many of its lines, and none of the empty ones at the end."""
+        """Write the terminal's content as an HTML file: at most this many lines, without empty ones at the end."""
         raw = self._tmux("capture-pane", "-e", "-p").rstrip("\n").split("\n")
         target.write_text(page(raw[:lines], self._command), encoding="utf-8")
 

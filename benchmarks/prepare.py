@@ -1,4 +1,4 @@
-"""Stage prepare beside TRL's SFTTrainer on the same rows and cores, and its time and memory from 10⁴ to 10⁶ rows.
+"""Compares stage prepare with TRL's SFTTrainer on the same rows and cores, and measures it with 10⁴ to 10⁶ rows.
 
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/prepare.py [--quick] [--json FILE] [--data FILE.jsonl --prompt COLUMN --response COLUMN]
@@ -64,7 +64,7 @@ def write_rows(rows: Iterator[dict[str, str]], path: Path) -> None:
 
 
 def build_base(folder: Path, texts: Sequence[str]) -> None:
-    """A base model whose tokenizer is of a real size; its weights play no part here."""
+    """Create a base model with a tokenizer of realistic size. Its weights do not matter."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ratchet.models import tiny_model
@@ -173,7 +173,7 @@ def in_a_process(*arguments: str) -> dict[str, float]:
 
 
 def turn(arguments: Sequence[str]) -> int:
-    """One side once, in this process."""
+    """Run one side once, in this process."""
     side, *rest = arguments
     if side == "ours":
         result = ours(Path(rest[0]))
@@ -222,7 +222,7 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _against(theirs: Sequence[float], ours: Sequence[float], target: float) -> tuple[float, float, float]:
-    """How many times faster ours was, turn by turn; the target; the spread."""
+    """Return our speed-up by turn, with target and spread."""
     value, spread = ratio(theirs, ours)
     return value, target, spread
 

@@ -1,6 +1,6 @@
-"""Regions of a document that a program fills, and what it writes there of a benchmark.
+"""Fills regions of a document with the results of benchmarks.
 
-A region begins with a line `<!-- measured: NAME -->` and ends with `<!-- end -->`. Nothing outside is touched.
+A region begins with a line `<!-- measured: NAME -->` and ends with `<!-- end -->`. Other text is not changed.
 """
 
 import re
@@ -20,7 +20,7 @@ _REGION = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one benchmark."""
+    """Result of one benchmark."""
 
     name: str
     command: str
@@ -63,7 +63,7 @@ def filled(text: str, name: str, content: str) -> str:
 
 
 def written(outcome: Outcome, shown: Shown) -> str:
-    """What stands in the region of a benchmark."""
+    """Return the content of a benchmark's region."""
     lines = [f"`{outcome.command}`, {outcome.begun:%-d %B %Y}, {outcome.took_s:,.0f} s."]
     if crowded := warning(outcome.surroundings.get("others_share", 0.0)):
         lines[0] += f" **Busy machine**: {crowded}."
@@ -98,7 +98,7 @@ def summary(outcomes: Sequence[Outcome], around: dict[str, Any]) -> str:
 
 
 def _note(outcome: Outcome) -> str:
-    """One line on what is not as it should be, or `ok`."""
+    """Return a line about missed targets, or `ok`."""
     if outcome.failure:
         return f"failed: {_inline(outcome.failure)}"
     notes = [f"{len(outcome.missed)} not ok"] if outcome.missed else []
@@ -125,5 +125,5 @@ def _cell(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Of a message, what a line of a document can hold: no mark-up, no table's border."""
+    """Return a message without mark-up and table borders, for a line of a document."""
     return re.sub(r"[`|<>]", "", " ".join(text.split()))[:300]

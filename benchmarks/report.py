@@ -1,4 +1,4 @@
-"""How every benchmark ends: a table, perhaps a JSON file, and an exit code."""
+"""Reports the results of a benchmark: a table, a JSON file if requested, and an exit code."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def finish(rows: Sequence[dict[str, Any]], target: Path | None) -> int:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """What became of a row."""
+    """Return the verdict on a row."""
     if row["ok"]:
         return "ok"
     return "NOT OK: the machine is busy" if row.get("spread", 0.0) > BUSY else "NOT OK"

@@ -1,4 +1,4 @@
-"""The kinds of row that benchmarks report, and how far repeated measurements of one lie apart."""
+"""Kinds of rows that benchmarks report, and the spread of repeated measurements."""
 
 import statistics
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def count(name: str, value: int) -> Row:
 
 
 def told(name: str, value: float, spread: float | None = None) -> Row:
-    """A figure that is reported and judged by nobody."""
+    """Return a row without a target."""
     row = {"name": name, "value": value, "target": "reported", "ok": True}
     return row if spread is None else row | {"spread": spread}
 

@@ -1,4 +1,4 @@
-"""A project of seconds for benchmarks/chaos.py: the bundled requests, a base of two thin layers, stages up to prepare.
+"""Creates a project that trains in seconds, for benchmarks/chaos.py: bundled requests, two thin layers, prepared data.
 
 `--project DIR` takes another project's settings, base and data instead; it is linked, never written to.
 """
@@ -49,7 +49,7 @@ SETTINGS = Settings(
 
 
 def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> ProjectLayout:
-    """A project whose stages base and prepare have run, on so many rows of the bundled table."""
+    """Create a project with this many rows of the bundled table, and run stages base and prepare."""
     layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)

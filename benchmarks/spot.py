@@ -1,4 +1,4 @@
-"""Goodput on machines that are taken away: a simulated day, and SaladCloud's published test replayed as a schedule.
+"""Measures goodput on interruptible machines: a simulated day, and a replay of SaladCloud's published test.
 
     pip install -c constraints.txt -e .
     python benchmarks/spot.py [--quick] [--json FILE] [--replica URL] [--hours H] [--only PART ...]
@@ -7,18 +7,18 @@ Goodput is the time of the steps that count, each once, over the time from the f
 the replica. A real training of a small model runs under the real supervisor with `machine.replica` (a folder, or any
 URL); spot_world.py says what its clock counts and what it does not.
 
-`day`: every thirty minutes a blow, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
-the machine vanishes without one. After the last two the run goes on on another machine with an empty disk, which is
-there at once. `raw` is the same by the clock on the wall, where a step takes milliseconds and a start-up seconds.
-A busy machine makes start-ups longer and steps not, so it costs goodput: what is measured then is too low.
+`day`: every thirty minutes a fault, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
+the machine vanishes without one. After the last two the run resumes at once on another machine with an empty
+disk. `raw` is the same by the clock on the wall, where a step takes milliseconds and a start-up seconds.
+A busy machine makes start-ups longer, but not steps, so the measured goodput is then too low.
 
 `late`, `early`: SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps of Llama 3.1
 8B with LoRA on RTX 4090 nodes in May 2025, a checkpoint every 4,000 steps; seven times a node was accepted, once
 rejected; eight deliberate stops in 22 hours. 40 intervals of 30 min 40 s (the undisturbed ones at its end) in 79,355 s
 are the 92.7 %. When a node was accepted, and how long it took to load data and model, is taken from there; when exactly
 the one before was stopped is not published. So there are two replays: it stopped when the next one was accepted
-(`late`: much work could be lost), or just after its last upload (`early`: hardly any could, and nobody can save the
-wait for a node).
+(`late`: much work could be lost), or just after its last upload (`early`: hardly any could, and the wait for a
+node is unavoidable).
 """
 
 import argparse
@@ -104,7 +104,7 @@ def world(
 
 
 def arrival(replica: str) -> list[Row]:
-    """Whether all of it arrived in the replica, and what was sent there."""
+    """Return rows for the completeness of the replica and the uploaded bytes."""
     store = ReplicaStore(replica, TransferLimits(retry_timeout_s=30.0), lambda: False)
     (name,) = remote_status.list_remote_runs(store)
     print(remote_status.describe_remote_run(remote_status.read_remote_run(store, name)), flush=True)
@@ -134,10 +134,10 @@ def day(project: ProjectLayout, folder: Path, replica: str, hours: float) -> lis
     again = run.done_again * run.step_s / run.clock_s
     rows = [
         at_least(f"goodput, {len(run.costs)} blows in {run.clock_s / HOUR_S:.1f} h", useful_s / run.clock_s, GOODPUT),
-        told("share of the time for steps that were done again", again),
+        told("share of the time for repeated steps", again),
         told("share of the time without any step", 1 - useful_s / run.clock_s - again),
-        told("the same by the clock on the wall (raw)", raw.share() or 0.0),
-        told("simulated seconds that one of wall time stands for in steps", useful_s / raw.useful_s),
+        told("goodput by wall-clock time (raw)", raw.share() or 0.0),
+        told("simulated seconds per wall second in steps", useful_s / raw.useful_s),
         count("steps that are missing", run.best - len(raw.steps)),
         *arrival(replica),
         told("machines used", run.machines),
@@ -156,7 +156,7 @@ def day(project: ProjectLayout, folder: Path, replica: str, hours: float) -> lis
 
 
 def replay(project: ProjectLayout, folder: Path, replica: str, name: str, stops: Sequence[float]) -> list[Row]:
-    """The published schedule with these stops, beside what was published."""
+    """Replay the published schedule with these stops, and compare with the published result."""
     run = world(project, folder, replica, SALAD_USEFUL_S, SALAD_STEP_S, SALAD_CHECKPOINT_S)
     gone_s: float | None = None
     for node, stop_s in zip(SALAD, stops, strict=True):
@@ -177,7 +177,7 @@ def replay(project: ProjectLayout, folder: Path, replica: str, name: str, stops:
     return [
         told("SaladCloud's test, as published: goodput", SALAD_USEFUL_S / SALAD_WALL_S),
         at_least(f"{test}: goodput", run.best * run.step_s / run.clock_s, SALAD_GOODPUT),
-        told(f"{test}: share of the time for steps that were done again", run.done_again * run.step_s / run.clock_s),
+        told(f"{test}: share of the time for repeated steps", run.done_again * run.step_s / run.clock_s),
         told(f"{test}: a checkpoint from sealed to durable, s (mean)", mean(run.lags_s)),
         *arrived,
     ]

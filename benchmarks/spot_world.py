@@ -1,4 +1,4 @@
-"""A simulated clock around a real training: machines come and go, and steps stand for longer ones.
+"""Simulates the clock of a real training: machines come and go, and each step represents a longer one.
 
 python benchmarks/spot_world.py PROJECT     trains the project as `ratchet train` does, without MLflow
 
@@ -47,7 +47,7 @@ CHARGED_LEASE_S = Machine().lease_timeout_s
 
 @dataclass
 class Cost:
-    """What a blow has cost, in simulated seconds."""
+    """Cost of a fault, in simulated seconds."""
 
     blow: Blow
     dealt_s: float
@@ -59,7 +59,7 @@ class Cost:
 
 @dataclass
 class World:
-    """One run on many machines."""
+    """A run on many machines."""
 
     project: ProjectLayout
     folder: Path
@@ -84,7 +84,7 @@ class World:
         return Life(self, place)
 
     def is_past(self, clock_s: float) -> bool:
-        """Whether it is that late."""
+        """Return whether this time has passed."""
         return self.clock_s >= clock_s
 
     def update(self, event: JournalEvent) -> None:
@@ -109,7 +109,7 @@ class World:
 
 
 class Life:
-    """The command on one machine, from its start to its end. The clock of its world goes on as it is looked at."""
+    """The command on one machine, from start to end. Each look advances the clock of its world."""
 
     def __init__(self, world: World, place: ProjectLayout) -> None:
         self._world, self.place = world, place
@@ -123,7 +123,7 @@ class Life:
         )
 
     def loaded(self) -> bool:
-        """Whether a worker has loaded everything."""
+        """Return whether a worker has loaded everything."""
         return self._is_loaded
 
     def until(self, there: Callable[[], bool]) -> bool:
@@ -143,7 +143,7 @@ class Life:
             time.sleep(POLL_S)
 
     def look(self) -> bool:
-        """Let the clock go on by what has happened; whether the journal has told anything new."""
+        """Advance the clock by new events. Return whether the journal has new events."""
         world, now_s = self._world, time.monotonic()
         passed_s, self._last_s, news = now_s - self._last_s, now_s, False
         for path in self.place.runs.glob("*/journal.jsonl"):
@@ -199,5 +199,5 @@ class Life:
         return account
 
     def said(self) -> str:
-        """The end of what the command has printed."""
+        """Return the end of the command's output."""
         return (self.place.root / "output.log").read_text(errors="replace")[-3000:]

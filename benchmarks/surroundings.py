@@ -1,6 +1,6 @@
-"""Where and when figures were measured: date, machine, versions, and what other processes took of it meanwhile.
+"""Records the conditions of a measurement: date, machine, versions, and load by other processes.
 
-Importing this begins the account; report.py does, so an account is as old as its benchmark.
+The record begins with the import of this module by report.py, and so with the benchmark.
 """
 
 import os
@@ -39,7 +39,7 @@ class Reading:
 
     @classmethod
     def now(cls) -> "Reading":
-        """Of this moment. The system's clocks are read first: what reading takes is never taken for somebody else's."""
+        """Read the clocks, the system's first, so that the time of reading is not attributed to other processes."""
         return cls(time.monotonic(), _busy_s(), _own_s(), len(os.sched_getaffinity(0)))
 
     def others(self, later: "Reading") -> float:
@@ -52,7 +52,7 @@ class Reading:
 
 
 def _busy_s() -> float:
-    """Of proc(5), stat: all columns but idle, iowait, and what guests take (it is in `user` already)."""
+    """Return busy seconds from proc(5), stat: all columns but idle, iowait, and guests, which `user` includes."""
     allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     lines = (line.split() for line in (_PROC / "stat").read_text(encoding="ascii").splitlines())
     return _TICK_S * sum(sum(map(int, words[1:4] + words[6:9])) for words in lines if words[0] in allowed)
@@ -95,7 +95,7 @@ def since_start() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What it is measured on."""
+    """Return a description of the machine."""
     found = {
         "processor": _field("cpuinfo", "model name"), "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": int(_field("meminfo", "MemTotal").split()[0]) * 1024, "system": platform.platform(),
@@ -107,7 +107,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that figures depend on, those that are there."""
+    """Return the versions of Python and of the installed libraries that results depend on."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -116,7 +116,7 @@ def versions() -> dict[str, str]:
 
 
 def warning(others_share: float) -> str:
-    """What is to be said of the load; nothing when the machine was quiet."""
+    """Return a warning about load by other processes, or an empty text."""
     if others_share <= CROWDED:
         return ""
     return f"other processes took {100 * others_share:.0f} % of the CPUs: figures of time say little"

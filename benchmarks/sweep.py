@@ -1,14 +1,14 @@
-"""How soon `ratchet sweep` finds what a full grid finds; beside the grid and Optuna's own loop around HF Trainer.
+"""Compares the cost of an equal result with `ratchet sweep`, a full grid, and Optuna's own loop around HF Trainer.
 
     pip install -c constraints.txt -e .
     python benchmarks/sweep.py [--quick] [--json FILE]
 
 The bundled requests, a small base made here, one worker and one thread for all three; validation loss by rank and
 learning rate, alpha = 2 x rank. The settings that a sweep begins with are `ratchet init`'s for a real base (rank 16,
-rate 2e-4): a bad guess here. Base, data and MLflow's database are made once and lie there for everybody.
+rate 2e-4): a bad guess here. Base, data and MLflow's database are created once and shared by all.
 
 - The **grid**: every cell is trained to its end, as a supervised run without MLflow. Target is its best value, up to
-  one standard deviation of what that cell comes to with other seeds: what is closer is no difference.
+  one standard deviation of that cell's value over seeds, because a smaller difference is noise.
 - A **sweep**: `ratchet sweep` in a project of its own, a Gaussian process (two numbers are searched) and ASHA, twice as
   many trials as the grid has cells (most of them are short), without finalists (the grid has none). Tokens and times
   are read from the journals of its runs.
@@ -17,8 +17,8 @@ rate 2e-4): a bad guess here. Base, data and MLflow's database are made once and
 
 The grid is cut in as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. What is
 learned from counts in answer tokens, until the end of the first training whose best validation loss is the target or
-less. Nobody knows the target while searching, so figures for whole sweeps are told, too, and what a grid in random
-order would have needed. Time begins with the command (Optuna: with its imports) and ends with that training.
+less. The target is unknown during a search, so figures of complete sweeps are reported as well, and the
+cost of a grid in random order. Time begins with the command (Optuna: with its imports) and ends with that training.
 """
 
 import argparse
@@ -68,7 +68,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFF
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is done."""
+    """Amount of work."""
 
     ranks: tuple[int, ...]
     rates: tuple[float, ...]
@@ -99,7 +99,7 @@ FIRST_RUNG = 0.05
 
 
 def settings_of(shape: Shape, steps: int) -> Settings:
-    """Those that a sweep begins with. The first validation, of a training of so many steps, lies on the first rung."""
+    """Return the initial settings of a sweep. The first validation of this many steps is at the first rung."""
     alpha = SweepParameter(tie="2 * train.rank")
     rank = SweepParameter(low=min(shape.ranks), high=max(shape.ranks), log=True)
     rate = SweepParameter(low=min(shape.rates), high=max(shape.rates), log=True)
@@ -145,13 +145,13 @@ def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
 
 
 def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:
-    """One of its own, without any run: equal values are trained once in a project."""
+    """Create a project without runs, because a project trains equal values only once."""
     shutil.copytree(made.mlruns, folder / made.mlruns.name)
     return linked(made, folder, settings)
 
 
 def train(layout: ProjectLayout, settings: Settings) -> Take:
-    """One supervised run from its beginning to its end, by the wall clock of this process."""
+    """Train one supervised run, and return its seconds by the clock of this process."""
     launch = build_launch(layout, settings)
     begun = time.time()
     run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
@@ -165,7 +165,7 @@ def train(layout: ProjectLayout, settings: Settings) -> Take:
 
 
 def cell(layout: ProjectLayout, settings: Settings, rank: int, rate: float, seed: int = 0) -> Take:
-    """One training of the grid."""
+    """Train one cell of the grid."""
     changes = {"rank": rank, "alpha": 2.0 * rank, "learning_rate": rate, "seed": seed}
     take = train(layout, settings.model_copy(update={"train": settings.train.model_copy(update=changes)}))
     print(f"grid   rank {rank:2} rate {rate:.1e} seed {seed}: {take.value:.4f}, {take.tokens:,} tokens, "
@@ -190,7 +190,7 @@ def peer(layout: ProjectLayout, seed: int, steps: int) -> Search:
 
 
 def _run(command: list[str]) -> str:
-    """What a command printed; ends the benchmark when it fails."""
+    """Return the output of a command. End the benchmark if it fails."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_", "DVC_"))}
     done = subprocess.run(command, capture_output=True, text=True, env=clean | ENVIRONMENT, check=False)
     if done.returncode:
@@ -199,7 +199,7 @@ def _run(command: list[str]) -> str:
 
 
 def identities(layout: ProjectLayout) -> list[tuple[int, int]]:
-    """Of the outs of stages base and prepare: a stage that runs again puts others in their place."""
+    """Return the identities of the outputs of stages base and prepare. A stage that runs again replaces them."""
     return [(found.st_ino, found.st_mtime_ns) for found in (place.stat() for place in (layout.base, layout.data))]
 
 
@@ -286,18 +286,18 @@ def judged(found: Found, quick: bool) -> Iterator[Row]:
         yield told("time until it, Optuna + Trainer / sweep", _middle(a.seconds / b.seconds for a, b in both))
     yield at_most("s between two trainings, median", _middle(pauses), 2.0)
     yield told("s between two trainings, longest", max(pauses))
-    yield count("sweeps that made base or data again", found.made_again)
+    yield count("sweeps that created base or data again", found.made_again)
     yield from _values(found, lowest)
 
 
 def _values(found: Found, lowest: float) -> Iterator[Row]:
-    """What was found, and what became of the trials."""
+    """Return rows for the best values and the states of the trials."""
     rank, rate = found.best
     yield told("grid: lowest validation loss", lowest)
     yield told("grid: its rank", rank)
     yield told("grid: its learning rate", rate)
     yield told("grid: trainings", len(found.grid))
-    yield told("that cell with other seeds: standard deviation / mean", found.noise)
+    yield told("best cell with other seeds: standard deviation / mean", found.noise)
     close = [search.until(lowest * (1 + STRICT)) for search in found.sweeps]
     yield told("sweeps that did not come within half a per cent of it", sum(math.isinf(one.tokens) for one in close))
     cells = list(found.grid.values())

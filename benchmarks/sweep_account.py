@@ -1,4 +1,4 @@
-"""Accounts of searches, for benchmarks/sweep.py: what was learned from, when, and how good it was then."""
+"""Accounts of searches for benchmarks/sweep.py: trained tokens, times and values."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from ratchet.runs.journal import JournalReader, ReplayFilter
 
 @dataclass(frozen=True)
 class Take:
-    """One training, or what was done of it at one time."""
+    """A training, or one attempt of it."""
 
     begun: float
     ended: float
@@ -25,7 +25,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Reached:
-    """What it took until the target."""
+    """Cost until the target was reached."""
 
     tokens: float
     seconds: float
@@ -33,7 +33,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Search:
-    """What one search did, in the order in which it did it."""
+    """The trainings of a search, in order."""
 
     begun: float
     """Unix time of the command."""
@@ -41,7 +41,7 @@ class Search:
 
     @property
     def tokens(self) -> int:
-        """Of all that was learned from."""
+        """Trained tokens of all trainings."""
         return sum(take.tokens for take in self.takes)
 
     @property
@@ -55,7 +55,7 @@ class Search:
         return min((take.value for take in self.takes if take.finished), default=math.inf)
 
     def until(self, target: float) -> Reached:
-        """What was spent when the first whole training ended with this value or a better one; infinite if none did."""
+        """Return the cost until the first complete training with this value or better. Infinite if there is none."""
         ended = min((take.ended for take in self.takes if take.finished and take.value <= target), default=math.inf)
         if math.isinf(ended):
             return Reached(math.inf, math.inf)
@@ -67,7 +67,7 @@ class Search:
 
 
 def takes(journal: Path) -> list[Take]:
-    """What a run's journal tells, attempt by attempt; tokens that were learned from twice count once."""
+    """Return the attempts in a run's journal. Repeated tokens count once."""
     found: list[Take] = []
     replay, begun, ended, tokens, value, finished = ReplayFilter(), 0.0, 0.0, 0, math.inf, False
     for event in JournalReader(journal).read():

@@ -1,4 +1,4 @@
-"""The peer of benchmarks/sweep.py: a study of Optuna around Hugging Face Trainer, in one process, as users write it.
+"""Runs the peer of benchmarks/sweep.py: a study of Optuna around Hugging Face Trainer, in one process.
 
     python benchmarks/sweep_cell.py PROJECT SEED STEPS
 

@@ -1,11 +1,11 @@
-"""How a study on Postgres bears many trials and workers: what a proposal, a look at all, a sign of life take.
+"""Measures a study on Postgres with many trials and workers: time of a proposal, of a full read, and of a heartbeat.
 
     python benchmarks/sweep_scale.py [--quick] [--json FILE]
 
 Proposals are made one at a time (under the study's lock), so what one takes bounds how many workers a study can feed:
 trainings of an hour, proposals of a second: 3,600. Trials are computed, not trained; each has a curve of ten losses. A
-new process has read nothing yet: its first look reads all trials, later ones what is new. Nothing is compared with
-anything: these are rows that tell (docs/scale.md). Postgres is that of the tests: a cluster of its own on loopback.
+new process has read nothing yet: its first look reads all trials, later ones what is new. The rows have no
+targets (docs/scale.md). Postgres is that of the tests: a separate cluster on loopback.
 """
 
 import argparse

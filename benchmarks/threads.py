@@ -1,4 +1,4 @@
-"""CPU threads of a training: how many, and what they do while they wait for each other.
+"""Compares numbers and wait policies of the CPU threads of a training.
 
     pip install -c constraints.txt -e .
     python benchmarks/threads.py [--quick] [--json FILE]
@@ -8,7 +8,7 @@ one four times as wide: with one thread, with two that sleep while they wait (OM
 that spin (libgomp's default); the narrow one also while another process keeps one of the processors busy. Judged:
 
 * as many as `machine.threads: 0` takes are at most 5 % slower than the other number, for either model;
-* beside a busy process threads that sleep are at most as slow as threads that spin.
+* with a busy process threads that sleep are at most as slow as threads that spin.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Bench:
 
 @contextmanager
 def policy(waiting: str) -> Iterator[None]:
-    """What OpenMP's threads do while they wait; `SPIN`: what they do unless told."""
+    """Wait policy of OpenMP's threads. `SPIN` is the default."""
     before = os.environ.pop("OMP_WAIT_POLICY", None)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE" if waiting == "PASSIVE" else "ACTIVE"
     if waiting != "PASSIVE":  # as many turns as libgomp makes where no policy is named; ACTIVE alone makes more
@@ -130,8 +130,8 @@ def measured(scratch: Path, rounds: int) -> list[Row]:
         told(f"width {SHAPE.hidden_size}: as many threads as ours / two that spin", *ratio(ours, spin)),
         at_most(f"width {WIDE.hidden_size}: as many threads as ours / one", ratio(wide_ours, one)[0], MOST),
         told(f"width {WIDE.hidden_size}: as many threads as ours / two that spin", *ratio(wide_ours, wide_spin)),
-        at_most("beside a busy process, two threads: sleeping / spinning", ratio(sleeping, spinning)[0], 1.0),
-        told("beside a busy process: as many threads as ours / two that sleep", *ratio(beside, sleeping)),
+        at_most("with a busy process, two threads: sleeping / spinning", ratio(sleeping, spinning)[0], 1.0),
+        told("with a busy process: as many threads as ours / two that sleep", *ratio(beside, sleeping)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Training beside TRL's SFTTrainer and transformers' Trainer: tokens a second, memory, first step, loss; and the limit.
+"""Compares training with TRL's SFTTrainer and transformers' Trainer: tokens per second, memory, first step, loss.
 
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/train.py [--quick] [--rows FILE] [--threads N] [--cell NAME] [--json FILE]
@@ -66,7 +66,7 @@ RATE_S = 4.0
 
 
 def cpu_cells(quick: bool, threads: int) -> list[Cell]:
-    """Cells on a CPU; a quick run has fewer rows, no questions in 4 bits, and nobody beside us at the limit."""
+    """Return the cells on a CPU. A quick run has fewer rows, no questions in 4 bits, and no peer at the limit."""
     machine = Machine(device="cpu", threads=threads, micro_batch_size=8, micro_batch_tokens=1536)
     plain = Train(
         quantization="none", rank=16, alpha=32, epochs=1, batch_size=16, batching="by_length", pack_tokens=1024,
@@ -103,7 +103,7 @@ def gpu_cells(quick: bool) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one contender did in one round."""
+    """Results of one contender in one round."""
 
     trained_s: float
     """Trained tokens a second."""
@@ -123,7 +123,7 @@ class Figures:
 
     @classmethod
     def of(cls, found: Told, begun: float) -> "Figures":
-        """Of what a contender told; `begun`: Unix time of its command."""
+        """Compute the figures from a contender's report. `begun`: Unix time of its command."""
         warm = min(WARM_UP_STEPS, len(found.ended) - 1)
         trained, inputs = sum(found.trained_tokens[warm:]), sum(found.input_tokens[warm:])
         seconds, cpu_s = (series[-1] - series[warm - 1] for series in (found.ended, found.cpu_s))
@@ -134,7 +134,7 @@ class Figures:
 
 
 def run_cell(who: str, layout: ProjectLayout, threads: int) -> Figures:
-    """One training; ends the benchmark when it fails."""
+    """Run one training. End the benchmark if it fails."""
     given = json.dumps({"who": who, "project": str(layout.root)})
     begun = time.time()
     printed = _process(["train_cell.py", given], threads)
@@ -187,7 +187,7 @@ def measure(cell: Cell, folder: Path, rounds: int, threads: int, rows: Path | No
 
 
 def _forget(layout: ProjectLayout) -> None:
-    """The run is done: the next one of the same settings begins anew."""
+    """Remove the finished run, so that the next run of the same settings starts from the beginning."""
     shutil.rmtree(layout.runs, ignore_errors=True)
 
 

@@ -1,9 +1,9 @@
-"""One training of benchmarks/train.py in a process of its own, by us or by a peer. Reads JSON, prints JSON.
+"""Runs one training of benchmarks/train.py in its own process, with Ratchet or a peer. Reads JSON, prints JSON.
 
     python benchmarks/train_cell.py '{"who": "trl-packed", "project": DIR, "begun": UNIX TIME}'
 
 `who` is one of CONTENDERS. Every contender learns from the prepared rows of the project (token ids and labels, so that
-nobody tokenises), has the same base in the same types, the adapter that `adapter.attach` draws from the seed, the
+nobody tokenises), has the same base in the same types, the adapter that `adapters.attach` draws from the seed, the
 settings and threads of params.yaml, and goes through the rows once an epoch. Gradient checkpointing is off for all
 (TRL turns it on), and so is bfloat16 where we compute in float32 (TRL turns it on); TRL makes an adapter on a quantised
 base bfloat16, and here it is turned back. What is learned from is counted from the batches that are computed.
@@ -36,7 +36,7 @@ NEEDS = {"trl": "trl", "unsloth": "unsloth"}
 
 @dataclass
 class Told:
-    """What a contender has to say, counted step by step."""
+    """Measurements of a contender by step."""
 
     ended: list[float] = field(default_factory=list)
     """Unix time of the end of each optimizer step."""
@@ -59,7 +59,7 @@ class Told:
 
 
 class Meter:
-    """Reads the worker's CPU clock when a step is told, hundredths of a second later at most."""
+    """Reader of the worker's CPU clock, at most some hundredths of a second after each step."""
 
     name = "meter"
 
@@ -67,7 +67,7 @@ class Meter:
         self.cpu_s: list[float] = []
 
     def on_events(self, events: Sequence[Any]) -> None:
-        """A clock for each step; steps that are told together have the same."""
+        """Read the clock for each step. Steps that arrive together have the same time."""
         if count := sum(event.kind == "step" for event in events):
             self.cpu_s += [max([*self.cpu_s[-1:], _cpu_s_of_worker()])] * count
 

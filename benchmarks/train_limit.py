@@ -1,4 +1,4 @@
-"""What a training would have to compute at least, and how fast this machine multiplies matrices.
+"""Computes the minimum operations of a training, and measures this machine's rate of matrix products.
 
     python benchmarks/train_limit.py '{"shape": "30M", "tokens": 1024, "threads": 1, "seconds": 3}'     prints FLOP/s
 
@@ -41,7 +41,7 @@ def linear_layers(shape: str) -> Iterator[tuple[int, int]]:
 
 
 def useful_flops(shape: str, rank: int, lengths: Sequence[int], trained_tokens: int) -> float:
-    """Of learning once from rows of these lengths, in FLOPs; all linear layers of the blocks have an adapter."""
+    """Return the FLOPs of one epoch over rows of these lengths, with an adapter on all linear layers of the blocks."""
     found, layers = SHAPES[shape], list(linear_layers(shape))
     frozen = sum(inputs * outputs for inputs, outputs in layers)
     first = sum(inputs * outputs for inputs, outputs in layers[:3])

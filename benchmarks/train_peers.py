@@ -1,4 +1,4 @@
-"""The peers of benchmarks/train.py: transformers' Trainer and TRL's SFTTrainer on a project's own base and rows.
+"""Trains the peers of benchmarks/train.py: transformers' Trainer and TRL's SFTTrainer on a project's own base and rows.
 
 Read for it: transformers 5.23 (`trainer.py`, `training_args.py`), TRL 1.16 (`sft_trainer.py`, `sft_config.py`). TRL
 packs into sequences of `train.pack_tokens` by best fit, flattens a micro-batch of packs to one sequence and so has no
@@ -141,7 +141,7 @@ class Peer:
         model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
-                layer.__dict__.pop("forward", None)  # ours (model/low_rank.py): the peer computes as peft does
+                layer.__dict__.pop("forward", None)  # ours (models/adapters.py): the peer computes as peft does
         return model
 
     def _order(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Projects that benchmarks/train.py trains in: the bundled one, and one with rows like GSM8K and a random model.
+"""Creates the projects of benchmarks/train.py: the bundled one, and one with rows like GSM8K and a random model.
 
 Of GSM8K (Cobbe et al. 2021) the lengths are known here, not the texts: words of question and answer are drawn from
 log-normal laws with the moments and the correlation of its 7,473 training rows (logarithms of word counts: 3.74 ± 0.37
@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What everybody trains."""
+    """Project and settings that all contenders train."""
 
     name: str
     model: str
@@ -63,7 +63,7 @@ class Cell:
 
 
 def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
-    """A project whose stages base and prepare have run.
+    """Create a project and run stages base and prepare.
 
     Args:
         folder: of the project.

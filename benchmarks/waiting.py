@@ -1,4 +1,4 @@
-"""Everything a user waits for beside training itself: commands, `dvc repro`, the start of a run, being watched.
+"""Measures everything but training that a user waits for: commands, `dvc repro`, start of a run, monitoring.
 
     pip install -c constraints.txt -e .
     python benchmarks/waiting.py [--quick] [--json FILE]

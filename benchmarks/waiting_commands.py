@@ -1,4 +1,4 @@
-"""Commands that answer at once, for benchmarks/waiting.py: `--help`, `status`, `dvc repro` without work."""
+"""Measures quick commands for benchmarks/waiting.py: `--help`, `status`, `dvc repro` without work."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def rows_of_commands(scratch: Path, rounds: int) -> list[Row]:
-    """Seconds of each command, started anew every time."""
+    """Measure the seconds of each command, with a new process each time."""
     layout = trained(scratch / "finished")
     at = ["--project", str(layout.root)]
     rows = [told("python -c pass, s", *middle(times([sys.executable, "-c", "pass"], rounds)))]
@@ -92,12 +92,12 @@ def rows_of_repro(scratch: Path, rounds: int) -> list[Row]:
         told("dvc repro with nothing to do, s", *middle(mine)),
         told("the same, six empty stages, s", *middle(floor)),
         at_most("our share of dvc repro with nothing to do", max(share, 0.0), 0.5),
-        told("its quartiles lie apart by", spread * abs(share)),
+        told("its interquartile range", spread * abs(share)),
     ]
 
 
 def pipeline(folder: Path, real: bool) -> Path:
-    """A project whose stages DVC believes to be done: its lock file is written from the files that are there."""
+    """Create a project whose stages DVC considers done: its lock file describes the existing files."""
     folder.mkdir()
     environment = os.environ | {"DVC_NO_ANALYTICS": "1"}
     subprocess.run([*DVC, "init", "-q", "--no-scm"], cwd=folder, env=environment, check=True)

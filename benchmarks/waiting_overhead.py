@@ -1,4 +1,4 @@
-"""What watching a training costs, for benchmarks/waiting.py: the supervisor's processor time, the worker's own records.
+"""Measures the overhead of a training for benchmarks/waiting.py: the supervisor's CPU time, and the worker's journal.
 
     python benchmarks/waiting_overhead.py PROJECT     trains a project as `ratchet train` does, without MLflow
 
@@ -66,8 +66,8 @@ def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
     with_mlflow, mlflow_spread = middle([share for share, _ in logged])
     return [
         told("steps/s of that training", steps, steps_spread),
-        told("supervisor: CPU seconds a second", supervisor, spread),
-        told("supervisor with MLflow: CPU seconds a second", with_mlflow, mlflow_spread),
+        told("supervisor: CPU seconds per second", supervisor, spread),
+        told("supervisor with MLflow: CPU seconds per second", with_mlflow, mlflow_spread),
         told("worker: journal and heart-beat, ms a step", worker * STEP_S * 1e3, worker_spread),
         at_most("supervisor and journal, share of a step of 50 ms", supervisor + worker, 0.01),
     ]
@@ -104,7 +104,7 @@ def steps_done(process: "subprocess.Popen[bytes]", layout: ProjectLayout, at_lea
 
 
 def events_of(layout: ProjectLayout) -> list[JournalEvent]:
-    """Of the only run of a project."""
+    """Return the events of a project's only run."""
     return [event for path in layout.runs.glob("*/journal.jsonl") for event in JournalReader(path).read()]
 
 

@@ -1,4 +1,4 @@
-"""From `ratchet train` to the end of the first step, beside the first version of this project: benchmarks/waiting.py.
+"""Measures the time to the first step for benchmarks/waiting.py, and compares it with the first version of Ratchet.
 
 The first version comes out of git (`git archive`), runs on the libraries that are installed now, and prepares a project
 of its own from the same rows: the same settings as far as it knew them. Times are those of the journal.
@@ -38,7 +38,7 @@ class Version:
     layout: ProjectLayout
 
     def run(self, *words: str) -> None:
-        """One verb. Raises CalledProcessError when it fails."""
+        """Run one command. Raises CalledProcessError if it fails."""
         subprocess.run(self.command(*words), env=self.environment, check=True, stdout=subprocess.DEVNULL)
 
     def command(self, *words: str) -> list[str]:
@@ -124,7 +124,7 @@ def as_known(its: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> type:
-    """Of a setting: numbers are one."""
+    """Return the kind of a setting. All numbers are of one kind."""
     return float if type(value) is int else type(value)
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import fake_generations
 import tiny_project
 from ratchet.config import extensions, params_file
 from ratchet.errors import SettingsError
+from ratchet.inference import answer_selection
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import EvaluationReport
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
 
@@ -55,15 +58,61 @@ def test_a_filter_drops_rows_and_the_card_names_it(installed: Path, tmp_path: Pa
     assert "ok" not in card.labels
 
 
-def test_a_callback_receives_each_step_once(installed: Path, tmp_path: Path) -> None:
+def test_a_callback_receives_each_step_once_and_a_metric_scores_every_answer(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed)
     layout = tiny_project.prepared(tmp_path / "project")
-    change(layout, machine__callbacks=["loss_file"])
+    change(layout, machine__callbacks=["loss_file"], evaluate__metrics=["first_word"])
     done = run(layout, installed, "train")
     assert done.returncode == 0, done.stderr
     [run_directory] = [path for path in layout.runs.iterdir() if path.is_dir() and not path.name.startswith(".")]
     lines = (run_directory / "loss.txt").read_text(encoding="utf-8").splitlines()
     steps = json.loads(layout.train_report.read_text(encoding="utf-8"))["steps"]
     assert [int(line.split()[0]) for line in lines] == list(range(1, steps + 1))
+    done = run(layout, installed, "evaluate")
+    assert done.returncode == 0, done.stderr
+    report = EvaluationReport.load(layout.eval_report)
+    for model in ("base", "candidate"):
+        metric = report.scores[model].metrics["first_word"]
+        assert 0 <= metric.value <= 1
+        assert metric.n > 0
+
+
+def test_a_reward_chooses_among_answers_and_the_card_names_it(installed: Path, tmp_path: Path) -> None:
+    reward = {"reward": {"function": "brevity", "select_best": True}}
+    settings = fake_generations.settings_of(reward, samples=2, temperature=1.0)
+    layout = fake_generations.project(tmp_path / "project", settings)
+    prompts = fake_generations.write_lines(layout.raw / "prompts.jsonl", [{"id": "q", "prompt": "what is water"}])
+    answers = fake_generations.generation(
+        layout, settings, prompts, lambda _, sample: ("a liquid that is wet", "wet")[sample], tmp_path / "answers.jsonl"
+    )
+    done = run(layout, installed, "select", str(answers), "--output", "data/raw/selected.jsonl")
+    assert done.returncode == 0, done.stderr
+    [row] = [json.loads(line) for line in (layout.raw / "selected.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert row["messages"][-1] == {"role": "assistant", "content": "wet"}
+    [card] = [path for path in layout.raw.iterdir() if path.name.startswith("selected.jsonl.")]
+    assert "brevity of ratchet-example-extension 0.1.0" in card.read_text(encoding="utf-8")
+
+
+def test_a_reward_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = tmp_path / "odd-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[ratchet.rewards]\nodd = odd_reward:score\n")
+    (tmp_path / "odd_reward.py").write_text("def score(prompts, answers, references):\n    return [float('nan')]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    request = {"messages": [{"role": "user", "content": "q"}], "answer": "a", "reference": None}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
+    with pytest.raises(SettingsError, match=r"^select.reward.function: odd returned 1 numbers for 1 answers, or"):
+        answer_selection.run_function("odd", tmp_path / "requests.jsonl", tmp_path)
+
+
+def test_a_reward_is_a_function_or_a_command() -> None:
+    with pytest.raises(ValueError, match="reward: found command and function; expected one of them"):
+        fake_generations.settings_of({"reward": {"function": "brevity", "command": ["score"]}})
+    with pytest.raises(ValueError, match="reward: found neither command nor function"):
+        fake_generations.settings_of({"reward": {"min_score": 1}})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
     report = ratchet.evaluate(project)
     verdict = ratchet.gate(project)
 
-`ratchet.api` documents every function, `ratchet.errors` every exception. Names are loaded when they are first used:
+`ratchet.api` documents every function, `ratchet.errors` every exception. Python loads a name when you first use it, so
 `import ratchet` takes milliseconds.
 """
 

@@ -1,7 +1,7 @@
 """The Python API: one function for each stage and command, and `Run`, a training on disk.
 
-Functions take a `Project`, print nothing, return records, and raise the exceptions of `ratchet.errors`. They do the
-same as the commands of the same names, with the same locks: a notebook and a terminal can work on one project.
+The functions print nothing, return records and raise the exceptions of `ratchet.errors`. Each does the same as the
+command of the same name, with the same locks: a notebook and a terminal can work on one project.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,14 +61,14 @@ def train(
     """Fine-tune under supervision, or resume the run if it was interrupted.
 
     Args:
-        project: the project; its stages base and prepare have run.
+        project: a project whose stages base and prepare have run.
         overrides: settings to use in place of those in params.yaml, such as `{"train.rank": 16}`.
-        callbacks: each is called with the run and returns a callback that receives the run's journal.
+        callbacks: functions that take the run and return a callback, which receives the events of the run's journal.
 
     Raises:
         InputError: settings, data or base model cannot be used.
         InterruptedRunError: stopped on request after a checkpoint was saved; call it again to resume.
-        RunFailedError: the training gave up; the message has the diagnosis.
+        RunFailedError: the training failed repeatedly; the message has the diagnosis.
     """
     from ratchet.stages import train as stage
     from ratchet.stages.callbacks import open_callbacks
@@ -91,7 +91,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
 
 
 def export(project: Project) -> ModelBundle:
-    """Merge the adapter, write every format, run each one and compare. Raises DataError, DamagedFileError."""
+    """Merge the adapter, write every format, run each of them and compare. Raises DataError, DamagedFileError."""
     from ratchet.stages import export as stage
 
     return stage.export(project)
@@ -113,7 +113,7 @@ def sweep(
         project: the project; section sweep of its settings has the search space.
         workers: trials that run at the same time.
         overrides: settings to use in place of those in params.yaml, such as `{"sweep.trials": 20}`.
-        on_progress: receives lines about what happens.
+        on_progress: receives lines about the progress.
 
     Raises:
         SettingsError: the space cannot be searched, or differs from that of the study.
@@ -126,7 +126,7 @@ def sweep(
 
 
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
-    """Write the hyperparameters of a sweep's winner, or of a trial, into params.yaml. Raises DataError."""
+    """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError."""
     from ratchet.stages import sweep as stage
 
     return stage.adopt_trial(project, trial)
@@ -139,7 +139,7 @@ def generate(
     """Answer every prompt of a file, or resume.
 
     Args:
-        project: the project; section generate of its settings says how answers are sampled.
+        project: the project; section generate of its settings defines the sampling.
         prompts: JSON, JSONL, CSV, TSV or Parquet.
         output: a .jsonl or .parquet file, one record per answer.
         model: base, adapter, merged, champion, v3, a directory, a .gguf file or a server's URL.
@@ -155,7 +155,7 @@ def generate(
 
 
 def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
-    """Compare runs, trials or versions and write a page. Raises DataError for a name that matches nothing."""
+    """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
 
     return stage.compare(project, names, None if output is None else Path(output))
@@ -165,9 +165,9 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
     """Register the exported model and make it champion. Repeating it changes nothing.
 
     Args:
-        project: the project; its stage gate has decided.
-        force: promote against the verdict; recorded with who and why.
-        reason: why it is forced.
+        project: a project whose stage gate has run.
+        force: promote against the verdict; the ledger records who did it and why.
+        reason: the reason for a forced promotion.
 
     Raises:
         GateError: the verdict is not PROMOTE, or is about another model or champion.
@@ -179,19 +179,19 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
 
 
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
-    """Make an earlier version champion again; None: the previous champion. Raises ChampionError."""
+    """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
     from ratchet.stages import promote as stage
 
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
 
 
 def load_run(project: Project, run_id: str) -> Run:
-    """The run with this id, or the only one whose id begins with it. Raises DataError when there is none."""
+    """Return the run with this id, or the only run whose id begins with it. Raises DataError if there is none."""
     return Run(directory.find_run(project.layout.runs, run_id))
 
 
 def list_runs(project: Project) -> list[Run]:
-    """All runs of the project, the newest first."""
+    """Return all runs of the project, the newest first."""
     return [
         Run(paths) for paths in sorted(directory.list_runs(project.layout.runs), key=directory.recency, reverse=True)
     ]

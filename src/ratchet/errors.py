@@ -1,4 +1,4 @@
-"""Every exception of Ratchet, and the exit code each one becomes.
+"""All exceptions of Ratchet, and the exit code of a command that fails with each of them.
 
     RatchetError                       1   a bug, or a failure that needs investigation
     ├── InputError                     2   settings, data or state that the user can fix
@@ -24,7 +24,7 @@
     ├── ReplicaError                  75   the replica cannot be reached within the time allowed
     ├── EndpointError                 75   a model server does not answer within the time allowed
     ├── UnsuitableMachineError        69   the machine lacks what `ratchet doctor --require` asks for; try another one
-    └── InterruptedRunError           75   stopped on request after a checkpoint was saved; safe to repeat
+    └── InterruptedRunError           75   stopped on request after a checkpoint was saved; run the command again
 
 A message says what failed, where (setting or file:line), what was found, and what to do.
 """
@@ -64,7 +64,7 @@ class SettingsError(InputError):
 
 
 class InsufficientMemoryError(SettingsError):
-    """By its forecast the training needs more memory than there is, even with one row at a time."""
+    """The forecast says that even one row at a time needs more memory than is available."""
 
     def __init__(self, text: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(text)
@@ -80,7 +80,7 @@ class DataError(InputError):
 
 
 class BaseModelError(InputError):
-    """The base model or its tokenizer is missing, incomplete or not the pinned one."""
+    """The base model or its tokenizer is missing, incomplete or differs from the pinned one."""
 
 
 class DamagedFileError(InputError):
@@ -142,7 +142,7 @@ class PeersLostError(RatchetError):
 
 
 class ReplicaError(RatchetError):
-    """The replica cannot be reached within the timeout; it may be later."""
+    """The replica cannot be reached within the timeout; a later attempt may succeed."""
 
     exit_code = EXIT_INTERRUPTED
 

@@ -1,7 +1,7 @@
-"""Sends a POST request with a deadline, and decides whether to retry.
+"""POST requests with a deadline, and whether and when to retry them.
 
 Redirects are not followed: they would send the body and its signature to another server. An address may contain a
-secret in its path, so no message from here repeats it.
+secret in its path, so no message of this module repeats it.
 """
 
 import email.utils
@@ -18,7 +18,7 @@ from http.client import responses as phrases
 from urllib.parse import urlsplit
 
 MAX_DELAY_S = 60.0
-"""Upper limit of the delay between two attempts, whatever Retry-After says."""
+"""Longest delay between two attempts, even if Retry-After asks for a longer one."""
 JITTER = 0.25
 """A delay is extended by a random share up to this, so that many clients do not retry at the same time."""
 
@@ -36,11 +36,11 @@ class PostResult:
 
 
 def find_address_problem(address: str) -> str | None:
-    """Return why no request can be sent to an address, without repeating it; None if it is valid."""
+    """Return why an address is not valid, without repeating it; None if it is valid."""
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
-    except ValueError:  # its text repeats a part of the address
+    except ValueError:  # its message repeats a part of the address
         return "expected a URL with a valid host and port, such as https://HOST/PATH"
     if parts.scheme not in ("http", "https") or not host or any(c.isspace() for c in address):
         return "expected a URL such as https://HOST/PATH"
@@ -52,7 +52,7 @@ def find_address_problem(address: str) -> str | None:
 
 
 def find_endpoint_problem(address: str) -> str | None:
-    """Return why a model server cannot be used under an address; None if it can.
+    """Return why an address of a model server is not valid; None if it is valid.
 
     The address is stored in settings and records, so it must not contain a secret.
     """
@@ -70,12 +70,12 @@ def find_endpoint_problem(address: str) -> str | None:
 
 
 def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
-    """Send one request. The deadline covers the whole exchange, also if the server sends a byte now and then.
+    """Send one request. The deadline covers the whole exchange, even if the server answers slowly, byte by byte.
 
     Args:
-        address: valid by `find_address_problem`.
+        address: an address in which `find_address_problem` finds no problem.
         body: JSON.
-        headers: besides Content-Type and User-Agent.
+        headers: headers in addition to Content-Type and User-Agent.
         timeout_s: the deadline.
     """
     results: list[PostResult] = []
@@ -91,14 +91,16 @@ def format_attempts(count: int) -> str:
 
 
 def compute_retry_delay_s(attempt: int, result: PostResult) -> float:
-    """Return the delay before attempt `attempt` (the first is 0): it starts at 1 s and doubles each time."""
+    """Return the delay before attempt number `attempt`, counted from 0. It starts at 1 s and doubles each time."""
     doubled = float(2 ** (attempt - 1)) * (1 + random.random() * JITTER)
     return min(max(doubled, result.retry_after_s), MAX_DELAY_S)
 
 
 class _RedirectBlocker(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, so that urllib reports it as an HTTPError."""
+
     def redirect_request(self, *arguments: object) -> None:
-        """Follow no redirect: the response with the redirect is returned."""
+        """Return no request."""
 
 
 def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
@@ -114,7 +116,7 @@ def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: 
     except urllib.error.HTTPError as error:
         with error:
             return interpret_status(error.code, error.headers.get("Retry-After"))
-    except (InvalidURL, ValueError):  # their texts may contain the address
+    except (InvalidURL, ValueError):  # their messages may contain the address
         return PostResult(False, "invalid address", is_retryable=False)
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -129,7 +131,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def interpret_status(status: int, retry_after: str | None) -> PostResult:
-    """Return what a status other than 200 means: whether a retry may help, and the delay that the server asks for."""
+    """Return the result for a failed request: whether a retry may help, and the delay that the server asks for."""
     text = f"HTTP {status} {phrases.get(status, '')}".rstrip()
     if 300 <= status < 400:
         return PostResult(

@@ -1,7 +1,7 @@
-"""Removes secrets from logs, journals, standard error, and data for MLflow.
+"""Removal of secrets from logs, journals, standard error and data for MLflow.
 
-A secret is recognized in two ways: as the value of an environment variable whose name suggests one (in every spelling
-that a library may use), and by the formats of well-known providers. Each one is replaced by HIDDEN.
+A secret is recognized in two ways: as the value of an environment variable whose name suggests a secret (in every
+spelling that a library may use), and by the formats of well-known providers. HIDDEN replaces each secret.
 """
 
 import base64
@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 
 HIDDEN = "(hidden)"
 MIN_SECRET_CHARACTERS = 6
-"""Shorter values occur inside too many words to be replaced."""
+"""Shorter values are not replaced, because they occur inside too many words."""
 MIN_LINE_CHARACTERS = 16
 """In a secret of several lines, such as a key, each line of at least this length is a secret too."""
 
@@ -30,7 +30,7 @@ _HARMLESS_NAME = re.compile(
     r"|LENGTH|MAX_\w*|SIZE|TTL|SCHEME|REGION|VERSION|ENABLED?|DISABLED?)$",
     re.I,
 )
-"""Names of variables about a secret: its location, or how it is used."""
+"""Names of variables that do not contain a secret, only its location or its use."""
 _ORDINARY_VALUES = {
     "true", "false", "none", "null", "enabled", "disabled", "required", "optional", "default", "always", "never",
     "anonymous", "password", "secret", "token",
@@ -40,7 +40,7 @@ _ORDINARY_VALUES = {
 def redact(text: str) -> str:
     """Return the text with its secrets replaced by HIDDEN. Idempotent.
 
-    Truncate a text after this, not before: half a secret is not recognized.
+    Redact a text before you truncate it: half a secret is not recognized.
     """
     values = _secret_value_pattern(_current_secrets())
     if values is not None:
@@ -49,7 +49,7 @@ def redact(text: str) -> str:
 
 
 def contains_secret(text: str) -> bool:
-    """Whether a text contains a secret: a password or token in an address, or one of a provider's format.
+    """Return whether a text contains a secret: a password or token in an address, or the format of a provider.
 
     Values of environment variables are not considered, because they may be ordinary words elsewhere.
     """
@@ -57,7 +57,7 @@ def contains_secret(text: str) -> bool:
 
 
 def write_stderr(text: str) -> None:
-    """Write text to standard error without its secrets. Ignores errors, such as a closed terminal."""
+    """Write text to standard error without its secrets. Errors are ignored, such as a closed terminal."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
@@ -77,7 +77,7 @@ def redact_stderr() -> Iterator[None]:
 
 
 class _RedactingStream:
-    """Redacts text before it writes it; everything else is delegated to the stream."""
+    """A stream that redacts text before it writes it; all other calls go to the original stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -109,12 +109,12 @@ def build_secret_free_environment() -> dict[str, str]:
 
 
 def _current_secrets() -> frozenset[str]:
-    """Return the secrets in the environment; read each time, because a library may set variables."""
-    found: set[str] = set()
+    """Return the secrets in the environment. It is read each time, because a library may set variables."""
+    secrets: set[str] = set()
     for name, value in os.environ.items():
         if _is_secret_variable(name) or "://" in value:
-            found.update(_secrets_in_variable(name, value))
-    return frozenset(found)
+            secrets.update(_secrets_in_variable(name, value))
+    return frozenset(secrets)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,20 +127,20 @@ def _is_secret_variable(name: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _secrets_in_variable(name: str, value: str) -> tuple[str, ...]:
     """Return the parts of a variable's value that are secret."""
-    found = []
+    secrets = []
     if parts := re.match(r"[A-Za-z][\w+.-]*://([^/\s@]*):([^/\s]*)@", value):  # an address of a database, a proxy
-        found += [parts[2], unquote(parts[2])]
+        secrets += [parts[2], unquote(parts[2])]
     if _is_secret_variable(name) and not _is_ordinary(name, value):
-        found.append(value)
-    return tuple(secret for secret in found if len(secret) >= MIN_SECRET_CHARACTERS)
+        secrets.append(value)
+    return tuple(secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS)
 
 
 def _is_ordinary(name: str, value: str) -> bool:
-    """Whether a value is a word, a number or a path, which would be missing in many texts if it were replaced."""
+    """Return whether a value is a word, a number or a path: replacing it would damage ordinary text."""
     if value.strip().lower() in _ORDINARY_VALUES:
         return True
     if value.startswith(("/", "~/", "./", "../")) and ("/" in value[1:].strip("/") or os.path.lexists(value)):
-        # AWS keys contain slashes and may start with one, so a path is one whose first folder exists.
+        # AWS keys contain slashes and may start with one, so a value is a path only if its first folder exists.
         first = os.path.join(*value.split("/")[:2]) if not value.startswith("/") else "/" + value.split("/")[1]  # noqa: PTH118
         return os.path.lexists(os.path.expanduser(first))  # noqa: PTH111 (Path rejects NUL, which a value may contain)
     return not _SECRET_NAME.search(name) and (value.isalpha() or value.replace(".", "").isdigit())
@@ -148,7 +148,7 @@ def _is_ordinary(name: str, value: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _secret_value_pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Return one pattern for all spellings of all secrets, longest first because one may contain another."""
+    """Return a pattern for all spellings of all secrets, the longest first because a secret may contain another."""
     spellings = {spelling for secret in secrets for spelling in _spell_secret(secret)}
     if not spellings:
         return None
@@ -168,7 +168,7 @@ def _spell_secret(secret: str) -> Iterator[str]:
         yield from (line.strip() for line in secret.splitlines() if len(line.strip()) >= MIN_LINE_CHARACTERS)
 
 
-# The text of a group `k…` is kept.
+# `redact` keeps the text of the groups `k…` and replaces the rest.
 _FORMATS = (
     # A private key, also if its end is missing or its line ends are written as \n.
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----(?:.{0,20000}?-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|.*\Z)",
@@ -200,7 +200,7 @@ _FORMATS = (
 
 @functools.cache
 def _secret_format_pattern() -> re.Pattern[str]:
-    """Compiled on first use, because that takes longer than `ratchet --help`."""
+    """Compile the pattern on first use: this takes longer than `ratchet --help`."""
     return re.compile("|".join(_FORMATS), re.DOTALL)
 
 

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 
-from ratchet.config import params_file
+from ratchet.config import machine, params_file
 from ratchet.config.base import Base
 from ratchet.config.evaluate import JudgeSettings
 from ratchet.config.export import AdditionalAdapterSettings, OnnxSettings
@@ -506,7 +507,7 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "gpus": lambda rng: rng.choice(["auto", 1, 4]),
     "nodes": lambda rng: rng.choice(["1", "8", "2:8"]),
     "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
-    "replica": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "sftp://me@host/runs"]),
+    "replica": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "ftp://me@host/runs"]),
     "replica_bytes_per_s": lambda rng: rng.choice([None, 1, 20_000_000]),
     "log_max_bytes": lambda rng: rng.choice([4096, 10_000_000]),
     "metrics_port": lambda rng: rng.choice([None, 1, 9464, 65535]),
@@ -591,7 +592,9 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["weight"] = 1
     if section is Prepare and any(one["weight"] != 1 for one in found["sources"]):  # both say how often rows come
         found["balance"]["by"] = None
-    if section is RewardSettings and not found["command"]:
+    if section is RewardSettings and found["command"]:
+        found["function"] = None
+    elif section is RewardSettings and found["function"] is None:
         found |= {"min_score": None, "select_best": False}
     if section is Select:
         found |= {
@@ -669,9 +672,9 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
         ("machine: {replica: bucket/folder}", "expected a URL such as s3://"),
         (
             "machine: {replica: 'memory://x'}",
-            "machine.replica: .*scheme memory: cannot hold a replica, because other machines",
+            "machine.replica: .*scheme memory cannot hold a replica, because other machines",
         ),
-        ("machine: {replica: 'https://host/x'}", "scheme https: cannot hold a replica"),
+        ("machine: {replica: 'https://host/x'}", "scheme https cannot hold a replica"),
         (
             "machine: {replica: s3://b, replica_bytes_per_s: 20 snails}",
             "expected a number of bytes, or a size such as 20MB",
@@ -681,6 +684,61 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
 def test_settings_that_exclude_each_other_are_refused_with_the_reason(section: str, reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         params_file.parse(section + "\n")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("nonsense://x/y", "expected a path, or a scheme that fsspec has"),
+        ("S3:///folder", "expected s3://BUCKET/FOLDER with the name of a bucket"),
+        ("s3://user@bucket/folder", "expected s3://BUCKET/FOLDER with the name of a bucket"),
+        ("gs:///folder", "expected gs://BUCKET/FOLDER"),
+        ("sftp:///folder", "expected sftp://HOST/FOLDER"),
+        ("sftp://me:planted@host/x", "expected a URL without a password or query"),
+        ("abfs://box/x?se=planted", "expected a URL without a password or query"),
+        ("sftp://host:port/x", "expected a URL with a valid host and port"),
+        ("sftp://[::1/x", "expected a URL with a valid host and port"),
+        ("s3://bucket/x#y", "expected a URL without #"),
+        ("file://folder/x", "expected file:///FOLDER, an absolute path"),
+        ("file:/folder/x", "expected a URL such as s3://BUCKET/FOLDER, or an absolute path"),
+        ("arrow_hdfs://host/x", "expected a URL such as s3://BUCKET/FOLDER, or an absolute path"),
+        ("simplecache::s3://box/x", "scheme simplecache cannot hold a replica"),
+        ("gs://bucket/x", "expected a scheme whose library is installed; pip install gcsfs"),
+        ("sftp://host/x", "expected a scheme whose library is installed; pip install paramiko"),
+        ("{here}/file", "expected a folder, but {here}/file is not one"),
+        ("file://{here}/file/replica", "expected a folder, but {here}/file is not one"),
+        ("/a\u202eb", "expected an address without control characters"),
+    ],
+)
+def test_the_address_of_a_replica_is_checked_when_settings_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, reason: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in ("gcsfs", "paramiko") else name)
+    url, reason = url.format(here=tmp_path), reason.format(here=tmp_path)
+    said = refusal(f'train: {{}}\nmachine:\n  replica: "{url}"\n')
+    assert said.startswith("params.yaml:3: machine.replica: found '")
+    assert said.endswith(reason) or f"; {reason}" in said
+    assert "planted" not in said
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket", "s3a://bucket/a folder", "ftp://me@host:21/x", "hdfs:///x", "/not/there", "file:///not%20/x"]
+)
+def test_a_replica_is_accepted_without_contacting_it(url: str) -> None:
+    assert params_file.parse(f'machine: {{replica: "{url}"}}\n').machine.replica == url
+
+
+def test_stored_settings_do_not_depend_on_the_disk_of_the_replica(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    stored = machine.Machine(replica=str(tmp_path / "file"))
+    assert machine.Machine.model_validate_json(stored.model_dump_json()) == stored
+
+
+def test_a_disk_that_does_not_answer_delays_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "STAT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(Path, "exists", lambda _: time.sleep(5))
+    assert machine.find_replica_environment_problem(str(tmp_path)) == ""
 
 
 @pytest.mark.parametrize(

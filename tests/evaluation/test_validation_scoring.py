@@ -145,7 +145,7 @@ def test_stored_scores_are_reused_unless_damaged_or_of_another_adapter(
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"tokens": [\n    ', b'"tokens": [\n    1', 1))
     assert path.read_bytes() != whole
-    with pytest.raises(DamagedFileError, match="not as it was written"):
+    with pytest.raises(DamagedFileError, match="changed since it was written"):
         ValidationScores.load(path)
     assert validation_scoring.score_runs(layout, asked) == before
     assert seen == ["nf4"]

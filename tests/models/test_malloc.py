@@ -1,4 +1,4 @@
-"""Tests the malloc simulation: reuse of freed memory, trimming and mapping."""
+"""Tests the malloc simulation: reuse of freed memory, and separate mapping."""
 
 from ratchet.models.memory.trace import HELD_SHARE, AllocationEvent, MallocSimulator
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-from forecast_verb_cases import (
+from forecast_command_cases import (
     LARGE,
     SETTINGS,
     asked,
@@ -19,13 +19,13 @@ PACKAGES = ("stages", "models", "training")
 
 def test_what_fits_and_what_does_not_is_said(config: Path) -> None:
     text = "\n".join(lines(config, memory_bytes=LARGE))
-    assert "24.00 GiB at hand: it fits, " in text
-    assert "largest that fits, each for itself: machine.micro_batch_size " in text
+    assert "24.00 GiB available: it fits, " in text
+    assert "largest that fits, with the other sizes unchanged: machine.micro_batch_size " in text
     small = "\n".join(lines(config, memory_bytes=units.MIB))
-    assert "1.0 MiB at hand: it does not fit, " in small
+    assert "1.0 MiB available: it does not fit, " in small
     assert "machine.micro_batch_size (not even 1), prepare.max_tokens (not even 1), train.rank (not even 1)" in small
     unknown = "\n".join(lines(config))
-    assert "name its memory with --memory" in unknown
+    assert "set its memory with --memory" in unknown
     assert "memory of the host: " in unknown
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from estimate_cases import (
+from initial_memory_plan_cases import (
     LONG,
     MACHINE,
     SHARED,

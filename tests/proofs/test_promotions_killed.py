@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from promotable import SETTINGS, accept_model, list_champions, read_ledger, with_hooks, write_outputs
+from promotion_project import SETTINGS, accept_model, list_champions, read_ledger, with_hooks, write_outputs
 from ratchet.config.promote import HookSettings
 from ratchet.registry import outbox
 from ratchet.stages.project import Project

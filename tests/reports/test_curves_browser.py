@@ -1,4 +1,4 @@
-"""The pages of trainings in a real browser: what a reader chooses, hides and reads, with and without JavaScript."""
+"""The pages of trainings in a real browser: controls and texts, with and without JavaScript."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pictures and pages of a training and of a forecast: real figures, drawn, and read back where a page is text."""
+"""Plots and pages of a training and of a forecast, with real figures, which the tests read back from the pages."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Differences are tested only on the same rows under one contract, and what is chance is not called a difference."""
+"""Differences are tested only on the same rows under one contract, and random differences are not significant."""
 
 import random
 from typing import Any

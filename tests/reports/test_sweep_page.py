@@ -1,4 +1,4 @@
-"""The page of a sweep: complete, harmless whatever the sweep holds, never too large, the same for the same report."""
+"""The page of a sweep: complete, safe with any data, limited in size, and equal bytes for equal reports."""
 
 import base64
 import hashlib
@@ -230,7 +230,7 @@ def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named
     assert [row[0] for row in table(written, "front")] == [str(one) for one in report.best]
     assert table(written, "front")[0][2].endswith(" MiB")
     assert figures(written)["Front"][0] == f"{len(report.best)} trials"
-    assert "choose a trial from the table of the front" in heard(section(written, "adopt"))
+    assert "Choose a trial from the table of the front" in heard(section(written, "adopt"))
     named = report.model_copy(update={"winner": report.best[0]})
     assert f"Trial {report.best[0]}" in heard(section(sweep_page.render(named, {}), "adopt"))
 

@@ -1,4 +1,4 @@
-"""The page of a sweep in a real browser: what a reader sees, sorts and types, with and without JavaScript."""
+"""The page of a sweep in a real browser: sorting and filters, with and without JavaScript."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: they can be drawn whatever it holds, are the same for the same report, and show its figures."""
+"""Plots of a sweep: they are drawn for any report, equal for equal reports, and show its figures."""
 
 import io
 import math
@@ -349,8 +349,8 @@ def test_time_runs_only_while_somebody_works() -> None:
     clock = SweepWorkClock.from_spans([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
     assert [begin for begin, _ in clock.pauses] == [300]
     assert clock.at(300) == 200
-    assert clock.at(10_300) == pytest.approx(200 + clock.seam)
-    assert clock.end == pytest.approx(500 + clock.seam)
+    assert clock.at(10_300) == pytest.approx(200 + clock.gap)
+    assert clock.end == pytest.approx(500 + clock.gap)
     moments = [clock.at(moment) for moment in range(0, 11_000, 50)]
     assert moments == sorted(moments)
     assert SweepWorkClock.from_spans([]).end == 0

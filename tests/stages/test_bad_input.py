@@ -188,9 +188,9 @@ GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
         (["--data", "rows.csv", "--prompt", "request", "--response", "request"], "name two different columns"),
         (["--data", "rows.csv", "--prompt", "", "--response", "intent"], "name two different columns"),
         (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows are needed"),
-        ([*GOOD, "--base", "./nowhere"], "no directory with a model"),
-        ([*GOOD, "--base", ""], "no directory with a model"),
-        ([*GOOD, "--base", "."], "no directory with a model"),
+        ([*GOOD, "--base", "./nowhere"], "expected a directory with a model"),
+        ([*GOOD, "--base", ""], "expected a directory with a model"),
+        ([*GOOD, "--base", "."], "expected a directory with a model"),
         ([*GOOD, "--revision", "main"], "only a hub id has one"),
     ],
 )

@@ -59,13 +59,13 @@ def test_every_gpu_is_found_with_its_free_memory(tmp_path: Path, monkeypatch: py
 def test_a_driver_that_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path, init=999)))
     assert machine_check.query_gpus() == GpuInventory(
-        driver="550.54.15", trouble="cuInit failed with error 999 of the CUDA driver"
+        driver="550.54.15", problem="cuInit failed with error 999 of the CUDA driver"
     )
 
 
 def test_a_driver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path, hangs=1)))
-    assert machine_check.query_gpus(timeout_s=1.0) == GpuInventory(trouble="the driver did not answer within 1 s")
+    assert machine_check.query_gpus(timeout_s=1.0) == GpuInventory(problem="the driver did not answer within 1 s")
 
 
 def test_a_file_that_is_not_a_library_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_a_file_that_is_not_a_library_is_no_driver(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     found = machine_check.query_gpus()
     assert found.devices == ()
-    assert found.trouble
+    assert found.problem

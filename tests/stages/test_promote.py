@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from promotable import (
+from promotion_project import (
     NAME,
     SETTINGS,
     accept_model,

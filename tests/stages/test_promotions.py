@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from promotable import NAME, SETTINGS, accept_model, read_ledger, read_tree, with_hooks, write_outputs
+from promotion_project import NAME, SETTINGS, accept_model, read_ledger, read_tree, with_hooks, write_outputs
 from ratchet.cli.main import main
 from ratchet.cli.promote import format_promotion
 from ratchet.cli.promotions import format_history

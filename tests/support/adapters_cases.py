@@ -1,4 +1,4 @@
-"""Every kind of adapter in the training loop: learns, and goes on after an interruption as if there had been none."""
+"""Every kind of adapter in the training loop: it learns, and an interruption does not change the result."""
 
 from dataclasses import replace
 from pathlib import Path

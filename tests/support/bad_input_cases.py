@@ -1,4 +1,4 @@
-"""What users get wrong: one message that says what, where, what was found, what to do; exit 2; nothing left behind."""
+"""Wrong input: one message with place, value and remedy, exit code 2, and no leftover files."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
+"""`ratchet chaos`: real trainings under real faults, and the table of their results."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What ranks send each other: sums within their bounds, the same everywhere, nothing lost, and exactly gone on with."""
+"""Compressed gradients between ranks: bounded errors, equal sums on all ranks, no loss, and exact resume."""
 
 from collections.abc import Callable
 from functools import cache

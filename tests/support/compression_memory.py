@@ -1,4 +1,4 @@
-"""What a Wire holds, counted on a rank: its process imports no more than it needs for that."""
+"""Memory of a gradient reducer, measured on a rank whose process imports only what it needs."""
 
 import gc
 import weakref

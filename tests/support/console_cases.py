@@ -1,4 +1,4 @@
-"""What training shows in a terminal."""
+"""Output of a training in a terminal."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Learning from a teacher's probabilities: the loss and its gradient, what is sealed, what is refused."""
+"""Learning from a teacher's probabilities: loss and gradient, sealed targets, and refusals."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
+"""Projects with a teacher in memory: identity of runs, kills, ranks, and messages."""
 
 import shutil
 from pathlib import Path

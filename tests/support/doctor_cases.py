@@ -1,4 +1,4 @@
-"""The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
+"""`ratchet doctor` on a real small project, for a 7B model with only its config, and outside any project."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
+"""Stage evaluate on a real small project: models and their formats, stored scores, and the cost of a kill."""
 
 import subprocess
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A terminal in memory, which may be gone; and what one is given."""
+"""A terminal in memory, which may disappear, and what was written to it."""
 
 import io
 

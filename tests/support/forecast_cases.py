@@ -1,4 +1,4 @@
-"""The forecast of a training: exact where arithmetic is, the same for long models as a trace of all their blocks."""
+"""The memory forecast: exact calculations, and extrapolation to long models against a full trace."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A verdict with all its evidence, of as many rows as asked for: what the evidence page is tested on."""
+"""A verdict with all its evidence and any number of rows, for tests of the gate's page."""
 
 import math
 import random

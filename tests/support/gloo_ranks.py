@@ -1,4 +1,4 @@
-"""Ranks for tests: processes of their own that talk over gloo, and what each of them found."""
+"""Ranks for tests: separate processes that communicate over gloo, and their results."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence

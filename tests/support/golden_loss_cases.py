@@ -1,4 +1,4 @@
-"""Our losses, step by step, are those of transformers' Trainer and of TRL on the same rows in the same order."""
+"""Our losses equal those of transformers' Trainer and of TRL at each step, on the same rows in the same order."""
 
 from collections.abc import Callable
 from pathlib import Path

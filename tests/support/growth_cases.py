@@ -1,4 +1,4 @@
-"""Memory stays flat over a long training: nothing of a step is kept once it is over."""
+"""Memory stays constant over a long training: no data of a step is kept after it."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The harness's tasks on a model in memory: its own command's scores, kept across a kill; what odd tasks are told."""
+"""Harness tasks on a model in memory: the harness command's own scores, restarts after a kill, and error messages."""
 
 import json
 import math

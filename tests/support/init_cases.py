@@ -1,4 +1,4 @@
-"""`ratchet init`: settings and rules that suit the data that it is given; real git, real DVC."""
+"""`ratchet init`: settings and rules that fit the data, with real git and real DVC."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Libraries that are imported without what nobody calls: they do the same as when they are imported whole."""
+"""Libraries imported without their unused parts behave like fully imported ones."""
 
 import subprocess
 import sys

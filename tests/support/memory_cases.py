@@ -1,4 +1,4 @@
-"""Memory that runs out: recognised where it really does, given back, and advice on what would need less."""
+"""Out-of-memory errors: detection, release of memory, and suggested alternatives."""
 
 import re
 from typing import Any

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-import in_memory
+import plain_merge
 import small_bases as small
 from ratchet.exporters.merge import merger
 from ratchet.models import loading
@@ -21,7 +21,7 @@ def check(wanted: Any, directory: Path) -> merger.MergeResult:
     plain = None
     if wanted.merge_base == "original":
         plain = loading.load_plain(wanted.base, torch.float32, small.CPU)
-    for name, expected in in_memory.merged(live, plain).items():
+    for name, expected in plain_merge.merged(live, plain).items():
         assert torch.equal(tensors[name], expected), name
     assert found.is_streamed
     logits = small.logits(model)

@@ -1,4 +1,4 @@
-"""A teacher in memory beside the student: what it says, that nothing else moves it, what is refused, what it takes."""
+"""A teacher in memory: its probabilities, their independence of the student, refusals, and cost."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`ratchet train --profile`: what is measured, that it adds up, and that nothing else is touched."""
+"""`ratchet train --profile`: its measurements and their sums, and no other change."""
 
 from pathlib import Path
 

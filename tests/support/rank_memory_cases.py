@@ -1,4 +1,4 @@
-"""What the memory forecast says that ranks hold to add up gradients, against what they really hold over gloo."""
+"""Forecast memory of ranks for the sum of gradients, against the memory measured over gloo."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Projects whose runs are trained by several ranks, on one machine or more: real processes, and what they leave."""
+"""Projects whose runs several ranks train, on one or several machines, with real processes."""
 
 import contextlib
 import json

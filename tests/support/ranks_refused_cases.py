@@ -1,4 +1,4 @@
-"""What is wrong between machines: one message that says what, where and what to do, and an exit code."""
+"""Disagreements between machines: one message with problem, place and remedy, and an exit code."""
 
 from rank_projects import PATIENCE_S, events, start
 from ratchet.storage.layout import ProjectLayout

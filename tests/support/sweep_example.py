@@ -1,7 +1,7 @@
-"""Reports of sweeps as they come out of real ones: every state, continuations, refusals, retries, conditional knobs.
+"""Reports like those of real sweeps: every state, continuations, refusals, retries, conditional hyperparameters.
 
-The surface is made up (a valley in rank and learning rate), the bookkeeping is not: workers take trials one after
-another, one of them dies, ASHA-like rungs prune, a pruned trial goes on later, finalists are trained again.
+The objective is invented (a valley in rank and learning rate), but the sequence of events is real: workers run trials
+one after another, one worker dies, ASHA-like rungs prune, a pruned trial is continued, finalists are trained again.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: they can be drawn whatever it holds, are the same for the same report, and show its figures."""
+"""Plots of a sweep: they are drawn for any report, equal for equal reports, and show its figures."""
 
 import io
 import math

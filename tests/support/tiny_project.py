@@ -1,4 +1,4 @@
-"""A whole project of seconds: real data files, a real (very tiny) base, every stage and process as in life."""
+"""A complete project that takes seconds: real data files, a real tiny base, all stages and processes."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""Sweeps of a minute: a tiny project whose trainings take seconds, and what is asked of a study in tests."""
+"""Sweeps of a minute: a tiny project whose trainings take seconds, and queries of its study."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A real terminal for tests: tmux, which draws, breaks lines and is resized as people's terminals are."""
+"""A real terminal for tests: tmux, which draws, breaks lines and can be resized."""
 
 import os
 import shutil

@@ -112,7 +112,7 @@ def started(
     wrap: Callable[[RunCallback], RunCallback] = lambda one: one,
     prelude: Callable[[], None] = lambda: None,
 ) -> SweepTrackingSync:
-    """A clerk as a new process has it, at work."""
+    """Start a sync, as a new process does."""
     tracking = MlflowTracker(study.layout, NAME)
 
     def callback(run_id: str, trial: Trial) -> RunCallback:

@@ -1,4 +1,4 @@
-"""Adapters that do something on tiny models of the real classes, and merges of them that are peft's own."""
+"""Adapters with an effect on tiny models of the real classes, and peft's own merges of them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run directories as trainings leave them, in a moment and of any length: for what is told of runs."""
+"""Run directories of any length, created without training, for tests of reports about runs."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The register of a study, on both storages: every trial is accounted for, whichever process is killed and when."""
+"""The trial store on both storages: it has every trial, whichever process is killed and when."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import promotable
-from promotable import write_outputs
+import promotion_project
+from promotion_project import write_outputs
 from ratchet.cli.main import main
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
@@ -33,7 +33,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_change_of_the_champion_is_posted_once(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, settings = tracked_project, promotable.SETTINGS
+    layout, settings = tracked_project, promotion_project.SETTINGS
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     with served(200) as receiver:
         monkeypatch.setenv(VARIABLE, receiver.url)
@@ -42,7 +42,7 @@ def test_every_change_of_the_champion_is_posted_once(
             assert main(["--project", str(layout.root), "promote"]) == 0
         assert main(["--project", str(layout.root), "promote"]) == 0  # it is champion already
         project = Project.from_parts(layout, settings)
-        rollback(project, 1, PromoteOptions(reason="worse on Mondays"), promotable.accept_model)
+        rollback(project, 1, PromoteOptions(reason="worse on Mondays"), promotion_project.accept_model)
     told = bodies(receiver)
     assert [(one["action"], one["version"], one["previous_version"]) for one in told] == [
         ("promote", 1, None), ("promote", 2, 1), ("rollback", 1, 2),
@@ -58,7 +58,7 @@ def test_a_promotion_that_is_refused_is_no_news(
     with served(200) as receiver:
         monkeypatch.setenv(VARIABLE, receiver.url)
         with pytest.raises(GateError):
-            promote(Project.from_parts(tracked_project, promotable.SETTINGS))
+            promote(Project.from_parts(tracked_project, promotion_project.SETTINGS))
     assert receiver.got == []
 
 

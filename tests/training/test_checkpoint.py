@@ -1,4 +1,4 @@
-"""Checkpoints on a real disk: exact, linked where nothing changed, found damaged whatever was done to them."""
+"""Checkpoints on a real disk: exact, linked if unchanged, and every kind of damage is detected."""
 
 import errno
 import json
@@ -314,7 +314,7 @@ def test_half_copied_checkpoint_is_passed_over(paths: RunPaths) -> None:
     step, notices = newest(paths)
     assert step == 4
     assert [n.split(" is skipped")[0] for n in notices] == [f"checkpoint of step {s}" for s in (12, 10, 8, 6)]
-    assert "holds the state of step 4" in notices[2]
+    assert "contains the state of step 4" in notices[2]
 
 
 def resealed(path: Path, name: str, content: bytes) -> None:

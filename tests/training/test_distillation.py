@@ -1,4 +1,4 @@
-"""Learning from a teacher's probabilities: the loss and its gradient, what is sealed, what is refused."""
+"""Learning from a teacher's probabilities: loss and gradient, sealed targets, and refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -331,7 +331,7 @@ def test_what_is_sealed_is_not_asked_again(project: ProjectLayout, monkeypatch: 
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
     inode = (folder / "shard-00000.safetensors" / "shard-00000.safetensors").stat().st_ino
     _, told = asked(project, settings)
-    assert "2 shards are there already" in told
+    assert "2 shards are computed already" in told
     assert DistillationCard.load(project.distill / DISTILLATION_CARD) == whole
     assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
 

@@ -1,7 +1,7 @@
-"""Our losses, step by step, are those of transformers' Trainer and of TRL on the same rows in the same order.
+"""Our losses equal those of transformers' Trainer and of TRL at each step, on the same rows in the same order.
 
-Fifty steps in float32, from the same adapter, at the same learning rates. Everybody rounds sums in an order of his own,
-which is what the tolerance is for; that another normalisation would be far outside is tested as well."""
+Fifty steps in float32, from the same adapter, at the same learning rates. The tolerance allows for
+sums that are rounded in another order. A test checks that another normalisation is far outside."""
 
 from pathlib import Path
 from typing import Any

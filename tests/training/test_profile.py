@@ -1,4 +1,4 @@
-"""`ratchet train --profile`: what is measured, that it adds up, and that nothing else is touched."""
+"""`ratchet train --profile`: its measurements and their sums, and no other change."""
 
 import errno
 import gzip
@@ -207,7 +207,7 @@ def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
         assert name in kept
     for quartiles_s, is_busy in (((0.9, 1.1), False), ((0.8, 1.2), True)):
         uneven = found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles_s})
-        assert ("busy machine" in format_profile(uneven)) == is_busy
+        assert ("machine is busy" in format_profile(uneven)) == is_busy
 
 
 def test_the_trace_shows_the_spans(project: ProjectLayout, profiled: tuple[str, dict[str, str]]) -> None:

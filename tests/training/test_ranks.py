@@ -1,4 +1,4 @@
-"""Several ranks train one run: on one machine, on several that come and go, with real processes and real signals."""
+"""Several ranks train one run, on one or several machines that come and go, with real processes and signals."""
 
 from pathlib import Path
 from typing import Any

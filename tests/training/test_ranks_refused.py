@@ -1,4 +1,4 @@
-"""What is wrong between machines: one message that says what, where and what to do, and an exit code."""
+"""Disagreements between machines: one message with problem, place and remedy, and an exit code."""
 
 from pathlib import Path
 

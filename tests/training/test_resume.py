@@ -1,4 +1,4 @@
-"""Real training processes, killed by real signals: the same command again ends with the same bytes."""
+"""Real training processes, killed by real signals: repeating the command gives the same bytes."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""The plan of the finals: round by round, the same for each worker, to a winner; and which trials are finalists."""
+"""The plan of the final round: the choice of finalists, and the same rounds for each worker until a winner."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

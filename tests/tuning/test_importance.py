@@ -1,4 +1,4 @@
-"""Importances name the knob that matters, and nothing where too little is known."""
+"""Importances name the hyperparameter that matters, and none if too little is known."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Proposals are a function of the history; they learn, keep away from what cannot be trained, and never repeat."""
+"""Proposals are a function of the history: they learn, avoid infeasible values, and never repeat."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The next step of a worker, on a real register of a real project; tests set how trials end, and nothing is trained."""
+"""The next step of a worker, with a real trial store in a real project. Tests set the results of trials."""
 
 import math
 import time

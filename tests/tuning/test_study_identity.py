@@ -1,4 +1,4 @@
-"""A study's identity: equal after any detour through JSON, deaf to what may change, and exact about what may not."""
+"""A study's identity: equal after a round trip through JSON, and changed only by settings that determine the trials."""
 
 import json
 from typing import Any

@@ -128,12 +128,12 @@ def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Serve
         ("postgresql://me:secret@host/studies", "PGPASSWORD"),
         ("postgresql://me@host/studies?password=secret", "PGPASSWORD"),
         ("postgresql://me@host", "no database"),
-        ("postgresql://me:secret@host:port/studies", "form"),
+        ("postgresql://me:secret@host:port/studies", "invalid address"),
         ("sqlite:///secret.db", "8 workers"),
         ("mysql+pymysql://me:secret@host/studies", "only Postgres"),
         ("redis://:secret@host", "only Postgres"),
-        ("secret", "no such storage"),
-        ("", "no such storage"),
+        ("secret", "unknown kind of storage"),
+        ("", "unknown kind of storage"),
     ],
 )
 def test_an_invalid_address_is_refused_without_repeating_it(project: ProjectLayout, url: str, told: str) -> None:

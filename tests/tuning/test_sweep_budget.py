@@ -1,4 +1,4 @@
-"""When a sweep begins no further trial, and when it has to stop."""
+"""Limits of a sweep: when it starts no further trial, and when it stops."""
 
 from typing import Any
 

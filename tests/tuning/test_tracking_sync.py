@@ -1,4 +1,4 @@
-"""The clerk sends everything to MLflow exactly once, and its failures cost the sweep nothing."""
+"""The sync sends everything to MLflow exactly once, and its failures do not affect the sweep."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tracking_sync_cases import (
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for what must come; only a clerk that does not work at all takes so long."""
+    """Wait until a condition holds. Only a sync that does not work needs the whole minute."""
     deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come"
@@ -32,14 +32,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_trials_are_followed_and_settled(study: Study) -> None:
-    clerk = started(study)
+    sync = started(study)
     for number, state in enumerate(("complete", "pruned", "failed", "infeasible")):
         study.train(study.begin(), 1, 5)
         until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
         until(lambda number=number: steps(study, number) == [1, 2, 3, 4, 5])  # type: ignore[misc]
         study.train(number, 4, 10)
         study.end(number, state, sealed=False)
-    assert clerk.close(60)
+    assert sync.close(60)
     assert [shown(study, number) for number in range(4)] == [
         ("FINISHED", "complete"), ("KILLED", "pruned"), ("FAILED", "failed"), ("FAILED", "infeasible"),
     ]  # fmt: skip
@@ -65,17 +65,17 @@ def test_settled_trials_are_never_sent_again_and_a_complete_training_is_finished
     monkeypatch.setattr(
         MlflowSweepTracker, "completed_trials", lambda self, name: asked.append(name) or settled(self, name)
     )
-    clerk = started(study, lambda one: seen.append(one) or one)  # type: ignore[func-returns-value]
+    sync = started(study, lambda one: seen.append(one) or one)  # type: ignore[func-returns-value]
     study.train(study.begin(), 1, 3)
     until(lambda: shown(study, 3) == ("RUNNING", "running"))
     study.end(3, "pruned")
-    assert clerk.close(60)
+    assert sync.close(60)
     assert asked == ["sweep"]
     assert [one.run_id for one in seen] == [study.trials[3].run_id]  # type: ignore[attr-defined]
 
 
 def test_a_continued_trial_is_one_run_without_a_gap(study: Study) -> None:
-    clerk = started(study)
+    sync = started(study)
     study.train(study.begin(), 1, 10)
     study.end(0, "pruned")
     until(lambda: shown(study, 0) == ("KILLED", "pruned"))
@@ -83,20 +83,20 @@ def test_a_continued_trial_is_one_run_without_a_gap(study: Study) -> None:
     study.train(1, 9, 20)
     until(lambda: shown(study, 1) == ("RUNNING", "running"))
     study.end(1, "complete")
-    assert clerk.close(60)
+    assert sync.close(60)
     assert shown(study, 0) == shown(study, 1) == ("FINISHED", "complete")
     assert steps(study, 1) == list(range(1, 21))
     assert stored(study, 1).info.run_name == "trial 1"
 
 
 def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
-    clerk = started(study)
+    sync = started(study)
     for number in range(2):
         study.train(study.begin(), 1, 5)
         until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
     study.runs[0].journal.append("interrupted", step=5)
     study.runs[0].close()  # its worker has released it; the other one's is elsewhere, and continues
-    assert clerk.close(60)
+    assert sync.close(60)
     assert [shown(study, number)[0] for number in range(2)] == ["KILLED", "RUNNING"]
     again = started(study)
     study.runs[0] = RunDirectory.open(study.layout.runs, study.runs[0].spec)
@@ -125,14 +125,14 @@ def test_a_dead_mlflow_is_reported_once_and_gets_everything_later(
             raise
 
     monkeypatch.setattr(MlflowSweepTracker, "completed_trials", counted)
-    clerk = started(study)
+    sync = started(study)
     study.train(study.begin(), 1, 5)
     study.end(0, "complete")
     until(lambda: len(failures) > 2)
-    assert clerk.is_alive()
+    assert sync.is_alive()
     study.layout.mlflow_database.write_bytes(mlflow_template.read_bytes())
     until(lambda: shown(study, 0) == ("FINISHED", "complete"))
-    assert clerk.close(60)
+    assert sync.close(60)
     complaints = [line for line in capsys.readouterr().err.splitlines() if "not a database" in line]
     assert len(complaints) == 1
     assert "the sweep continues" in complaints[0]
@@ -145,9 +145,9 @@ def test_one_run_that_cannot_be_sent_keeps_no_other_from_it(study: Study, capsys
     whole = study.runs[0].paths.spec.read_bytes()
     for number in range(4):
         study.runs[number].paths.spec.write_bytes(b"{}")
-    clerk = started(study)
+    sync = started(study)
     until(lambda: [shown(study, number)[1] for number in (4, 5)] == ["complete", "complete"])
-    assert not clerk.close(60)
+    assert not sync.close(60)
     said = capsys.readouterr().err.splitlines()
     assert "does not have 4 runs completely yet; the next start of this sweep sends the rest" in said[-1]
     assert sum(f"{study.trials[0].run_id}: DamagedFileError" in line for line in said) == 1
@@ -173,14 +173,14 @@ def test_closing_waits_no_longer_than_it_may(study: Study, capsys: pytest.Captur
             raise AssertionError("it has not seen everything")
 
     study.train(study.begin(), 1, 5)
-    clerk = started(study, lambda _: Stuck())
+    sync = started(study, lambda _: Stuck())
     assert stuck.wait(60)
     concluded: list[int] = []
-    assert not clerk.close(0.2, lambda: concluded.append(1))
+    assert not sync.close(0.2, lambda: concluded.append(1))
     assert "completely yet" in capsys.readouterr().err
     freed.set()
-    clerk.join(60)
-    assert not clerk.is_alive()
+    sync.join(60)
+    assert not sync.is_alive()
     assert concluded == []
 
 
@@ -197,10 +197,10 @@ def test_the_prelude_is_repeated_until_it_succeeds_and_the_conclusion_comes_last
 
     study.train(study.begin(), 1, 5)
     study.end(0, "complete")
-    clerk = started(study, prelude=prelude)
+    sync = started(study, prelude=prelude)
     until(lambda: shown(study, 0) == ("FINISHED", "complete"))
     states: list[tuple[str, str | None]] = []
-    assert clerk.close(60, lambda: states.append(shown(study, 0)))
+    assert sync.close(60, lambda: states.append(shown(study, 0)))
     assert (len(calls), states) == (3, [("FINISHED", "complete")])
 
     def fail() -> None:

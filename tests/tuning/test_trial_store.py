@@ -1,4 +1,4 @@
-"""The register of a study, on both storages: every trial is accounted for, whichever process is killed and when."""
+"""The trial store on both storages: it has every trial, whichever process is killed and when."""
 
 import json
 import os
@@ -385,7 +385,7 @@ def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_p
     assert opened(storage, two).study == "sweep.2"
     assert opened(storage, settings(), name="other").study == "other"
     storage.optuna.create_new_trial(first)
-    with pytest.raises(SettingsError, match=r"'sweep' was made by another program; choose another sweep.name"):
+    with pytest.raises(SettingsError, match=r"'sweep' was created by another program; choose another sweep.name"):
         opened(storage, settings())
 
 
@@ -404,7 +404,7 @@ def test_changes_by_another_program_are_reported(store: TrialStore, storage: Stu
     assert (trial.state, trial.reason) == ("failed", "ended by another program")
     foreign = create_trial(value=1.0, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
     storage.optuna.create_new_trial(study, foreign)
-    with pytest.raises(DamagedFileError, match="study sweep, trial 1: another program has put it there"):
+    with pytest.raises(DamagedFileError, match="study sweep, trial 1: another program has added this trial"):
         store.trials()
 
 

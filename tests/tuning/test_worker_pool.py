@@ -1,4 +1,4 @@
-"""Workers that die, stop and fail, and the crew that starts them again: real processes that do nothing else."""
+"""The worker pool with real processes that die, stop and fail, and are started again."""
 
 import os
 import signal

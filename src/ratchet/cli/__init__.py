@@ -1,1 +1,1 @@
-"""The command line: flags, one call for each command, and what it prints."""
+"""The command line: the flags of each command, its call and its output."""

@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_base(card: "BaseCard") -> str:
-    """The pinned model in a few lines."""
+    """Format the pinned model in a few lines."""
     commit = f", commit {card.revision}" if card.revision else ""
     model = f"{card.architecture}, {card.parameters:,} parameters"
     lines = [f"base {card.source}: {model}, digest {card.digest[:12]}{commit}"]
-    if stored := card.quantization:
-        double = ", double quantization" if stored.double else ""
-        lines.append(f"  stored in 4 bits ({stored.kind}{double}) and used as stored")
+    if quantization := card.quantization:
+        double = ", double quantization" if quantization.double else ""
+        lines.append(f"  stored in 4 bits ({quantization.kind}{double}) and used as stored")
     if unused := card.unused_tensors:
         more = " ..." if len(unused) > 1 else ""
         lines.append(

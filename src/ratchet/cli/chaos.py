@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("--kills", type=int, default=5, metavar="N", help="kills with each kind of signal (default: 5)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of all schedules (default: 0)")
-    parser.add_argument("--faults", metavar="A,B", help="only these kinds (default: all; an unknown one lists them)")
+    parser.add_argument(
+        "--faults", metavar="A,B", help="only these kinds of fault (default: all; an unknown name lists them)"
+    )
     parser.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all trials")
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory for chaos.json and timeline.png")
@@ -44,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_chaos(report: "ChaosReport") -> str:
-    """A table of the faults, the failures, and the conclusion."""
+    """Format a table of the faults, the failures, and the conclusion."""
     lines = [_format_rows(report.rows)]
     if any(row["reference_has_faults"] for row in report.rows):
         lines.append("  * compared with an undisturbed training under the same fault (nan: where it is never finite)")
@@ -55,14 +57,14 @@ def format_chaos(report: "ChaosReport") -> str:
 
 
 def _format_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each kind of fault; `*` marks those compared with a training under the same fault."""
-    text = [f"  {'row':<12}{'trials':>7}{'faults':>8}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
-    for line in rows:
-        slowest = line["slowest_recovery_s"]
+    """Format a row for each kind of fault; `*` marks kinds whose reference has the same fault."""
+    lines = [f"  {'row':<12}{'trials':>7}{'faults':>8}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
+    for row in rows:
+        slowest = row["slowest_recovery_s"]
         shown = "-" if slowest is None else f"{slowest:.1f} s"
-        exact, unaided = (f"{line[key]}/{line['trials']}" for key in ("exact", "recovered"))
-        name = line["row"] + "*" * line["reference_has_faults"]
-        text.append(
-            f"  {name:<12}{line['trials']:>7}{line['faults']:>8}{exact:>8}{unaided:>9}{shown:>10}   {line['text']}"
+        exact, unaided = (f"{row[key]}/{row['trials']}" for key in ("exact", "recovered"))
+        name = row["row"] + "*" * row["reference_has_faults"]
+        lines.append(
+            f"  {name:<12}{row['trials']:>7}{row['faults']:>8}{exact:>8}{unaided:>9}{shown:>10}   {row['text']}"
         )
-    return "\n".join(text)
+    return "\n".join(lines)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ratchet.reports.comparison import PairwiseTestResult
     from ratchet.stages.compare import CompareResult
 
-CELL = 36
-"""Characters of a table cell; longer text is cut."""
+MAX_CELL_CHARACTERS = 36
+"""Longest text of a table cell; longer text is truncated."""
 
 HELP = "compare trainings: settings that differ, curves, scores, and which differences are significant"
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_comparison(result: "CompareResult") -> str:
-    """Settings that differ, final figures and tested differences."""
+    """Format the settings that differ, the final figures and the tested differences."""
     lines = [f"note: {note}" for note in result.notes]
     if result.differences:
         lines += ["differences", _format_values(result.names, result.differences)]
@@ -52,23 +52,24 @@ def format_comparison(result: "CompareResult") -> str:
     return "\n".join([*lines, f"  page: {result.page}"])
 
 
-def _format_finding(one: "PairwiseTestResult") -> str:
+def _format_finding(finding: "PairwiseTestResult") -> str:
     from ratchet.reports import comparison_page
     from ratchet.reports.forest_plot import format_p_value
 
-    first, second = (comparison_page.format_value(one, value) for value in one.values)
-    p = format_p_value(one.p_adjusted).replace("\u00a0", " ")
-    how = f"p {p if p.startswith('<') else f'= {p}'} after Holm, n {one.n:,}"
-    if one.is_significant:
-        return f"{one.metric} ({one.rows}): {one.leader} better than {one.other}, {first} to {second}; {how}"
-    return f"{one.metric} ({one.rows}): {one.leader} {first}, {one.other} {second}: cannot be told apart; {how}"
+    first, second = (comparison_page.format_value(finding, value) for value in finding.values)
+    p = format_p_value(finding.p_adjusted).replace("\u00a0", " ")
+    how = f"p {p if p.startswith('<') else f'= {p}'} after Holm, n {finding.n:,}"
+    head = f"{finding.metric} ({finding.rows}): {finding.leader}"
+    if finding.is_significant:
+        return f"{head} better than {finding.other}, {first} to {second}; {how}"
+    return f"{head} {first}, {finding.other} {second}: no significant difference; {how}"
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, Sequence[str]]) -> str:
-    """A table with a column for each training."""
+    """Format a table with a column for each training."""
     rows = [["", *names], *([name, *row] for name, row in values.items())]
     return format_table([[_truncate_cell(cell) for cell in row] for row in rows])
 
 
 def _truncate_cell(cell: str) -> str:
-    return cell if len(cell) <= CELL else f"{cell[: CELL - 1]}\u2026"
+    return cell if len(cell) <= MAX_CELL_CHARACTERS else f"{cell[: MAX_CELL_CHARACTERS - 1]}\u2026"

@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")
-    choice.add_argument("--rollback", action="store_true", help="go back to the release before, at once")
+    choice.add_argument("--rollback", action="store_true", help="go back to the previous release")
     choice.add_argument("--watch", action="store_true", help="keep running, and deploy every new champion")
     parser.add_argument(
-        "--no-smoke", action="store_true", help="do not start a server on the release before it becomes current"
+        "--no-smoke", action="store_true", help="do not test the release with a server before it becomes current"
     )
     add_json_argument(parser)
 
@@ -68,7 +68,7 @@ def _format_time() -> str:
 
 
 def format_deployment(result: "DeployResult") -> str:
-    """The current release, its smoke test, how to serve it, and warnings."""
+    """Format the current release, its smoke test, how to serve it, and warnings."""
     from ratchet.storage import digests
 
     deployment = result.deployment

@@ -15,7 +15,9 @@ HELP = "optional stage: compute a larger model's probabilities for the training 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--forecast", action="store_true", help="only report how much disk and memory it needs")
+    parser.add_argument(
+        "--forecast", action="store_true", help="only report how much disk and memory the teacher needs"
+    )
     add_json_argument(parser)
 
 
@@ -29,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_distillation(result: "DistillResult") -> str:
-    """The teacher's outputs in a few lines, or what the teacher needs."""
+    """Format the teacher's outputs in a few lines, or the disk and memory that the teacher needs."""
     from ratchet.models.teacher import describe_embedding_padding
 
     card = result.card
@@ -41,10 +43,10 @@ def format_distillation(result: "DistillResult") -> str:
         f"  the teacher's own loss on the answers: {card.teacher_loss:.4f} nats a token; it has "
         f"{card.teacher_parameters:,} parameters, the base {card.base_parameters:,} "
         f"({card.base_parameters / card.teacher_parameters:.1%})\n"
-        f"  beyond the {card.top_k} lie {card.left_out:.2%} of the probability, learned as one sum"
+        f"  {card.left_out:.2%} of the probability is beyond the {card.top_k} tokens and is learned as one sum"
     )
-    if said := describe_embedding_padding(card.teacher_rows, card.base_rows, card.tokens):
-        text += f"\n  {said}"
+    if padding := describe_embedding_padding(card.teacher_rows, card.base_rows, card.tokens):
+        text += f"\n  {padding}"
     if result.was_computed_before:
         text += "\n  computed before, used as it is"
     return text

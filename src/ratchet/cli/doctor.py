@@ -17,7 +17,7 @@ HELP = "examine data, base and machine, and propose settings with reasons"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a single config.json")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
     mode.add_argument(
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_machine(report: "MachineCheckReport") -> str:
-    """The requirements and what was found."""
+    """Format the requirements and the measured values."""
     from ratchet.stages.machine_check import format_findings
 
     return f"{report.machine} is admitted\n{format_findings(report)}"
 
 
 def format_examination(report: "DoctorReport") -> str:
-    """Findings, proposals with their reasons, the change of params.yaml, and problems."""
+    """Format findings, proposals with their reasons, the change of params.yaml, and problems."""
     lines = ["machine, base and data", *(f"  {subject:<10} {finding}" for subject, finding in report.findings)]
     target = report.compared_with + (f" for {report.base}" if report.base is not None else "")
     if report.proposals:

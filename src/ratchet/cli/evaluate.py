@@ -39,23 +39,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_evaluation(result: "EvaluateResult") -> str:
-    """The scores, and how often this test set has been used."""
+    """Format the scores, and how often this test set has been used."""
     used, limit = result.test_set_uses, result.max_test_set_uses
     return f"{format_scores(result.report)}\n  {used} of {limit} models have been evaluated on these test rows"
 
 
 def format_scores(report: "EvaluationReport") -> str:
-    """A table with a row for each metric and a column for each model, 95 % intervals in brackets; then costs and
-    notes."""
-    names = sorted({name for one in report.scores.values() for name in one.metrics})
+    """Format a table with a row for each metric and a column for each model; then costs and notes.
+
+    Brackets contain 95 % intervals.
+    """
+    names = sorted({name for scores in report.scores.values() for name in scores.metrics})
     rows = [["", *report.scores]]
     for name in names:
-        figures = [one.metrics.get(name) for one in report.scores.values()]
+        figures = [scores.metrics.get(name) for scores in report.scores.values()]
         rows.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
     lines = [format_table(rows)]
-    for who, cost in report.costs.items():
+    for role, cost in report.costs.items():
         lines.append(
-            f"  {who}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
+            f"  {role}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
             f"{cost.tokens_per_s:.0f} tokens/s, {cost.memory_bytes / 2**20:,.0f} MiB, on {cost.device}"
         )
     if report.judge_report is not None:
@@ -65,23 +67,23 @@ def format_scores(report: "EvaluationReport") -> str:
 
 
 def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
-    """The judge's figures, a line an opponent, and what they cost."""
+    """Format the judge's figures in a line for each opponent, and their cost."""
     lines = []
-    for who, one in judge_report.comparisons.items():
-        parts = [f"judge: {judge_report.candidate} and {who}, {one.rows} rows"]
-        if one.win_rate is not None:
-            same = f", {one.identical_answers} of them the same text" if one.identical_answers else ""
+    for role, comparison in judge_report.comparisons.items():
+        parts = [f"judge: {judge_report.candidate} and {role}, {comparison.rows} rows"]
+        if (rate := comparison.win_rate) is not None:
+            same = f", {comparison.identical_answers} of them the same text" if comparison.identical_answers else ""
             parts.append(
-                f"win rate {one.win_rate.value:.3f} [{one.win_rate.low:.3f}, {one.win_rate.high:.3f}] "
-                f"({one.wins} better, {one.ties} tied{same}, {one.losses} worse)"
+                f"win rate {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}] "
+                f"({comparison.wins} better, {comparison.ties} tied{same}, {comparison.losses} worse)"
             )
-        if one.agreement is not None:
-            parts.append(f"both orders agree on {one.agreement.value:.1%}")
-        if (bias := one.position_bias) is not None:
+        if comparison.agreement is not None:
+            parts.append(f"both orders agree on {comparison.agreement.value:.1%}")
+        if (bias := comparison.position_bias) is not None:
             parts.append(f"first answer preferred by {bias.value:+.3f} [{bias.low:+.3f}, {bias.high:+.3f}]")
-        if one.skipped:
-            why = ", ".join(f"{count} {reason}" for reason, count in one.unreadable.items())
-            parts.append(f"{one.skipped} rows left out ({why})")
+        if comparison.skipped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in comparison.unreadable.items())
+            parts.append(f"{comparison.skipped} rows left out ({reasons})")
         lines.append("; ".join(parts))
     counts = [f"{judge_report.questions:,} questions to {judge_report.model}", f"{judge_report.requests:,} requests"]
     if judge_report.prompt_tokens is not None and judge_report.tokens is not None:
@@ -91,17 +93,17 @@ def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
 
 
 def format_quantization(result: "QuantizationResult") -> str:
-    """A table with a row for each way to store the base."""
+    """Format a table with a row for each storage format of the base."""
     report = result.report
     full = report.costs[0].weight_bytes
     rows = [["", "bytes", "of full", "loss", "perplexity", "KL", "same token", "layer error", "worst layer"]]
-    for one in report.costs:
-        errors = {name: layer.output_error for name, layer in one.layers.items()}
+    for cost in report.costs:
+        errors = {name: layer.output_error for name, layer in cost.layers.items()}
         worst = max(errors, key=lambda name: errors[name], default="-")
         rows.append(
             [
-                one.name, f"{one.weight_bytes:,}", f"{one.weight_bytes / full:.1%}", f"{one.loss:.4f}",
-                f"{math.exp(one.loss):.3f}", f"{one.kl:.4f}", f"{one.greedy_agreement:.1%}",
+                cost.name, f"{cost.weight_bytes:,}", f"{cost.weight_bytes / full:.1%}", f"{cost.loss:.4f}",
+                f"{math.exp(cost.loss):.3f}", f"{cost.kl:.4f}", f"{cost.greedy_agreement:.1%}",
                 f"{statistics.median(errors.values()):.1%}" if errors else "-",
                 f"{worst} {errors[worst]:.1%}" if errors else "-",
             ]

@@ -32,36 +32,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_bundle(bundle: "ModelBundle") -> str:
-    """How close the merged model is to base + adapter, then a line for each format."""
+    """Format how close the merged model is to base + adapter, then a line for each format."""
     lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.merge_target} in {bundle.dtype}"]
     if bundle.merge:
         lines += (_format_merge_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
         if all(trial.check.adapter_effect == 0 for trial in bundle.merge.trials):
-            lines.append("  what was merged changes nothing: this is the bare base")
+            lines.append("  the merged adapters change nothing: this model equals the base")
         if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
-            lines.append("  base + adapter: adapters as export.weight, additional_adapters and modules say")
+            lines.append("  base + adapter: adapters weighted by export.weight, additional_adapters and modules")
     lines.append(format_table([HEADINGS, *map(_format_row, bundle.artifacts)]))
     lines += [f"  {artifact.name}: {note}" for artifact in bundle.artifacts for note in artifact.notes]
     return "\n".join(lines)
 
 
-def _format_merge_trial(trial: "MergeTrial", taken: str) -> str:
-    p, check = trial.parity, trial.check
+def _format_merge_trial(trial: "MergeTrial", chosen: str) -> str:
+    parity, check = trial.parity, trial.check
     worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
-    name = f"{trial.merge_base} (taken)" if trial.merge_base == taken else trial.merge_base
+    name = f"{trial.merge_base} (chosen)" if trial.merge_base == chosen else trial.merge_base
     return (
-        f"  {name}: against base + adapter on {p.rows} rows logits"
-        f" differ by {p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy "
-        f"token at {p.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
+        f"  {name}: against base + adapter on {parity.rows} rows logits differ by "
+        f"{parity.max_logit_difference:.2g} at most, {parity.mean_logit_difference:.2g} on average; same greedy token "
+        f"at {parity.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
     )
 
 
-def _format_row(one: "ExportArtifact") -> tuple[str, ...]:
-    task = one.task
+def _format_row(artifact: "ExportArtifact") -> tuple[str, ...]:
+    task = artifact.task
     answers = (f"{task.value:.1%}", f"{task.difference:+.1%} [{task.low:+.1%}, {task.high:+.1%}]",
                f"{task.same_answers:.1%}") if task else ("-", "-", "-")  # fmt: skip
     return (
-        one.name, format_bytes(one.size_bytes),
-        f"{one.distance.kl:.2g}", f"{one.distance.greedy_agreement:.2%}", *answers,
-        f"{one.texts_tokenised}/{one.texts}", f"{one.tokens_per_second:.0f}", one.runtime,
+        artifact.name, format_bytes(artifact.size_bytes),
+        f"{artifact.distance.kl:.2g}", f"{artifact.distance.greedy_agreement:.2%}", *answers,
+        f"{artifact.texts_tokenised}/{artifact.texts}", f"{artifact.tokens_per_second:.0f}", artifact.runtime,
     )  # fmt: skip

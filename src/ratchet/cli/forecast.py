@@ -1,4 +1,4 @@
-"""`ratchet forecast`: memory that a training will need."""
+"""`ratchet forecast`: the memory that a training needs."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ HELP = "forecast how much memory a training needs, without loading weights"
 
 BAR_COLUMNS = 60
 BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
-"""Characters for the parts of a bar, told apart without colors; repeated when there are more parts."""
+"""Characters for the parts of a bar, distinct without colors; repeated if there are more parts."""
 LEGEND_COLUMNS = 90
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a single config.json")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: from params.yaml)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: from the data)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device to train on (default: this machine's)")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="GPUs that train together (default: from params.yaml)")
     add_json_argument(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the table with a picture")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the table and a picture as HTML")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,37 +55,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_forecast(report: "ForecastReport") -> str:
-    """A table of the parts by phase, a bar for each phase, and whether it fits."""
+    """Format a table of the parts by phase, a bar for each phase, and whether the training fits."""
     from ratchet.reports import training_page
     from ratchet.stages.forecast import ACCURACY
 
-    found = report.forecast
-    share = found.trainable_parameters / max(1, found.total_parameters)
+    memory = report.forecast
+    share = memory.trainable_parameters / max(1, memory.total_parameters)
     lines = [
-        f"{report.architecture}: {', '.join(training_page.describe_forecast(found))}",
-        f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
+        f"{report.architecture}: {', '.join(training_page.describe_forecast(memory))}",
+        f"{memory.trainable_parameters:,} of {memory.total_parameters:,} parameters learn ({share:.2%})",
         "",
-        *_format_table(found),
+        *_format_table(memory),
         "",
-        *_draw_bars(found),
+        *_draw_bars(memory),
         "",
         *_format_verdict(report),
-        *(f"note: {note}" for note in found.notes),
+        *(f"note: {note}" for note in memory.notes),
         ACCURACY,
     ]
     return "\n".join(lines)
 
 
-def _memory_part_names(found: "MemoryForecast") -> list[str]:
-    return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
+def _memory_part_names(memory: "MemoryForecast") -> list[str]:
+    return list(dict.fromkeys(part for phase in memory.phases for part in phase.parts))
 
 
-def _format_table(found: "MemoryForecast") -> list[str]:
-    """Parts by phase, in one unit."""
-    size, unit = choose_unit(found.peak.total_bytes)
-    heads = [phase.phase.replace("_", " ") for phase in found.phases]
-    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _memory_part_names(found)]
-    rows.append(("in all", [phase.total_bytes for phase in found.phases]))
+def _format_table(memory: "MemoryForecast") -> list[str]:
+    """Format the parts by phase, all in the same unit."""
+    size, unit = choose_unit(memory.peak.total_bytes)
+    heads = [phase.phase.replace("_", " ") for phase in memory.phases]
+    rows = [(part, [phase.parts.get(part, 0) for phase in memory.phases]) for part in _memory_part_names(memory)]
+    rows.append(("in all", [phase.total_bytes for phase in memory.phases]))
     first = max(len(name) for name, _ in [*rows, (unit, [])])
     lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
     for name, counts in rows:
@@ -94,23 +94,23 @@ def _format_table(found: "MemoryForecast") -> list[str]:
     return lines
 
 
-def _draw_bars(found: "MemoryForecast") -> list[str]:
-    """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
-    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(found))}
+def _draw_bars(memory: "MemoryForecast") -> list[str]:
+    """Draw a bar for each phase, all on the scale of the highest, and a legend."""
+    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(memory))}
     lines = [
-        f"{one.phase.replace('_', ' '):<11}{_draw_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
-        f"{format_bytes(one.total_bytes):>10}"
-        for one in found.phases
+        f"{phase.phase.replace('_', ' '):<11}{_draw_bar(phase, blocks, memory.peak.total_bytes):<{BAR_COLUMNS}}  "
+        f"{format_bytes(phase.total_bytes):>10}"
+        for phase in memory.phases
     ]
     return [*lines, *_wrap_entries([f"{block} {part}" for part, block in blocks.items()])]
 
 
-def _draw_bar(one: "PhaseMemory", blocks: dict[str, str], most: int) -> str:
-    """Each border between two parts stands where it belongs, so that rounding does not add up."""
+def _draw_bar(phase: "PhaseMemory", blocks: dict[str, str], scale_bytes: int) -> str:
+    """Draw the bar of a phase. Each border between parts is rounded alone, so that rounding errors do not add up."""
     drawn, sum_bytes = "", 0
     for part, block in blocks.items():
-        sum_bytes += one.parts.get(part, 0)
-        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, most)) - len(drawn))
+        sum_bytes += phase.parts.get(part, 0)
+        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, scale_bytes)) - len(drawn))
     return drawn
 
 
@@ -130,8 +130,11 @@ def _format_verdict(report: "ForecastReport") -> list[str]:
         [f"memory of the host: {format_bytes(report.forecast.host_bytes)}"] if report.forecast.device == "cuda" else []
     )
     if report.available_bytes is None:
-        return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
-    each = f" for each of {report.local_ranks} ranks" if report.local_ranks > 1 else ""
+        return [
+            f"{needed}; this machine has no GPU to compare it with: set its memory with --memory, such as 24GiB",
+            *host,
+        ]
+    per_rank = f" for each of {report.local_ranks} ranks" if report.local_ranks > 1 else ""
     left = report.available_bytes - report.needed_bytes
     fits = (
         f"it fits, {format_bytes(left)} are left"
@@ -142,8 +145,8 @@ def _format_verdict(report: "ForecastReport") -> list[str]:
         f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in report.limits.items()
     )
     return [
-        f"{needed}, {format_bytes(report.available_bytes)} at hand{each}: {fits}",
+        f"{needed}, {format_bytes(report.available_bytes)} available{per_rank}: {fits}",
         *host,
-        f"largest that fits, each for itself: {limits}",
+        f"largest that fits, with the other sizes unchanged: {limits}",
         "(tried: rows up to train.batch_size, tokens up to the base's positions, rank up to a matrix's smaller side)",
     ]

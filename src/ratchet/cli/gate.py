@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_verdict(verdict: "Verdict", layout: "ProjectLayout") -> str:
-    """The decision with its reasons, and the path of the page that shows the evidence."""
+    """Format the decision with its reasons, and the path of the page that shows the evidence."""
     from ratchet.quality_gate.rules import describe_verdict
 
     return f"{describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
 
 
 def format_noise(noise: "NoiseReport") -> str:
-    """A table of the differences between two evaluations of the same model."""
+    """Format a table of the differences between two evaluations of the same model."""
     from ratchet.quality_gate.decision import format_noise_table
 
     return format_noise_table(list(noise.metrics), noise.batch_rows, noise.confidence)

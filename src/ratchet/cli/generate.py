@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_generation(result: "GenerateResult") -> str:
-    """How many answers were written, how they ended, and their model."""
+    """Format how many answers were written, how they ended, and their model."""
     from ratchet.storage.html import format_count
 
     card = result.card
@@ -69,9 +69,9 @@ def format_generation(result: "GenerateResult") -> str:
         return f"{result.output}: written before from these prompts, settings and model (generation {card.id})"
     ends = ", ".join(f"{count:,} {name}" for name, count in card.finish.items())
     left_out = f"; {format_count(card.faults, 'record')} left out" if card.faults else ""
-    given = f"{format_count(card.answers, 'answer')} to {format_count(card.prompts, 'prompt')}"
+    counts = f"{format_count(card.answers, 'answer')} to {format_count(card.prompts, 'prompt')}"
     return (
-        f"generation {card.id}: {given} ({ends}){left_out}\n"
+        f"generation {card.id}: {counts} ({ends}){left_out}\n"
         f"  {card.tokens:,} tokens, of prompts {card.prompt_tokens:,}; model {card.spec.model.digest[:12]} "
         f"({card.model_name})\n  {result.output}"
     )

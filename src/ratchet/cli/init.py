@@ -1,4 +1,4 @@
-"""`ratchet init`: makes a project."""
+"""`ratchet init`: creates a project."""
 
 import argparse
 import shlex
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_init(result: "InitResult") -> str:
-    """The findings about the data, and the next command."""
+    """Format the findings about the data, and the next command."""
     kind = "labels, so accuracy per class is measured" if result.task == "labels" else "free text"
     unusable = (
         f" ({result.unusable_rows} of them malformed, or without prompt or response)" if result.unusable_rows else ""

@@ -1,4 +1,4 @@
-"""`ratchet keys`: shows and changes whose signatures on promoted models the project trusts."""
+"""`ratchet keys`: shows and changes the keys and identities that the project trusts to sign promoted models."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from ratchet.errors import EXIT_OK
 if TYPE_CHECKING:
     from ratchet.stages.keys import KeyringReport
 
-HELP = "show or change whose signatures on promoted models this project trusts"
+HELP = "show or change the keys and identities that this project trusts to sign promoted models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--trust", type=Path, metavar="FILE", help="trust the public key in this PEM file")
     change.add_argument("--trust-identity", metavar="WHO", help="trust what this identity signs through sigstore")
     change.add_argument("--revoke", metavar="KEY", help="no longer trust a key (its first digits) or an identity")
-    parser.add_argument("--issuer", metavar="URL", help="with --trust-identity: who certifies the identity")
-    parser.add_argument("--reason", metavar="TEXT", help="with --revoke: why")
+    parser.add_argument("--issuer", metavar="URL", help="with --trust-identity: issuer that certifies the identity")
+    parser.add_argument("--reason", metavar="TEXT", help="with --revoke: the reason")
     add_json_argument(parser)
 
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_keys(report: "KeyringReport") -> str:
-    """Describe the change, then every key and identity that is or was trusted."""
+    """Format the change, then every key and identity that is or was trusted."""
     from ratchet.registry.signing.keys import SHOWN_DIGITS
 
     keyring = report.keyring
@@ -70,16 +70,16 @@ def _format_change(report: "KeyringReport") -> list[str]:
 
     if (change := report.change) is None:
         return []
-    who = change.identity or f"key {(change.key or '')[:SHOWN_DIGITS]}"
+    signer = change.identity or f"key {(change.key or '')[:SHOWN_DIGITS]}"
     commit = f"commit {report.keyring_file.parent.name}/{report.keyring_file.name}"
     if change.action == "created":
         return [
-            f"{who} is created and trusted; {commit}. Back up {report.private_key_file} and keep it secret: "
-            "only that file can sign as this key"
+            f"{signer} is created and trusted; {commit}. Back up {report.private_key_file} and keep it secret: "
+            "only that file can sign with this key"
         ]
     if change.action == "trusted":
-        return [f"{who}{f' of {change.issuer}' if change.issuer else ''} is trusted; {commit}"]
+        return [f"{signer}{f' of {change.issuer}' if change.issuer else ''} is trusted; {commit}"]
     return [
-        f"{who} is revoked, its signatures are refused from now on; {commit}. "
-        "Promote models that you still need again, with another key"
+        f"{signer} is revoked, its signatures are refused from now on; {commit}. "
+        "If you still need models that it signed, promote them again with another key"
     ]

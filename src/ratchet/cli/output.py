@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from ratchet.storage.records.base import Record
 
+R = TypeVar("R", bound="Record")
+
 
 def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line for each row, with left-aligned columns; the first row holds the headings."""
+    """Format each row as a line with left-aligned columns; the first row contains the headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """The aligned rows as text, indented by two spaces."""
+    """Format aligned rows as text, indented by two spaces."""
     return "\n".join(f"  {line}".rstrip() for line in align_rows(rows))
 
 
-R = TypeVar("R", bound="Record")
-
-
 def print_text(text: str) -> None:
-    """Print a line or several. A closed pipe or terminal (`| head`) ends the printing, not the command."""
+    """Print one or several lines. After the pipe or terminal is closed (`| head`), the command continues silently."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -39,7 +38,7 @@ def print_text(text: str) -> None:
 
 
 def print_progress(text: str) -> None:
-    """Print a line about work in progress, indented: the result follows."""
+    """Print a line of progress, indented."""
     print_text(f"  {text}")
 
 
@@ -57,7 +56,7 @@ def print_record(record: R, format_record: Callable[[R], str], arguments: argpar
 
 
 def progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Where a command reports progress: standard output, or standard error when standard output holds JSON."""
+    """Return a function that prints progress: to standard output, or with `--json` to standard error."""
     if getattr(arguments, "json", False):
         return lambda text: print(f"  {text}", file=sys.stderr, flush=True)
     return print_progress

@@ -27,14 +27,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_dataset(card: "DatasetCard") -> str:
-    """The dataset card in a few lines."""
+    """Format the dataset card in a few lines."""
     lines = [
         f"{card.rows_in:,} rows in, {card.rows_out:,} out: " + ", ".join(f"{n:,} {s}" for s, n in card.splits.items())
     ]
     lines += [
-        f"  {name}: {one.rows:,} rows, read as {one.record_schema}"
-        + (f", weight {one.weight:g}" if one.weight != 1 else "")
-        for name, one in card.source_cards.items()
+        f"  {name}: {source.rows:,} rows, read as {source.record_schema}"
+        + (f", weight {source.weight:g}" if source.weight != 1 else "")
+        for name, source in card.source_cards.items()
     ]
     lines += [
         f"  dropped {d.count:,}: {r.replace('_', ' ')} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()
@@ -49,25 +49,25 @@ def format_dataset(card: "DatasetCard") -> str:
         for name, leak in card.leaks.items()
     ]
     lines += [f"  cut in {name}: {cut.rows:,} rows, {cut.tokens:,} tokens" for name, cut in card.truncated.items()]
-    for one in card.source_cards.values():
-        if one.teacher_provenance:
+    for source in card.source_cards.values():
+        if source.teacher_provenance:
             lines.append(
-                f"  by {', '.join(one.teacher_provenance.teachers)}: "
-                f"{one.teacher_provenance.training_rows:,} training rows"
+                f"  by {', '.join(source.teacher_provenance.teachers)}: "
+                f"{source.teacher_provenance.training_rows:,} training rows"
             )
     if card.teacher_rows:
         lines.append(f"  from teachers: {card.teacher_rows / card.splits['train']:.1%} of the training rows")
-    if even := card.balanced:
-        least, most = min(even.before.values()), max(even.before.values())
-        sizes = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        now = sorted({*even.after.values()})
+    if balance := card.balanced:
+        smallest, largest = min(balance.before.values()), max(balance.before.values())
+        sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+        new_sizes = sorted({*balance.after.values()})
         lines.append(
-            f"  balanced by {even.by}: {len(even.before):,} categories of {sizes} training rows, now of "
-            + (f"{now[0]:,}" if len(now) == 1 else f"{now[0]:,} to {now[-1]:,}")
+            f"  balanced by {balance.by}: {len(balance.before):,} categories of {sizes} training rows, now of "
+            + (f"{new_sizes[0]:,}" if len(new_sizes) == 1 else f"{new_sizes[0]:,} to {new_sizes[-1]:,}")
         )
     train = card.lengths["train"]
-    how = "to balance" if card.balanced else "by weight"
-    repeated = f", {card.repeated:,} rows of it again {how}" if card.repeated else ""
+    reason = "to balance" if card.balanced else "by weight"
+    repeated = f", {card.repeated:,} rows of it again {reason}" if card.repeated else ""
     lines.append(
         f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
         f"a row has {train.median} in the median, {train.greatest} at most"

@@ -1,4 +1,4 @@
-"""The project that a command works on."""
+"""Opens the project of `--project`."""
 
 import argparse
 from pathlib import Path
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def open_project(arguments: argparse.Namespace, **machine: Any) -> Project:
-    """The project of `--project` with its settings.
+    """Open the project of `--project` with its settings.
 
     Args:
         arguments: the parsed command line.
-        machine: settings of section `machine` that options replace; None leaves the setting as it is.
+        machine: settings of section `machine` that options replace; None keeps the setting.
     """
     overrides = {f"machine.{name}": value for name, value in machine.items() if value is not None}
     return Project(arguments.project, overrides)
 
 
 def open_project_or_defaults(arguments: argparse.Namespace) -> "tuple[ProjectLayout | None, Settings]":
-    """The project, or (None, default settings) outside one: some commands also work there."""
+    """Open the project. Outside a project, where some commands also work, return (None, default settings)."""
     from ratchet.config.settings import Settings
 
     is_given = arguments.project != Path()
@@ -34,5 +34,5 @@ def open_project_or_defaults(arguments: argparse.Namespace) -> "tuple[ProjectLay
 
 
 def find_layout(arguments: argparse.Namespace) -> ProjectLayout:
-    """The paths of the project, without reading its settings."""
+    """Return the paths of the project, without reading its settings."""
     return ProjectLayout.find(arguments.project)

@@ -18,12 +18,14 @@ HELP = "register the exported model and make it champion"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--force", action="store_true", help="promote against the verdict; who and why is recorded")
-    parser.add_argument("--reason", metavar="TEXT", help="with --force: why (required)")
+    parser.add_argument(
+        "--force", action="store_true", help="promote against the verdict; your name and the reason are recorded"
+    )
+    parser.add_argument("--reason", metavar="TEXT", help="with --force: the reason (required)")
     parser.add_argument(
         "--anchor", action="store_true", help="also make it the anchor, which no later model may fall behind"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="only list the steps")
     add_json_argument(parser)
 
 
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
-    """The champion, or the plan of a dry run; then notes, warnings, and how hooks were called."""
+    """Format the champion, or the plan of a dry run; then notes, warnings, and the deliveries to hooks."""
     if result.plan:
         lines = ["dry run, nothing was changed; these steps would follow:", *result.plan]
     else:
@@ -68,7 +70,7 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
 
 
 def format_delivery(delivery: "HookDelivery") -> str:
-    """How one hook was called: delivered, or a warning with the command that tries again."""
+    """Format the delivery to a hook, or a warning with the command that tries again."""
     if delivery.is_delivered:
         return f"{delivery.hook}: delivered ({delivery.detail})"
     attempts = "1 attempt" if delivery.attempts == 1 else f"{delivery.attempts} attempts"

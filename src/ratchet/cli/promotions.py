@@ -10,12 +10,12 @@ from ratchet.errors import EXIT_INPUT, EXIT_OK
 if TYPE_CHECKING:
     from ratchet.stages.promotions import PromotionHistory, PromotionHistoryEntry
 
-HELP = "show who promoted which model when, and check that the history is intact"
+HELP = "show the history of promotions, and check that it is intact"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--deliver", action="store_true", help="call hooks again that failed")
+    parser.add_argument("--deliver", action="store_true", help="call hooks again whose delivery failed")
     add_json_argument(parser)
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_history(history: "PromotionHistory") -> str:
-    """A table with a row for each promotion, oldest first; then notes and problems."""
+    """Format a table with a row for each promotion, oldest first; then notes and problems."""
     lines = _format_rows(history)
     if not history.entries:
         lines = ["the history cannot be read" if history.problems else "nothing was promoted yet"]
@@ -42,14 +42,24 @@ def format_history(history: "PromotionHistory") -> str:
 
 
 def _format_rows(history: "PromotionHistory") -> list[str]:
-    """The table; reason, anchor and hooks follow on lines of their own."""
+    """Format the table. Reason, anchor and hooks follow each row on lines of their own."""
     rows = [("time", "action", "version", "from", "model", "verdict", "by")]
     details: list[list[str]] = [[]]
     for entry in history.entries:
-        one = entry.promotion
-        before = "-" if one.previous_version is None else str(one.previous_version)
-        verdict = (one.decision or "-") + (" FORCED" if one.forced else "")
-        rows.append((one.time, one.action, str(one.version), before, one.model_digest[:12], verdict, one.actor))
+        promotion = entry.promotion
+        before = "-" if promotion.previous_version is None else str(promotion.previous_version)
+        verdict = (promotion.decision or "-") + (" FORCED" if promotion.forced else "")
+        rows.append(
+            (
+                promotion.time,
+                promotion.action,
+                str(promotion.version),
+                before,
+                promotion.model_digest[:12],
+                verdict,
+                promotion.actor,
+            )
+        )
         details.append(_format_details(entry))
     lines = []
     for row, more in zip(align_rows(rows), details, strict=True):

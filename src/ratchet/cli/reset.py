@@ -1,4 +1,4 @@
-"""`ratchet reset`: removes a run, after asking."""
+"""`ratchet reset`: removes a run, after the user confirms."""
 
 import argparse
 import sys
@@ -79,14 +79,14 @@ def format_target(target: "ResetTarget") -> str:
 
 
 def format_reset(result: "ResetResult") -> str:
-    """Whether the run was removed."""
+    """Format whether the run was removed."""
     if not result.was_removed:
         return f"run {result.target.run_id} was kept"
     return f"{format_target(result.target)}\nremoved"
 
 
 def format_replica_reset(result: "ReplicaResetResult") -> str:
-    """Whether the run was removed."""
+    """Format whether the run was removed."""
     if not result.was_removed:
         return f"run {result.target.run_id} was kept"
     return f"{result.target.description}\nremoved from the replica"

@@ -8,14 +8,14 @@ from ratchet.cli.projects import open_project
 from ratchet.cli.promote import format_promotion
 from ratchet.errors import EXIT_OK
 
-HELP = "make the previous champion champion again"
+HELP = "make an earlier version champion again"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
-    parser.add_argument("--reason", metavar="TEXT", help="why; recorded in the ledger")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be done")
+    parser.add_argument("--reason", metavar="TEXT", help="the reason; recorded in the ledger")
+    parser.add_argument("--dry-run", action="store_true", help="only list the steps")
     add_json_argument(parser)
 
 

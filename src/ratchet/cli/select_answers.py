@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, required=True, metavar="FILE", help="the rows, such as data/raw/selected.jsonl"
     )
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="the prompts' file, if the directory of the generation is gone"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="the file of prompts, if the directory of the generation no longer exists",
     )
     add_json_argument(parser)
 
@@ -38,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_selection(result: "SelectResult") -> str:
-    """How many answers were chosen, and what the filters dropped."""
+    """Format how many answers were chosen, and how many each filter dropped."""
     if result.was_written_before:
         return f"{result.output}: written before from these answers and settings; nothing to do"
     from ratchet.stages.select_answers import format_filters
@@ -49,5 +52,7 @@ def format_selection(result: "SelectResult") -> str:
         *format_filters(card),
     ]
     if card.without_reference:
-        lines.append(f"  {card.without_reference:,} prompts have no reference: nothing was compared there")
+        lines.append(
+            f"  {card.without_reference:,} prompts have no reference: their answers were not compared with one"
+        )
     return "\n".join([*lines, f"  {result.output}"])

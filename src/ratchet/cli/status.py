@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_status(report: "StatusReport") -> str:
-    """Each run in several lines, and the champion in one."""
+    """Format each run in several lines, and the champion in one."""
     lines = [run.description for run in report.runs] or ["no run yet; `dvc repro` starts one"]
     if (champion := report.champion) is not None:
         forced = champion.forced
@@ -52,5 +52,5 @@ def format_status(report: "StatusReport") -> str:
 
 
 def format_replica_status(report: "ReplicaStatusReport") -> str:
-    """One run in several lines, or all runs in a line each."""
+    """Format a single run in several lines, or all runs in one line each."""
     return "\n".join(run.description for run in report.runs) or "no run in this replica yet"

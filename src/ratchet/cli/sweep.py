@@ -78,7 +78,7 @@ def _run_trials(project: "Project", arguments: argparse.Namespace) -> None:
 
 
 def format_adoption(adopted: "AdoptedTrial") -> str:
-    """The change of params.yaml, and what `dvc repro` will do."""
+    """Format the change of params.yaml, and what `dvc repro` will do."""
     title = f"trial {adopted.trial} of study {adopted.study} (run {adopted.run_id})"
     training = "finds this run already trained" if adopted.is_trained_here else "trains it again: its run is not here"
     if not adopted.diff:
@@ -92,26 +92,27 @@ def format_adoption(adopted: "AdoptedTrial") -> str:
 
 
 def format_report(result: "SweepResult") -> str:
-    """The trials by state, the best ones, the winner and what pruning saved."""
+    """Format the number of trials by state, the best trials, the winner, and the savings by pruning."""
     from ratchet.tuning.tracking_sync import count_states
     from ratchet.tuning.trial_summary import compute_savings
 
     report = result.report
     states = count_states(report.trials)
-    each = ", ".join(f"{count} {state}" for state, count in states.items())
-    saved = compute_savings(report)
-    lines = [f"sweep {report.study}: {states.total()} trials ({each})"]
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    savings = compute_savings(report)
+    lines = [f"sweep {report.study}: {states.total()} trials ({counts})"]
     for number in report.best[:MAX_SHOWN]:
         trial = report.trials[number]
         figures = ", ".join(
-            f"{one.metric} {value:.6g}" for one, value in zip(report.objectives, trial.objectives, strict=True)
+            f"{objective.metric} {value:.6g}"
+            for objective, value in zip(report.objectives, trial.objectives, strict=True)
         )
-        chosen = ", ".join(f"{parameter} {_format_value(value)}" for parameter, value in trial.values.items())
-        lines.append(f"  {'best' if len(report.best) == 1 else 'front'}: trial {number}: {figures} ({chosen})")
+        values = ", ".join(f"{parameter} {_format_value(value)}" for parameter, value in trial.values.items())
+        lines.append(f"  {'best' if len(report.best) == 1 else 'front'}: trial {number}: {figures} ({values})")
     if report.final_round:
         lines.append(f"  winner: {report.final_round.reason}")
-    pruning = f"{saved.tokens:,} saved ({saved.pruned.tokens:,} by pruning)"
-    lines.append(f"  learned from {saved.trained_tokens:,} answer tokens; {pruning}")
+    pruning = f"{savings.tokens:,} saved ({savings.pruned.tokens:,} by pruning)"
+    lines.append(f"  learned from {savings.trained_tokens:,} answer tokens; {pruning}")
     lines.append(f"  page: {result.page}")
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="train even if the forecast says that memory is too small")
     parser.add_argument("--nodes", metavar="MIN:MAX", help="machines that train this run (default: machine.nodes)")
     parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="address where they meet (default: machine.rendezvous)"
+        "--rendezvous", metavar="HOST:PORT", help="address at which the machines meet (default: machine.rendezvous)"
     )
     parser.add_argument(
         "--profile", nargs="?", const=PROFILE_STEPS, type=int, metavar="STEPS",
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_training(result: "TrainResult") -> str:
-    """The finished training in a few lines."""
+    """Format the finished training in a few lines."""
     report = result.report
     state = "trained before, used as it is" if result.was_trained_before else f"{report.steps} steps"
     early = f" (stopped early, {report.planned_steps} were planned)" if report.steps < report.planned_steps else ""

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_verification(report: "VerifyReport") -> str:
-    """A line for each finding: `ok  PATH  KIND  DIGEST  SIZE`, or e.g. `DAMAGED PATH: PROBLEM`."""
+    """Format a line for each finding: `ok  PATH  KIND  DIGEST  SIZE`, or e.g. `DAMAGED PATH: PROBLEM`."""
     return "\n".join(map(_format_finding, report.findings))
 
 

@@ -1,4 +1,4 @@
-"""Section `evaluate` of params.yaml: what is measured on the test rows, for every model alike."""
+"""Section `evaluate` of params.yaml: the measurements on the test rows, which are the same for every model."""
 
 import difflib
 import re

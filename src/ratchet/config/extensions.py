@@ -1,4 +1,4 @@
-"""Extensions: functions of other packages that settings name, found through entry points.
+"""Finds extensions: functions of other packages that settings name, registered as entry points.
 
 A package registers a function in its pyproject.toml:
 
@@ -23,25 +23,25 @@ Group = Literal["ratchet.metrics", "ratchet.filters", "ratchet.rewards", "ratche
 
 
 def list_extensions(group: Group) -> dict[str, EntryPoint]:
-    """The installed extensions of a group, by name."""
+    """Return the installed extensions of a group, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def load_extension(group: Group, name: str, setting: str) -> Any:
-    """The function that an installed package registered under this name.
+    """Import the function that an installed package registered under this name.
 
     Args:
         group: the entry point group.
-        name: as registered.
-        setting: the setting that names it, for the message.
+        name: name of the entry point.
+        setting: the setting that has this name, for the message.
 
     Raises:
-        SettingsError: no package registers it, or importing it fails.
+        SettingsError: no package registers the name, or the import fails.
     """
     known = list_extensions(group)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(known)) or 'none'}"
+        matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {matches[0]}?" if matches else f"installed: {', '.join(sorted(known)) or 'none'}"
         raise SettingsError(f"{setting}: found {name!r}, which no installed package registers in {group}; {hint}")
     try:
         return known[name].load()
@@ -52,6 +52,6 @@ def load_extension(group: Group, name: str, setting: str) -> Any:
 
 
 def describe_extension(group: Group, name: str) -> str:
-    """Name, package and version of an extension, which become part of the record of what it computed."""
+    """Return name, package and version of an extension, for the records of its results."""
     distribution = list_extensions(group)[name].dist
     return f"{name} of {distribution.name} {distribution.version}" if distribution else name

@@ -1,4 +1,4 @@
-"""Building blocks of the settings: number types that accept YAML's spellings, and the frozen base class of sections."""
+"""Building blocks of the settings: the frozen base class of sections, and number types that accept YAML's spellings."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _reject_secrets(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name == "webhook":  # the whole address is a secret, and no message shows it
+        if info.field_name == "webhook":  # the whole address may be a secret, and no message shows it
             return value
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and contains_secret(text) for text in texts):
@@ -39,32 +39,33 @@ class Section(BaseModel):
     def descriptions(cls) -> dict[str, str]:
         """Return the description of each field.
 
-        They are read from the source when they are needed: if pydantic read them for every class at import, each
-        command would take a fifth longer.
+        They are read from the source on demand. If pydantic read them for every class at import, each command would
+        take a fifth longer.
         """
-        found: dict[str, str] = {}
+        descriptions: dict[str, str] = {}
         for base in reversed(cls.__mro__):
             if issubclass(base, Section) and base is not Section:
-                found |= _read_descriptions(base)
-        return found
+                descriptions |= _read_descriptions(base)
+        return descriptions
 
 
 def _read_descriptions(section: type[Section]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for field, text in pairwise(getattr(body, "body", ())):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             value = getattr(text.value, "value", None)
             if isinstance(value, str):
-                found[field.target.id] = " ".join(inspect.cleandoc(value).split())
-    return found
+                descriptions[field.target.id] = " ".join(inspect.cleandoc(value).split())
+    return descriptions
 
 
-# Validators that run before pydantic's own. A ValueError says what was expected; params_file adds file, line and value.
+# Validators that run before pydantic's own. Their ValueErrors name the expected value; params_file.py adds file, line
+# and the value found.
 
 
 def parse_number(value: Any) -> Any:
-    """Convert a number that a YAML 1.1 writer stored as text (`1e-4`, `1e-05`); return all else unchanged."""
+    """Convert a number that a YAML 1.1 writer stored as text (`1e-4`, `1e-05`). Return other values unchanged."""
     if isinstance(value, str):
         try:
             number = float(value)
@@ -75,7 +76,7 @@ def parse_number(value: Any) -> Any:
 
 
 def parse_count(value: Any, choice: str) -> Any:
-    """Check a whole number >= 1, or the one word that may stand in its place (`auto`, `smallest`)."""
+    """Check that a value is a whole number >= 1, or the word that the setting accepts too (`auto`, `smallest`)."""
     value = parse_number(value)
     if value != choice and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ValueError(f"expected an integer >= 1, or {choice}")
@@ -86,10 +87,10 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_interval(value: Any) -> int | float | None:
-    """Return an interval as optimizer steps (int), seconds (float), or None for `auto`.
+    """Return an interval as optimizer steps (int) or seconds (float); None for `auto`.
 
     Raises:
-        ValueError: the value is none of these.
+        ValueError: the value is not an interval.
     """
     if value == "auto":
         return None
@@ -101,7 +102,7 @@ def parse_interval(value: Any) -> int | float | None:
 
 
 def parse_size(value: Any) -> Any:
-    """Convert a size such as `20MB` to bytes; return a number, null or anything else unchanged."""
+    """Convert a size such as `20MB` to bytes. Return other values unchanged."""
     value = parse_number(value)
     if not isinstance(value, str):
         return value
@@ -112,12 +113,12 @@ def parse_size(value: Any) -> Any:
 
 
 def convert_to_tuple(value: Any) -> Any:
-    """Convert a list to a tuple; return all else unchanged."""
+    """Convert a list to a tuple. Return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def wrap_single_value(value: Any) -> Any:
-    """Convert a list to a tuple, and a single text or mapping to a tuple of it."""
+    """Convert a list to a tuple, and a single text or mapping to a tuple with this item."""
     return (value,) if isinstance(value, str | dict) else convert_to_tuple(value)
 
 

@@ -89,7 +89,7 @@ def _parse_amount(value: Any) -> Any:
 
 
 class BudgetRule(Section):
-    """A limit on what the model costs in use."""
+    """A limit on the model's size, latency or memory."""
 
     rule: Literal["budget"]
     resource: Literal["size", "latency", "memory"]

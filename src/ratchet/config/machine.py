@@ -2,9 +2,14 @@
 
 import math
 import re
+import threading
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import unquote, urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from ratchet.config.fields import (
     Count,
@@ -22,6 +27,120 @@ from ratchet.config.fields import (
     parse_number,
     parse_size,
 )
+
+MIN_LOG_BYTES = 4096
+"""Enough for one record with its fields."""
+CHECK_ENVIRONMENT = "check_environment"
+"""Key of pydantic's validation context. If true, `machine.replica` is also checked against this machine: installed
+libraries, and files in place of folders. Only the loader of params.yaml sets it: a running training reads its stored
+settings too, and must not fail because the replica's disk has changed."""
+
+S3_SCHEMES = ("s3", "s3a")
+LOCAL_SCHEMES = ("", "file", "local")
+"""Schemes of a replica that is a folder; empty: the address is a path."""
+UNUSABLE_REPLICA_SCHEMES = {
+    "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
+    "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
+    "asynclocal", "async_wrapper", "asyncwrapper",
+}  # fmt: skip
+"""fsspec schemes that cannot hold a replica: they end with the process, are read-only, or wrap another file system."""
+_PLACE_IN_URL = dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "tosfs"), "BUCKET")
+_PLACE_IN_URL |= dict.fromkeys(("sftp", "ssh", "ftp", "smb", "webhdfs"), "HOST")
+"""Meaning of the part of a URL between `//` and the next `/`, for schemes that require it."""
+_LIBRARIES_OF_FSSPEC = {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
+"""Optional libraries that fsspec's own implementations import. Other implementations are a library themselves."""
+STAT_TIMEOUT_S = 2.0
+"""Longest wait for a disk that is asked whether a path is a file. A network disk may not answer at all."""
+
+
+def find_replica_problem(url: str) -> str:
+    """Return why an address cannot be that of a replica; empty if it can. Only the text is checked."""
+    if not url.isprintable():
+        return "expected an address without control characters"
+    if url.startswith("/") and "://" not in url:
+        return ""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (raises ValueError for an invalid port)
+    except ValueError:
+        return "expected a URL with a valid host and port, such as sftp://HOST/FOLDER"
+    scheme, place = parts.scheme, _PLACE_IN_URL.get(parts.scheme)
+    checks = (
+        (
+            parts.password is not None or "?" in url,
+            "a URL without a password or query, because params.yaml is committed to git; put credentials into the "
+            "environment or the library's own files",
+        ),
+        ("#" in url, "a URL without #"),
+        (
+            scheme in UNUSABLE_REPLICA_SCHEMES,
+            f"a shared folder, s3://, gs://, az:// or sftp://; scheme {scheme} cannot hold a replica, because other "
+            "machines could not write and read it",
+        ),
+        (
+            not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url),
+            "a URL such as s3://BUCKET/FOLDER, or an absolute path",
+        ),
+        (
+            scheme in LOCAL_SCHEMES and (parts.netloc or not parts.path.startswith("/")),
+            "file:///FOLDER, an absolute path",
+        ),
+        (
+            scheme in S3_SCHEMES and not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", parts.netloc),
+            f"{scheme}://BUCKET/FOLDER with the name of a bucket",
+        ),
+        (place and not parts.netloc.rpartition("@")[2], f"{scheme}://{place}/FOLDER"),
+    )
+    return next((f"expected {expected}" for is_wrong, expected in checks if is_wrong), "")
+
+
+def find_replica_environment_problem(url: str) -> str:
+    """Return why this machine cannot use a replica of this address, which is valid; empty if it can.
+
+    No server is contacted, and no storage library is imported except fsspec, which few addresses need.
+    """
+    if (folder := parse_local_folder(url)) is not None:
+        file = _find_file_in_path(folder)
+        return f"expected a folder, but {file} is not one" if file else ""
+    scheme = url.partition("://")[0]
+    if scheme.lower() in S3_SCHEMES:
+        library = "s3fs"
+    else:
+        from fsspec.registry import known_implementations, registry
+
+        if scheme in registry:  # registered by the program that runs Ratchet
+            return ""
+        if scheme not in known_implementations:
+            return "expected a path, or a scheme that fsspec has, such as file://, s3://, gs://, az:// or sftp://"
+        module = str(known_implementations[scheme]["class"]).partition(".")[0]
+        library = _LIBRARIES_OF_FSSPEC.get(scheme, module)
+    if find_spec(library) is None:
+        return f"expected a scheme whose library is installed; pip install {library}, or set another replica"
+    return ""
+
+
+def parse_local_folder(url: str) -> Path | None:
+    """Return the folder that is the replica; None if the replica is in another kind of storage."""
+    if "://" not in url:
+        return Path(url)
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme in LOCAL_SCHEMES else None
+
+
+def _find_file_in_path(folder: Path) -> Path | None:
+    """Return the part of a path that exists and is not a folder; None if there is none, or the disk does not answer."""
+    found: list[Path] = []
+
+    def look() -> None:
+        with suppress(OSError):
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            found.extend([] if existing.is_dir() else [existing])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(STAT_TIMEOUT_S)
+    return found[0] if found else None
+
 
 # Validators: each takes a value as written in params.yaml, and returns what pydantic then checks.
 
@@ -64,39 +183,14 @@ def _check_rendezvous(value: Any) -> Any:
     return value
 
 
-UNUSABLE_REPLICA_SCHEMES = {
-    "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
-    "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
-    "asynclocal", "async_wrapper", "asyncwrapper",
-}  # fmt: skip
-"""fsspec schemes that cannot hold a replica: they end with the process, are read-only, or wrap another file system."""
-
-
-def find_scheme_problem(url: str) -> str:
-    """Return why no replica can be stored under a URL of this scheme; empty if it can."""
-    if (scheme := url.split(":", 1)[0]) not in UNUSABLE_REPLICA_SCHEMES:
-        return ""
-    return (
-        f"scheme {scheme}: cannot hold a replica, because other machines could not write and read it; use a shared "
-        "folder, s3://, gs://, az:// or sftp://"
-    )
-
-
-def _check_replica_url(value: Any) -> Any:
-    if isinstance(value, str) and "://" not in value and not value.startswith("/"):
-        raise ValueError("expected a URL such as s3://BUCKET/FOLDER, or an absolute path")
-    if isinstance(value, str) and re.match(r"[^/]*://(?:[^/@]*:[^/@]*@|[^?#]*\?)", value):
-        raise ValueError(
-            "expected a URL without a password or query, because params.yaml is committed to git; put credentials into "
-            "the environment or the library's own files"
-        )
-    if isinstance(value, str) and (problem := find_scheme_problem(value)):
-        raise ValueError(problem)
+def _check_replica_url(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, str):
+        problem = find_replica_problem(value)
+        if not problem and (info.context or {}).get(CHECK_ENVIRONMENT):
+            problem = find_replica_environment_problem(value)
+        if problem:
+            raise ValueError(problem)
     return value
-
-
-MIN_LOG_BYTES = 4096
-"""Enough for one record with its fields."""
 
 
 def _parse_log_bytes(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""params.yaml: reads and validates it, writes it with a comment above every setting, and edits its text."""
+"""Reads and validates params.yaml, writes it with a comment above every setting, and edits its text."""
 
 import difflib
 import functools
@@ -18,6 +18,7 @@ from ruamel.yaml.nodes import MappingNode, Node
 from ratchet.config.export import AdditionalAdapterSettings
 from ratchet.config.fields import Section, parse_number
 from ratchet.config.gate import RULES, MustImproveRule
+from ratchet.config.machine import CHECK_ENVIRONMENT
 from ratchet.config.prepare import ColumnSettings, SourceSettings
 from ratchet.config.promote import HookSettings
 from ratchet.config.settings import Settings
@@ -26,12 +27,21 @@ from ratchet.errors import SettingsError
 from ratchet.redaction import redact
 
 COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
-"""Options that override a setting: messages name the option."""
+"""Options that override a setting. Messages name the option, not the setting."""
 FOUND_CHARACTERS = 60
 """A longer value is shortened in messages."""
 COMMENT_COLUMNS = 118
 _NO_BREAK = "\x00"
-"""Stands for a space at which a comment is not wrapped."""
+"""Replaces a space at which a comment must not be wrapped."""
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_NAMES = {
+    "integer": "an integer", "number": "a number", "boolean": "true or false", "null": "null", "object": "a mapping",
+    "array": "a list", "string": "text",
+}  # fmt: skip
+"""Signs and words for keys and types of JSON schema."""
+
+Changes = Mapping[str, Any]
+"""New values by dotted name, such as `train.rank`."""
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -39,7 +49,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
 
     Args:
         path: the file.
-        overrides: values to use in place of those in the file, by dotted name: `{"train.rank": 16}`.
+        overrides: values that replace those of the file, by dotted name: `{"train.rank": 16}`.
 
     Raises:
         SettingsError: the message lists every problem with file, line, setting, value found, and value expected.
@@ -54,7 +64,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
 
 
 def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Validate the text of a params.yaml, as `load` does; `name` is the file name in messages."""
+    """Validate the text of a params.yaml as `load` does. `name` is the file name in messages."""
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
@@ -69,9 +79,9 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
     for key, value in (overrides or {}).items():
         _override(plain, key.split("."), value)
     try:
-        return Settings.model_validate(plain)
+        return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
     except ValidationError as error:
-        problems: dict[str, None] = {}  # in order; branches of a union that reject one value give equal lines
+        problems: dict[str, None] = {}  # ordered; several branches of a union may reject a value with the same line
         for item in map(dict, error.errors()):
             overridden = next((key for key in overrides or {} if _is_caused_by(item, key)), None)
             if overridden is None:
@@ -82,7 +92,7 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
 
 
 def _override(sections: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set a value by its keys. A section that is not a mapping is left to validation."""
+    """Set a value by its keys. If a section is not a mapping, do nothing: validation reports that."""
     for key in keys[:-1]:
         sections = sections.setdefault(key, {})
         if not isinstance(sections, dict):
@@ -91,7 +101,7 @@ def _override(sections: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _is_caused_by(item: dict[str, Any], key: str) -> bool:
-    """Whether pydantic's problem is about the setting of this dotted name: itself, inside its value, or its section."""
+    """Return whether pydantic's problem is about this setting, a part of its value, or one of its sections."""
     keys, location = tuple(key.split(".")), tuple(item["loc"])
     if item["type"] == "extra_forbidden" and len(location) < len(keys):
         return keys[: len(location)] == location
@@ -99,7 +109,7 @@ def _is_caused_by(item: dict[str, Any], key: str) -> bool:
 
 
 def _convert_to_builtin(node: Any) -> Any:
-    """Convert ruamel's containers and scalars to built-in types: pydantic's strict mode accepts no others."""
+    """Convert ruamel's containers and scalars to built-in types, because pydantic's strict mode requires them."""
     if isinstance(node, CommentedMap):
         return {str(key): _convert_to_builtin(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
@@ -116,8 +126,9 @@ def _convert_to_builtin(node: Any) -> Any:
 def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
     """Format one of pydantic's errors as one line."""
     keys, node, line = [], document, 1
-    for part in item["loc"]:  # it also has tags of unions ('must_improve', 'str', 'tuple[...]'), which the file has not
-        if isinstance(node, CommentedMap):  # a key may be a number, true or null; the location has it as text
+    # The location also has labels of union branches ('must_improve', 'str', 'tuple[...]'), which are not in the file.
+    for part in item["loc"]:
+        if isinstance(node, CommentedMap):  # a key may be a number, true or null, which the location has as text
             part = next((key for key in node if str(key) == part), part)  # noqa: PLW2901
         if isinstance(node, CommentedMap) and part in node:
             line, node = node.lc.key(part)[0] + 1, node[part]
@@ -127,7 +138,7 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
             continue
         keys.append(str(part))
     path = ".".join(keys)
-    if not path:  # a problem of several sections: the message names the setting
+    if not path:  # a problem of several sections, whose message names the setting
         return f"{name}: {_clean_message(item)}"
     return f"{name}:{line}: {_format_complaint(path, keys, item)}"
 
@@ -138,19 +149,21 @@ def _format_override_problem(key: str, item: dict[str, Any]) -> str:
 
 
 def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
-    """Say which setting is wrong, what was found and what was expected."""
+    """Return a line with the setting, the value found and the value expected."""
     kind = item["type"]
     if kind == "extra_forbidden":
         known = _list_known_keys(keys[:-1])
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        text = f"unknown setting; did you mean {near[0]}?" if near else f"unknown setting; known: {', '.join(known)}"
+        matches = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        text = (
+            f"unknown setting; did you mean {matches[0]}?" if matches else f"unknown setting; known: {', '.join(known)}"
+        )
     elif kind == "union_tag_not_found":
         names = [get_args(rule.model_fields["rule"].annotation)[0] for rule in RULES]
         path, text = f"{path}.rule", f"missing; expected one of: {', '.join(names)}"
     elif kind == "union_tag_invalid":
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")
         path, text = f"{path}.rule", f"found {_format_found(item['ctx']['tag'])}; expected one of: {expected}"
-    elif kind == "value_error" and isinstance(item["input"], dict):  # of a section; it may name one of its keys
+    elif kind == "value_error" and isinstance(item["input"], dict):  # from a section; it may begin with a key of it
         text = _clean_message(item)
         if re.split(r"[.: ]", text, maxsplit=1)[0] in _list_known_keys(keys):
             return f"{path}.{text}"
@@ -163,7 +176,7 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
 
 def _format_found(value: Any) -> str:
     text = redact("nothing" if value is None else repr(value))
-    text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # a query may hold a key
+    text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # a query may contain a key
     return text if len(text) <= FOUND_CHARACTERS else text[: FOUND_CHARACTERS - 3] + "..."
 
 
@@ -172,7 +185,7 @@ def _clean_message(item: dict[str, Any]) -> str:
 
 
 def _describe_expected(item: dict[str, Any]) -> str:
-    """Describe the accepted values, by the JSON schema of the setting; pydantic's own words if there is none."""
+    """Describe the accepted values by the JSON schema of the setting. Without a schema, use pydantic's message."""
     text = _describe_schema(schema) if (schema := _find_schema(item["loc"])) else ""
     if not text:
         message = _clean_message(item)
@@ -188,7 +201,7 @@ def _build_json_schema() -> dict[str, Any]:
 
 
 def _find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
-    """Return the JSON schema of the setting at pydantic's location; None if it has none."""
+    """Return the JSON schema of the setting at pydantic's location; None if the setting has no schema."""
     root = _build_json_schema()
 
     def resolve(schema: dict[str, Any]) -> dict[str, Any]:
@@ -222,15 +235,8 @@ def _find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
     return resolve(node)
 
 
-_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_NAMES = {
-    "integer": "an integer", "number": "a number", "boolean": "true or false", "null": "null", "object": "a mapping",
-    "array": "a list", "string": "text",
-}  # fmt: skip
-
-
 def _describe_schema(schema: dict[str, Any]) -> str:
-    """Describe a JSON schema in words; empty if it says nothing."""
+    """Describe a JSON schema in words; empty if it restricts nothing."""
     branches = schema.get("anyOf") or schema.get("oneOf") or [schema]
     words = [branch["const"] for branch in branches if "const" in branch]
     words += [word for branch in branches for word in branch.get("enum", ())]
@@ -320,12 +326,12 @@ def _contains_section(value: Any) -> bool:
 
 
 def _is_path(item: Any) -> bool:
-    """Whether the item is a source that sets nothing but its files."""
+    """Return whether the item is a source that sets only its files."""
     return isinstance(item, SourceSettings) and item.files is not None and item == SourceSettings(files=item.files)
 
 
 def _format_flow(item: Section) -> str:
-    """Format a section on one line; of a source, hook or sweep parameter, only what differs from the default."""
+    """Format a section on one line. A source, hook or sweep parameter shows only values that differ from defaults."""
     shows_defaults = not isinstance(item, SourceSettings | ColumnSettings | HookSettings | SweepParameter)
     fields = type(item).model_fields
     shown = {
@@ -346,7 +352,7 @@ def _format_flow(item: Section) -> str:
 
 
 def _quote(text: str) -> str:
-    """Quote text as JSON, which YAML reads too, and escape control characters that JSON leaves as they are."""
+    """Quote text as JSON, which YAML reads too, and escape the control characters that JSON keeps."""
     raw = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in raw)
 
@@ -358,14 +364,14 @@ def _format_collection(value: tuple[Any, ...] | dict[str, Any]) -> str:
 
 
 def _format_scalar(value: Any) -> str:
-    """Format a value so that YAML 1.1 and 1.2 readers agree on it: both read params.yaml."""
+    """Format a value so that YAML 1.1 and YAML 1.2 readers read the same value: both kinds read params.yaml."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
         text = repr(value)
-        if "e" in text:  # PyYAML reads 1e-05 as text; every reader reads 1.0e-05 as a number
+        if "e" in text:  # PyYAML reads 1e-05 as text, but all readers read 1.0e-05 as a number
             mantissa, exponent = text.split("e")
             text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
         return text.removesuffix(".0")
@@ -378,15 +384,12 @@ def _format_scalar(value: Any) -> str:
             and not isinstance(parse_number(value), (int, float))
         )
         plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
-        # Only text that starts with a letter can be neither a number nor a date (0x1f, 2024-01-01).
+        # Text that starts with another character may be a number or a date (0x1f, 2024-01-01).
         return value if plain and value[0].isalpha() else _quote(value)
     return str(value)
 
 
-# Editing: changes values in the text of params.yaml; comments, order, quotes and blank lines stay.
-
-Changes = Mapping[str, Any]
-"""New values by dotted name, such as `train.rank`."""
+# Editing: changes values in the text of params.yaml, and keeps comments, order, quotes and blank lines.
 
 
 def get_value(settings: Settings, key: str) -> Any:
@@ -409,7 +412,7 @@ def apply_changes(settings: Settings, changes: Changes) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        problems: dict[str, None] = {}  # in order, each once
+        problems: dict[str, None] = {}  # ordered, without duplicates
         for details in error.errors():
             item = dict(details)
             keys = [str(part) for part in details["loc"]]
@@ -424,14 +427,14 @@ def amend_text(text: str, changes: Changes) -> str:
     again: it must equal the old settings with these changes and no others.
 
     Raises:
-        SettingsError: the text is not valid, or cannot be changed in this way (several keys share an anchor, say).
+        SettingsError: the text is not valid, or cannot be changed like this (for example, keys share an anchor).
     """
-    wanted = apply_changes(parse(text), changes)
-    full = dump(wanted)
+    changed_settings = apply_changes(parse(text), changes)
+    full = dump(changed_settings)
     for key in changes:
         text = _set_key(text, full, key.split("."))
     try:
-        is_exact = parse(text) == wanted
+        is_exact = parse(text) == changed_settings
     except SettingsError:
         is_exact = False
     if not is_exact:
@@ -449,23 +452,23 @@ def _compose(text: str) -> Node:
 
 def _set_key(text: str, full: str, path: list[str]) -> str:
     """Set one key of the text to its value in `full`, which has every key."""
-    node, other = _compose(text), _compose(full)
+    node, full_node = _compose(text), _compose(full)
     missing: list[str] = []
     for name in path:
-        other = _require_child(other, name)
+        full_node = _require_child(full_node, name)
         child = None if missing else _find_child(node, name)
         if child is None:
             missing.append(name)
         else:
             node = child
     if missing:
-        return _insert_lines(text, node, full, other, missing[:-1])
-    start, stop = _find_span(text, node)
-    value = full[slice(*_find_span(full, other))]
-    head = text[:start]
-    if start == stop or not head.rpartition("\n")[2].strip():  # `rank:` without a value, or a value on its own lines
-        head = f"{head.rstrip()} "
-    return head + value + text[stop:]
+        return _insert_lines(text, node, full, full_node, missing[:-1])
+    start, end = _find_span(text, node)
+    value = full[slice(*_find_span(full, full_node))]
+    before = text[:start]
+    if start == end or not before.rpartition("\n")[2].strip():  # `rank:` without a value, or a value on its own lines
+        before = f"{before.rstrip()} "
+    return before + value + text[end:]
 
 
 def _find_child(node: Node, name: str) -> Node | None:
@@ -481,13 +484,13 @@ def _require_child(node: Node, name: str) -> Node:
     return child
 
 
-def _insert_lines(text: str, node: Node, full: str, other: Node, sections: list[str]) -> str:
+def _insert_lines(text: str, node: Node, full: str, full_node: Node, sections: list[str]) -> str:
     """Insert a key with its comment at the end of a section, inside new sections if needed.
 
-    If the section is written on one line, the result is not valid; `amend_text` detects that.
+    If the section is written on one line, the result is not valid. `amend_text` detects that.
     """
-    start, stop = _find_span(full, other)
-    lines = full[: full.find("\n", stop) + 1].splitlines()
+    start, end = _find_span(full, full_node)
+    lines = full[: full.find("\n", end) + 1].splitlines()
     first = full.count("\n", 0, start)
     while first and lines[first - 1].lstrip().startswith("#"):
         first -= 1
@@ -496,18 +499,18 @@ def _insert_lines(text: str, node: Node, full: str, other: Node, sections: list[
     inserted = [f"{'  ' * i}{name}:" for i, name in enumerate(sections)]
     inserted += ["  " * len(sections) + line[indent:] for line in lines[first:]]
     block = "".join(f"{' ' * depth}{line}\n" for line in inserted)
-    place = _find_end_of_line(text, _find_span(text, node)[1])
-    return text[:place] + (block if not place or text[place - 1] == "\n" else f"\n{block}") + text[place:]
+    position = _find_end_of_line(text, _find_span(text, node)[1])
+    return text[:position] + (block if not position or text[position - 1] == "\n" else f"\n{block}") + text[position:]
 
 
 def _find_span(text: str, node: Node) -> tuple[int, int]:
-    """Return start and end of a node's own characters; the end marks of block nodes lie after the blank lines below."""
-    start, stop = int(node.start_mark.index), int(node.end_mark.index)
+    """Return start and end of a node's own characters. A block node's end mark is after the blank lines below it."""
+    start, end = int(node.start_mark.index), int(node.end_mark.index)
     last = node
     while isinstance(last, MappingNode) and not last.flow_style and last.value:
         last = last.value[-1][1]
-        stop = int(last.end_mark.index)
-    return start, start + len(text[start:stop].rstrip())
+        end = int(last.end_mark.index)
+    return start, start + len(text[start:end].rstrip())
 
 
 def _find_end_of_line(text: str, index: int) -> int:

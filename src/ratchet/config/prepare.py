@@ -41,8 +41,8 @@ class ColumnSettings(Section):
         if self.prompt is not None and self.prompt == self.response:
             raise ValueError(f"response: found {self.response!r}, the same column as prompt; expected another column")
         if (self.prompt is None) != (self.response is None):
-            missing, given = ("response", "prompt") if self.response is None else ("prompt", "response")
-            raise ValueError(f"{missing}: missing; set it, or remove {given}")
+            missing, present = ("response", "prompt") if self.response is None else ("prompt", "response")
+            raise ValueError(f"{missing}: missing; set it, or remove {present}")
         return self
 
 
@@ -114,8 +114,8 @@ class SplitSettings(Section):
                 f"validation and test: found a sum of {self.validation + self.test:g}; expected less than 1, so that "
                 "training rows remain"
             )
-        if len(chosen := [key for key in ("group", "stratify", "time") if getattr(self, key)]) > 1:
-            raise ValueError(f"{' and '.join(chosen)}: exclude each other; set one of them")
+        if len(keys := [key for key in ("group", "stratify", "time") if getattr(self, key)]) > 1:
+            raise ValueError(f"{' and '.join(keys)}: exclude each other; set one of them")
         return self
 
 

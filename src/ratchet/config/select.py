@@ -80,6 +80,11 @@ class Select(Section):
             raise ValueError(
                 f"max_characters: found {self.max_characters}; expected at least min_characters ({self.min_characters})"
             )
-        if not self.reward.command and (self.reward.min_score is not None or self.reward.select_best):
-            raise ValueError("reward.command: found nothing, but min_score and select_best need a program that scores")
+        reward = self.reward
+        if reward.command and reward.function is not None:
+            raise ValueError("reward: found command and function; expected one of them")
+        if not reward.command and reward.function is None and (reward.min_score is not None or reward.select_best):
+            raise ValueError(
+                "reward: found neither command nor function, but min_score and select_best need scores; set one of them"
+            )
         return self

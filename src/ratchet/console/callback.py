@@ -1,6 +1,6 @@
-"""Shows a training or generation in a terminal, as a callback of the journal: a live display, or plain lines for logs.
+"""Shows a training or generation in a terminal, as a callback of its journal.
 
-A live terminal shows one panel that is redrawn in place. Other streams get plain lines.
+A live terminal shows one panel that is redrawn in place. Other streams, such as log files, get plain lines.
 """
 
 import os
@@ -25,10 +25,21 @@ from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.html import format_count
 
 LINE_EVERY_S = 5.0
+"""Interval of progress lines."""
+WINDOW = 60
+"""Number of progress events, about one per second, over which the speed of a generation is averaged."""
+DRAW_EVERY_S = 0.5
+SHARE = 0.005
+"""Maximum share of one CPU for drawing. If a frame takes long, frames are drawn less often."""
+SPECIAL = {
+    "memory_forecast", "notice", "alert", "step_skipped", "step_repeated", "gradient_spike", "microbatch_budget",
+    "loss_scale",
+}  # fmt: skip
+"""Event kinds that also get a permanent line above the panel."""
 
 
 class RunEventFormatter:
-    """Formats events and progress of a run as lines.
+    """Formatter of events and progress of a run as lines.
 
     Args:
         write_line: Receives a line without its end.
@@ -47,26 +58,28 @@ class RunEventFormatter:
                 self._write_line(self._before + line)
 
     def figures(self, view: ProgressView, now: float) -> None:
-        """Write the current progress, unless the step is unchanged or this attempt has no values yet. `now` is Unix
-        time."""
-        p = view.progress
-        text = _format_figures(view)
-        if not text or p.step == self._last_step:
+        """Write the current progress, unless the step is unchanged or this attempt has no values yet.
+
+        `now` is Unix time.
+        """
+        progress = view.progress
+        figures = _format_figures(view)
+        if not figures or progress.step == self._last_step:
             return
-        self._last_step = p.step
+        self._last_step = progress.step
         time_left = view.eta.estimate(now)
-        left = f", {time_left.describe()} left" if time_left and p.step < p.planned_steps else ""
-        self._write_line(f"{self._before}{self._unit} {p.step}/{p.planned_steps}: {text}{left}")
+        left_text = f", {time_left.describe()} left" if time_left and progress.step < progress.planned_steps else ""
+        self._write_line(f"{self._before}{self._unit} {progress.step}/{progress.planned_steps}: {figures}{left_text}")
 
 
 def summarize_run(view: ProgressView, sidecar: SidecarState, now: float) -> str:
     """Summarize the state of a run in one line. `now` is Unix time."""
-    p = view.progress
-    clauses = [f"{describe_state(view, sidecar)}, {step_unit(view)} {p.step}/{p.planned_steps or '?'}"]
-    if p.loss is not None:
-        clauses.append(f"loss {p.loss:.4f}")
-    if p.validation_loss is not None:
-        clauses.append(f"validation loss {p.validation_loss:.4f}")
+    progress = view.progress
+    clauses = [f"{describe_state(view, sidecar)}, {step_unit(view)} {progress.step}/{progress.planned_steps or '?'}"]
+    if progress.loss is not None:
+        clauses.append(f"loss {progress.loss:.4f}")
+    if progress.validation_loss is not None:
+        clauses.append(f"validation loss {progress.validation_loss:.4f}")
     if left := describe_time_left(view, sidecar, now):
         clauses.append(f"{left} left")
     return ", ".join(clauses)
@@ -96,20 +109,13 @@ def _format_event(event: JournalEvent, unit: str) -> list[str]:
     if event.kind == "memory_forecast":
         return [progress_view.describe_forecast(event), *(f"  {note}" for note in data["forecast"]["notes"])]
     if event.kind in ("notice", "alert", *progress_view.STEP_ANOMALIES):
-        found = progress_view.describe_notable_event(event)
-        return [found] if found else []
+        text = progress_view.describe_notable_event(event)
+        return [text] if text else []
     return []
 
 
-# Output of a generation as lines in a terminal or a log, as a callback of its journal.
-
-GENERATION_LINE_EVERY_S = 5.0
-WINDOW = 60
-"""Number of progress events, about one per second, over which the speed is averaged."""
-
-
 class RunLogPrinter:
-    """Prints progress every few seconds and all notable events.
+    """Callback that prints lines about a generation: progress every few seconds, and all notable events.
 
     Args:
         write_line: Receives a line.
@@ -124,23 +130,23 @@ class RunLogPrinter:
         """Answers, tokens and seconds between two progress events."""
         self._last_line_s = time.monotonic()
         self._last: JournalEvent | None = None
-        self._live = False
+        self._is_live = False
+        """Whether this supervisor has started an attempt. Earlier supervisors have shown the events before it."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """See Callback."""
+        """See `RunCallback`."""
         for event in events:
             before = self._progress.step
             self._progress.update(event)
-            # Events that an earlier supervisor showed are not repeated.
-            self._live = self._live or (event.kind == "attempt_started" and event.data.get("pid") == os.getpid())
-            if self._live:
-                with suppress(KeyError, TypeError, ValueError):  # damaged event
+            self._is_live = self._is_live or (event.kind == "attempt_started" and event.data.get("pid") == os.getpid())
+            if self._is_live:
+                with suppress(KeyError, TypeError, ValueError):  # a damaged event is not shown
                     self._print_event(event, before)
-        if self._last and time.monotonic() - self._last_line_s >= GENERATION_LINE_EVERY_S:
+        if self._last and time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._print_progress()
 
     def on_end(self, status: Status) -> None:
-        """See Callback."""
+        """See `RunCallback`."""
         if self._last:
             self._print_progress()
 
@@ -148,15 +154,17 @@ class RunLogPrinter:
         data = event.data
         if event.kind == "worker_ready":
             start, planned = data["start_step"], data["planned_steps"]
-            all_of = format_count(planned, "answer")
-            start_text = f"resuming after {start:,} of {all_of}" if start else f"{all_of} to generate"
-            where = describe_device(data["device"], data["compute_dtype"])
-            self._write_line(f"{start_text}{where and ', on '}{where}")
+            answers = format_count(planned, "answer")
+            start_text = f"resuming after {start:,} of {answers}" if start else f"{answers} to generate"
+            device = describe_device(data["device"], data["compute_dtype"])
+            self._write_line(f"{start_text}{device and ', on '}{device}")
         elif event.kind in ("notice", "alert"):
             self._write_line(f"{event.kind}: {data['text']}")
         elif event.kind == "microbatch_budget":
-            why = f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "there is enough memory"
-            self._write_line(f"batches now have at most {data['budget']['tokens']:,} padded tokens: {why}")
+            reason = (
+                f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "there is enough memory"
+            )
+            self._write_line(f"batches now have at most {data['budget']['tokens']:,} padded tokens: {reason}")
         elif event.kind == "generation_progress":
             self._last = event
             self._recent.append((data["step"] - before, data["tokens"], data["seconds"]))
@@ -164,7 +172,7 @@ class RunLogPrinter:
     def _print_progress(self) -> None:
         p, data = self._progress, self._last.data if self._last else {}
         self._last_line_s, self._last = time.monotonic(), None
-        answers, tokens, seconds = (sum(one[i] for one in self._recent) for i in range(3))
+        answers, tokens, seconds = (sum(interval[i] for interval in self._recent) for i in range(3))
         rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
         left_s = (p.planned_steps - p.step) * seconds / answers if answers else 0
         left = f", about {format_duration(left_s)} left" if left_s else ""
@@ -173,24 +181,8 @@ class RunLogPrinter:
         self._write_line(f"{p.step:,}/{p.planned_steps:,} answered{rate}{rows}{free}{left}")
 
 
-DRAW_EVERY_S = 0.5
-SHARE = 0.005
-"""Maximum share of one CPU for drawing. Where a frame takes long, frames are drawn less often."""
-SPECIAL = {
-    "memory_forecast",
-    "notice",
-    "alert",
-    "step_skipped",
-    "step_repeated",
-    "gradient_spike",
-    "microbatch_budget",
-    "loss_scale",
-}
-"""Event kinds that also get a permanent line above the panel."""
-
-
 class ConsoleCallback:
-    """Shows a run to the user who started it. An error of the terminal ends the display, not the run.
+    """Callback that shows a run to the user who started it. An error of the terminal ends the display, not the run.
 
     Args:
         run: The run directory. None shows only the content of the journal.
@@ -200,22 +192,22 @@ class ConsoleCallback:
     name = "console"
 
     def __init__(self, run: RunPaths | None = None, stream: TextIO | None = None) -> None:
-        self._vitals = ProgressView() if run is None else create_view(run)
+        self._progress = ProgressView() if run is None else create_view(run)
         self._is_started = False
         self._view: _RunPanelView | _RunLogView = _RunLogView(stream)
         if is_live_terminal(stream or sys.stdout):
-            self._view = _RunPanelView(run, stream or sys.stdout, self._vitals)
+            self._view = _RunPanelView(run, stream or sys.stdout, self._progress)
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """See `RunCallback`. Raises once the error that ended the display, for example of a closed terminal."""
         live_from = self._first_live(events)
         with self._view.mutex:
             for event in events:
-                self._vitals.update(event)
-        self._view.show(self._vitals, [event for number, event in enumerate(events) if number >= live_from])
+                self._progress.update(event)
+        self._view.show(self._progress, [event for number, event in enumerate(events) if number >= live_from])
 
     def _first_live(self, events: Sequence[JournalEvent]) -> int:
-        """Return the index of the first new event. Events that an earlier supervisor already showed come before it."""
+        """Return the index of the first new event. Earlier supervisors have shown the events before it."""
         if self._is_started:
             return 0
         self._is_started = True
@@ -224,55 +216,55 @@ class ConsoleCallback:
 
     def on_end(self, status: Status) -> None:
         """See `RunCallback`."""
-        self._view.close(self._vitals)
+        self._view.close(self._progress)
 
 
 class _RunLogView:
-    """Prints a line every few seconds, and one for every notable event."""
+    """Lines for logs: one every few seconds, and one for every notable event."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.mutex = threading.Lock()
         self._stream = stream
-        self._formatter = RunEventFormatter(self._say)
-        self._said_s = time.monotonic()
+        self._formatter = RunEventFormatter(self._print_line)
+        self._printed_s = time.monotonic()
 
     def show(self, view: ProgressView, news: Sequence[JournalEvent]) -> None:
         for event in news:
             self._formatter.event(event)
-        if time.monotonic() - self._said_s >= LINE_EVERY_S and view.has_figures:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._printed_s >= LINE_EVERY_S and view.has_figures:
+            self._printed_s = time.monotonic()
             self._formatter.figures(view, view.progress.last_t)
 
     def close(self, view: ProgressView) -> None:
         self._formatter.figures(view, view.progress.last_t)
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
 
 class _RunPanelView:
-    """Draws the panel of a run twice a second in its own thread, so that ages and time left advance without events."""
+    """Panel of a run. A thread draws it twice a second, so that ages and time left advance without events."""
 
     def __init__(self, run: RunPaths | None, stream: TextIO, view: ProgressView) -> None:
         self.mutex = threading.Lock()
-        """Held while the progress changes and while it is drawn."""
-        self._run, self._vitals = run, view
-        self._canvas = LiveRegion(stream)
-        self._formatter = RunEventFormatter(self._canvas.print_line, unit=step_unit(view))
+        """Locked while the progress changes and while it is drawn."""
+        self._run, self._progress = run, view
+        self._region = LiveRegion(stream)
+        self._formatter = RunEventFormatter(self._region.print_line, unit=step_unit(view))
         self._ended = threading.Event()
         self._painter: threading.Thread | None = None
-        self._broken: Exception | None = None
-        self._reported = False
+        self._error: Exception | None = None
+        self._is_reported = False
 
     def show(self, view: ProgressView, news: Sequence[JournalEvent]) -> None:
         """Start to draw once this supervisor has started an attempt. Raises once the error that ended the display."""
         if news:
-            self._guarded(lambda: self._announced(news))
+            self._run_guarded(lambda: self._show_events(news))
         self._report()
 
-    def _announced(self, news: Sequence[JournalEvent]) -> None:
+    def _show_events(self, news: Sequence[JournalEvent]) -> None:
         if self._painter is None:
-            self._canvas.open()
+            self._region.open()
             self._painter = threading.Thread(target=self._paint, name="console-painter", daemon=True)
             self._painter.start()
         for event in news:
@@ -284,41 +276,37 @@ class _RunPanelView:
         self._ended.set()
         if self._painter is not None:
             self._painter.join()
-            self._guarded(self._draw)
-        self._canvas.close()
+            self._run_guarded(self._draw)
+        self._region.close()
         self._report()
 
     def _paint(self) -> None:
         wait_s = 0.0
         while not self._ended.wait(wait_s):
             start_s = time.thread_time()
-            self._guarded(self._draw)
+            self._run_guarded(self._draw)
             wait_s = max(DRAW_EVERY_S, (time.thread_time() - start_s) / SHARE)
 
     def _draw(self) -> None:
-        known = (
-            progress_view.SidecarState(running=True)
-            if self._run is None
-            else progress_view.read_sidecar_state(self._run)
-        )
-        kind = "generation" if self._vitals.generation else "run"
+        sidecar = SidecarState(running=True) if self._run is None else progress_view.read_sidecar_state(self._run)
+        kind = "generation" if self._progress.generation else "run"
         name = kind if self._run is None else f"{kind} {self._run.root.name}"
         with self.mutex:
-            self._canvas.draw(lambda size: render_panel(name, self._vitals, known, time.time(), size))
+            self._region.draw(lambda size: render_panel(name, self._progress, sidecar, time.time(), size))
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         """Run `work`. If the terminal fails, stop drawing and restore standard output and error."""
-        if self._broken is not None:
+        if self._error is not None:
             return
         try:
             work()
         except Exception as error:  # no error of the terminal may stop the run, or leave its output redirected
-            self._broken = error
+            self._error = error
             self._ended.set()
             with suppress(Exception):  # the terminal is broken, and the first error is reported
-                self._canvas.close()
+                self._region.close()
 
     def _report(self) -> None:
-        if self._broken is not None and not self._reported:
-            self._reported = True
-            raise self._broken
+        if self._error is not None and not self._is_reported:
+            self._is_reported = True
+            raise self._error

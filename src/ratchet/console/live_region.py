@@ -1,8 +1,9 @@
-"""Draws a region at the end of a terminal's text repeatedly in place, and progress bars. Other output goes above.
+"""Draws a region at the end of a terminal's text, again and again in place; other output goes above it. Also progress
+bars.
 
-Between two frames the cursor is at the start of the region, and the terminal wraps no line of it. So no rows need to
-be counted after a resize, when the terminal may have wrapped lines again before the process receives the new width
-(tmux reports it after up to 250 ms). rich.live counts rows, and leaves fragments.
+Between two frames, the cursor is at the start of the region, and the terminal wraps no line of it. So rows need not be
+counted after a resize, when the terminal may have wrapped lines again before the process receives the new width (tmux
+reports it after up to 250 ms). rich.live counts rows, and leaves fragments.
 """
 
 import atexit
@@ -19,11 +20,19 @@ from rich.console import RenderableType
 from ratchet.console.text_layout import COLOUR, ScreenSize, TerminalConsole, encode_safely, wrap_text
 from ratchet.storage.html import escape_invisible
 
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
+"""Disable and enable the wrapping of long lines in the terminal."""
+ERASE_LINE_END, ERASE_BELOW = "\x1b[K", "\x1b[J"
+ERASE_REGION = "\x1b[2K\r\n\x1b[J\x1b[A"
+"""Erase everything after the cursor. The line is erased separately, because tmux keeps the text of a screen that is
+erased as a whole. Only lines that are erased like this are not joined again when the terminal becomes wider."""
+
 
 def create_bar(what: str, unit: str, total: int | None = None) -> Any:
-    """Create a bar on standard error that removes itself. `disable` is explicit because the environment may silence
+    """Create a bar on standard error that removes itself. `disable` is explicit, because the environment may disable
     tqdm."""
-    from tqdm import tqdm  # reads the environment at import, so only after the command line has changed it
+    from tqdm import tqdm  # reads the environment at import, and the command line changes it before that
 
     return tqdm(
         desc=what, unit=f" {unit}", unit_scale=True, total=total, delay=2, mininterval=0.5, leave=False,
@@ -32,7 +41,7 @@ def create_bar(what: str, unit: str, total: int | None = None) -> Any:
 
 
 class ProgressBars:
-    """Shows one bar at a time, a new one for each task."""
+    """Progress bar of several tasks in a row: one bar at a time, and a new bar for each task."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -40,7 +49,7 @@ class ProgressBars:
         self._bar: Any = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show the progress of `what`."""
+        """Show the progress of the task `what`."""
         if what != self._what:
             self.close()
             self._what, self._bar = what, create_bar(f"{self._verb}: {what}", "", total)
@@ -53,19 +62,8 @@ class ProgressBars:
         self._what, self._bar = "", None
 
 
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
-CUT, BREAK = "\x1b[?7l", "\x1b[?7h"
-"""Disable and enable wrapping of long lines in the terminal."""
-TO_LINE_END, TO_END = "\x1b[K", "\x1b[J"
-AFRESH = "\x1b[2K\r\n\x1b[J\x1b[A"
-"""Erase everything from the cursor on. The line is erased separately, because tmux keeps the text of a screen that is
-erased as a whole. Only lines erased like this are not joined again when the terminal becomes wider.
-"""
-
-
 class LiveRegion:
-    """A region that is redrawn in place. Any thread may draw or print. Terminal errors are raised to the drawing
-    thread.
+    """A region that is redrawn in place. Any thread may draw or print. The thread that draws gets terminal errors.
 
     Args:
         stream: The terminal. Standard output and error are redirected above the region if they are this terminal.
@@ -75,48 +73,49 @@ class LiveRegion:
         self._stream, self._terminal = stream, TerminalConsole(stream)
         self._mutex = threading.RLock()
         self._lines: list[str] = []
-        """Lines of the region that are currently visible."""
+        """Visible lines of the region."""
         self._drawn_size: ScreenSize | None = None
-        self._led: list[tuple[str, _LiveRegionStream]] = []
+        self._redirected: list[tuple[str, _LiveRegionStream]] = []
         self._open = False
 
     def size(self) -> ScreenSize:
-        """Return the current size available to the region. One line is reserved for the text after it, and one column
-        because
-        erasing behind a full line would erase its last letter.
+        """Return the size that is available to the region.
+
+        One line is reserved for the text after the region. One column is reserved, because erasing behind a full line
+        would erase its last letter.
         """
-        found = self._terminal.extent()
-        return found._replace(width=found.width - 1, height=found.height - 1)
+        extent = self._terminal.extent()
+        return extent._replace(width=extent.width - 1, height=extent.height - 1)
 
     def open(self) -> None:
         """Start to use the terminal. Raises OSError, ValueError."""
         with self._mutex:
             if not self._open:
                 self._open = True
-                atexit.register(self.close)  # the shell needs its cursor back however the process ends
-                self._stream.write(HIDE)
+                atexit.register(self.close)  # the shell needs its cursor, however the process ends
+                self._stream.write(HIDE_CURSOR)
                 self._stream.flush()
-                self._lead()
+                self._redirect()
 
     def draw(self, picture: Callable[[ScreenSize], RenderableType]) -> None:
         """Draw the region in place of the last frame. Raises OSError, ValueError."""
         with self._mutex:
             if self._open:
                 size = self.size()
-                self._lines = self._rendered(picture(size))
-                self._put(above="" if size == self._drawn_size else AFRESH)
+                self._lines = self._render(picture(size))
+                self._put(above="" if size == self._drawn_size else ERASE_REGION)
                 self._drawn_size = size
 
     def print_line(self, text: str) -> None:
-        """Print a permanent line above the region, wrapped between words. After `close`, print it normally. Raises
-        OSError,
-        ValueError.
+        """Print a permanent line above the region, wrapped between words. After `close`, print it normally.
+
+        Raises OSError, ValueError.
         """
         with self._mutex:
             line = encode_safely(_keep_colours_only(text), self._terminal.encoding)
             if self._open:
                 lines = wrap_text(line, self._terminal.extent().width)
-                self._put(above=AFRESH + lines.replace("\n", "\r\n") + "\r\n")
+                self._put(above=ERASE_REGION + lines.replace("\n", "\r\n") + "\r\n")
             else:
                 self._stream.write(line + "\n")
                 self._stream.flush()
@@ -128,15 +127,15 @@ class LiveRegion:
                 return
             self._open = False
             atexit.unregister(self.close)
-            for name, ours in self._led:
-                if getattr(sys, name) is ours:
-                    setattr(sys, name, ours.real)
+            for name, replacement in self._redirected:
+                if getattr(sys, name) is replacement:
+                    setattr(sys, name, replacement.real)
             with suppress(OSError, ValueError):
                 self._put(after="\r\n" if self._lines else "")
-                for _, ours in self._led:
-                    ours.flush_rest()
+                for _, replacement in self._redirected:
+                    replacement.flush_rest()
 
-    def _rendered(self, picture: RenderableType) -> list[str]:
+    def _render(self, picture: RenderableType) -> list[str]:
         terminal, size = self._terminal, self.size()
         with terminal.capture() as capture:
             terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", crop=True, end="")
@@ -150,19 +149,19 @@ class LiveRegion:
             after: Text that ends the display. None: the display continues, and the cursor returns to the start of the
                 region.
         """
-        picture = "\r\n".join(line + TO_LINE_END for line in self._lines)
+        picture = "\r\n".join(line + ERASE_LINE_END for line in self._lines)
         back = f"\x1b[{len(self._lines) - 1}A" if len(self._lines) > 1 else ""
-        end = "\r" + back if after is None else after + SHOW
-        self._stream.write("\r" + above + CUT + picture + TO_END + BREAK + end)
+        end = "\r" + back if after is None else after + SHOW_CURSOR
+        self._stream.write("\r" + above + WRAP_OFF + picture + ERASE_BELOW + WRAP_ON + end)
         self._stream.flush()
 
-    def _lead(self) -> None:
+    def _redirect(self) -> None:
         for name in ("stdout", "stderr"):
             real = getattr(sys, name)
             if real is self._stream or _is_same_terminal(real, self._stream):
-                ours = _LiveRegionStream(real, self)
-                self._led.append((name, ours))
-                setattr(sys, name, ours)
+                replacement = _LiveRegionStream(real, self)
+                self._redirected.append((name, replacement))
+                setattr(sys, name, replacement)
 
     @property
     def is_open(self) -> bool:
@@ -171,10 +170,10 @@ class LiveRegion:
 
 
 class _LiveRegionStream(io.TextIOBase):
-    """Replaces standard output or error: complete lines go above the region."""
+    """Replacement of standard output or error that prints complete lines above the region."""
 
-    def __init__(self, real: TextIO, canvas: LiveRegion) -> None:
-        self.real, self._canvas, self._rest = real, canvas, ""
+    def __init__(self, real: TextIO, region: LiveRegion) -> None:
+        self.real, self._region, self._rest = real, region, ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -194,20 +193,19 @@ class _LiveRegionStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not self._canvas.is_open:  # another object still holds this stream, for example a logging handler
+        if not self._region.is_open:  # an object such as a logging handler still uses this stream
             return self.real.write(text)
         lines = (self._rest + text).split("\n")
         self._rest = lines.pop()
         if lines:
-            with suppress(
-                OSError, ValueError
-            ):  # printing must not fail; the drawing thread gets and reports the same error
-                # Of a line that overwrote itself, like a progress bar, the last state remains.
-                self._canvas.print_line("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+            # Printing must not fail: the drawing thread gets and reports the same error.
+            with suppress(OSError, ValueError):
+                # A line that overwrote itself, like a progress bar, is printed in its last state.
+                self._region.print_line("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
         return len(text)
 
     def flush(self) -> None:
-        if not self._canvas.is_open:
+        if not self._region.is_open:
             self.real.flush()
 
     def flush_rest(self) -> None:
@@ -221,13 +219,13 @@ def _keep_colours_only(text: str) -> str:
     """Return text with colours but without cursor movements."""
     parts = COLOUR.split(text)
     parts_and_colours = [escape_invisible(part) for part in parts]
-    for place, colour in enumerate(COLOUR.findall(text)):
-        parts_and_colours[place] += colour
+    for index, colour in enumerate(COLOUR.findall(text)):
+        parts_and_colours[index] += colour
     return "".join(parts_and_colours)
 
 
-def _is_same_terminal(one: TextIO, other: TextIO) -> bool:
+def _is_same_terminal(first: TextIO, second: TextIO) -> bool:
     try:
-        return one.isatty() and os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+        return first.isatty() and os.fstat(first.fileno()).st_rdev == os.fstat(second.fileno()).st_rdev
     except (OSError, ValueError, AttributeError):
         return False

@@ -1,4 +1,4 @@
-"""Formats the lines of a run's screen by subject. A small screen shows the most important ones."""
+"""Draws the screen of one run, and a table of several runs. A small screen shows the most important lines."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,18 +27,27 @@ from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUti
 from ratchet.runs.status import format_duration
 
 LEAST_BAR, LONGEST_BAR = 6, 40
+"""Minimum and maximum columns of a bar."""
 TAIL = 26
 """Columns for the text next to a curve."""
+FIGURE = 9
+"""Columns of a value before its curve."""
+GAP = 2
+"""Blanks between columns of the table."""
+NAME_COLUMNS = 12
+"""Columns of a run's name in the table."""
 NEWS_SHOWN, RANKS_SHOWN = 6, 16
 SILENT_S, SILENT_STEPS = 60.0, 5.0
 """A training without events for this long, and for this many steps, is marked as silent."""
 
 STATES = {"training": GOOD, "answering": GOOD, "finished": GOOD, "failed": BAD, "waiting": WARNING, "stopped": WARNING}
+UNANSWERED = ("refused", "memory", "invalid", "context", "filtered")
+"""Finish reasons without a complete answer, which need attention."""
 
 HEAD, LOSS, GRAVE, VALIDATION, CHECKPOINT, SPEED, ATTEMPTS, STRAGGLER, MEMORY, REPLICA, RATE, GUARDS, MACHINE, MORE = (
     range(14)
 )
-"""Weights of lines. The line with the smallest weight is the last to be omitted."""
+"""Weights of lines. Lines with the greatest weight are omitted first."""
 
 
 def render_training_lines(
@@ -48,14 +57,14 @@ def render_training_lines(
     return [
         render_heading(formatter, name, view, sidecar, now),
         render_progress(formatter, view, sidecar, now),
-        *_losses(formatter, view),
-        *_speeds(formatter, view),
-        *_memory(formatter, view),
+        *_render_losses(formatter, view),
+        *_render_speeds(formatter, view),
+        *_render_memory(formatter, view),
         *render_machine(formatter, view),
-        *_copies(formatter, view, sidecar, now),
-        *_guards(formatter, view),
+        *_render_checkpoints(formatter, view, sidecar, now),
+        *_render_guards(formatter, view),
         *render_attempts(formatter, view),
-        *_ranks(formatter, view),
+        *_render_ranks(formatter, view),
         *render_recent_events(formatter, view),
     ]
 
@@ -68,12 +77,12 @@ def describe_state(view: ProgressView, sidecar: SidecarState) -> str:
 
 
 def state_style(view: ProgressView, sidecar: SidecarState) -> str:
-    """Return the colour of the state. It repeats the words."""
+    """Return the colour of the state. The words of `describe_state` say the same."""
     return WARNING if describe_state(view, sidecar) == "not running" else STATES.get(view.state, "")
 
 
 def describe_time_left(view: ProgressView, sidecar: SidecarState, now: float) -> str:
-    """Describe the estimated time left. Empty if the run is not active."""
+    """Describe the estimated time left; empty if the run is not active."""
     if not view.is_working or not sidecar.running:
         return ""
     left = view.eta.estimate(now)
@@ -100,44 +109,46 @@ def render_heading(
 
 
 def render_progress(formatter: LineFormatter, view: ProgressView, sidecar: SidecarState, now: float) -> ScreenLine:
-    """Format steps, a bar and the time left, as far as they fit. The text has priority over the bar."""
+    """Format steps, a bar and the time left, as far as they fit. The bar is omitted before the text."""
     p, unit = view.progress, "answer" if view.generation else "step"
     planned = p.planned_steps
     if not planned:
         return formatter.line(HEAD, [f"{unit} {p.step:,}" if p.step else f"no {unit} yet"])
     share = min(1.0, p.step / planned)
     left = describe_time_left(view, sidecar, now)
-    unknown = view.is_working and sidecar.running and not left and p.step < planned
-    after = [
+    is_unknown = view.is_working and sidecar.running and not left and p.step < planned
+    suffixes = [
         f"{share:.0%}".replace("%", " %"),
-        f"{left} left" if left else "time left unknown" if unknown else "",
+        f"{left} left" if left else "time left unknown" if is_unknown else "",
     ]
-    tail = ", ".join(filter(None, after))
+    tail = ", ".join(filter(None, suffixes))
     for count in (f"{unit} {p.step:,} of {planned:,}", f"{p.step}/{planned}"):
         room = formatter.size.width - len(count) - len(tail) - 2
         if room >= LEAST_BAR:
             bar_text = draw_bar(share, min(room, LONGEST_BAR), formatter.letters)
             return ScreenLine(Text.assemble(f"{count} ", (bar_text, GOOD), f" {tail}"), HEAD)
-    return formatter.line(HEAD, [f"{p.step}/{planned}", *after[:1], *filter(None, (left,))])
+    return formatter.line(HEAD, [f"{p.step}/{planned}", *suffixes[:1], *filter(None, (left,))])
 
 
-def _losses(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+def _render_losses(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
     """Format both loss curves on one scale and one axis."""
     p = view.progress
     train, validation = view.train.points(), view.validation.points()
     if not train and not validation:
         return
-    span = (1, max(one[-1][0] for one in (train, validation) if one))
+    span = (1, max(points[-1][0] for points in (train, validation) if points))
     scale = sparkline_range([value for _, value in (*train, *validation)])
     tail = TAIL if formatter.size.width >= WIDE + 10 else 0
-    width = formatter.room - 9 - tail
+    width = formatter.room - FIGURE - tail
 
     def draw_row(
-        weight: int, label: str, value: float | None, points: list[tuple[int, float]], said: str
+        weight: int, label: str, value: float | None, points: list[tuple[int, float]], note: str
     ) -> ScreenLine:
         figure = "" if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"
         curve = draw_sparkline(points, span, scale, width, formatter.letters)
-        return formatter.row(weight, label, [Text.assemble(figure.ljust(9)[:9], (curve, "cyan"), f" {said}"[:tail])])
+        return formatter.row(
+            weight, label, [Text.assemble(figure.ljust(FIGURE)[:FIGURE], (curve, "cyan"), f" {note}"[:tail])]
+        )
 
     if train:
         yield draw_row(LOSS, "train loss" if tail else "loss", p.loss, train, f"steps {span[0]:,} to {span[1]:,}")
@@ -146,7 +157,7 @@ def _losses(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine
         yield draw_row(VALIDATION, "validation", p.validation_loss, validation, best)
 
 
-def _speeds(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+def _render_speeds(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
     p = view.progress
     if p.learning_rate is not None:
         norm = "" if view.gradient_norm is None else f"gradient norm {view.gradient_norm:.3g}"
@@ -154,17 +165,17 @@ def _speeds(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine
     tokens, trained = view.input_tokens_per_s, view.trained_tokens_per_s
     if tokens is None:
         return
-    pace = "" if not p.steps_per_s else _pace(p.steps_per_s)
+    pace = "" if not p.steps_per_s else _format_pace(p.steps_per_s)
     used = "" if view.mfu is None else f"MFU {view.mfu:.1%}".replace("%", " %")
     learned = f"{trained:,.0f} trained" if trained is not None else ""
     yield formatter.row(SPEED, "speed", [f"{tokens:,.0f} tokens/s input", *filter(None, (learned, used, pace))])
 
 
-def _pace(steps_per_s: float) -> str:
+def _format_pace(steps_per_s: float) -> str:
     return f"{steps_per_s:.2f} steps/s" if steps_per_s >= 0.5 else f"{1 / steps_per_s:.1f} s a step"
 
 
-def _memory(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+def _render_memory(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
     """Format the peak memory as a share of the device's memory, with a mark at the forecast."""
     memory = view.progress.memory
     total = memory.device_bytes or view.available_bytes
@@ -177,12 +188,12 @@ def render_memory_row(formatter: LineFormatter, used: int, forecast: int, total:
     """Format a bar of used bytes as a share of `total`, with a mark at the forecast, if any."""
     unit, name = units.choose_unit(total)
     figures = f"{used / unit:.1f} of {total / unit:.1f} {name}"
-    over = used > 0.95 * total
-    clauses = [Text(f"! {figures}" if over else figures, WARNING if over else "")]
+    is_high = used > 0.95 * total
+    clauses = [Text(f"! {figures}" if is_high else figures, WARNING if is_high else "")]
     if forecast:
-        off = f" ({round(100 * (forecast / used - 1)):+d} %)" if used else ""
-        clauses.append(Text(f"{formatter.letters.mark} forecast {forecast / unit:.1f}{off}"))
-    width = min(LONGEST_BAR, formatter.room - sum(len(one.plain) + 2 for one in clauses))
+        deviation = f" ({round(100 * (forecast / used - 1)):+d} %)" if used else ""
+        clauses.append(Text(f"{formatter.letters.mark} forecast {forecast / unit:.1f}{deviation}"))
+    width = min(LONGEST_BAR, formatter.room - sum(len(clause.plain) + 2 for clause in clauses))
     if width < LEAST_BAR:
         width = max(LEAST_BAR, min(LONGEST_BAR, formatter.room - len(clauses[0].plain) - 1))
     mark = forecast / total if forecast else None
@@ -200,17 +211,17 @@ def render_machine(formatter: LineFormatter, view: ProgressView) -> Iterator[Scr
     if isinstance(rss := system.get("worker_memory_bytes"), int | float):
         clauses.append(f"worker {units.format_bytes(rss)}")
     gpus = [gpu for gpu in system.get("gpus") or () if isinstance(gpu, dict)]
-    said_of_gpus = [text for gpu in gpus if (text := _gpu(gpu))]
-    if len(said_of_gpus) == 1:
-        clauses.insert(1, said_of_gpus[0])
+    gpu_texts = [text for gpu in gpus if (text := _format_gpu(gpu))]
+    if len(gpu_texts) == 1:
+        clauses.insert(1, gpu_texts[0])
     if clauses:
         yield formatter.row(MACHINE, "machine", clauses)
-    if len(said_of_gpus) > 1:
-        for place, text in enumerate(said_of_gpus):
-            yield formatter.row(MORE + place, "", [text])
+    if len(gpu_texts) > 1:
+        for index, text in enumerate(gpu_texts):
+            yield formatter.row(MORE + index, "", [text])
 
 
-def _gpu(gpu: dict[str, object]) -> str:
+def _format_gpu(gpu: dict[str, object]) -> str:
     values = []
     for key, form in (("utilization_percent", "{:.0f} %"), ("power_w", "{:.0f} W"), ("temperature_c", "{:.0f} C")):
         if isinstance(value := gpu.get(key), int | float):
@@ -218,7 +229,9 @@ def _gpu(gpu: dict[str, object]) -> str:
     return f"GPU {gpu.get('index', '?')} {' '.join(values)}" if values else ""
 
 
-def _copies(formatter: LineFormatter, view: ProgressView, sidecar: SidecarState, now: float) -> Iterator[ScreenLine]:
+def _render_checkpoints(
+    formatter: LineFormatter, view: ProgressView, sidecar: SidecarState, now: float
+) -> Iterator[ScreenLine]:
     p = view.progress
     clauses: list[str | Text] = []
     if p.checkpoint_t is not None:
@@ -232,16 +245,18 @@ def _copies(formatter: LineFormatter, view: ProgressView, sidecar: SidecarState,
     if clauses:
         yield formatter.row(CHECKPOINT, "checkpoint", clauses)
     if sidecar.replica is not None:
-        noted, lost = sidecar.replica, sidecar.replica.failed_since is not None
-        clauses = [Text(("! " if lost else "") + noted.describe(p.checkpoint_step, now), WARNING if lost else "")]
-        if noted.in_flight is not None:
-            clauses.append(Text(f"sending step {noted.in_flight:,}", GOOD))
-        if noted.behind_bytes and not noted.result:  # the note precedes the end of the upload
-            clauses.append(f"{units.format_bytes(noted.behind_bytes)} to send")
+        replica, is_failing = sidecar.replica, sidecar.replica.failed_since is not None
+        clauses = [
+            Text(("! " if is_failing else "") + replica.describe(p.checkpoint_step, now), WARNING if is_failing else "")
+        ]
+        if replica.in_flight is not None:
+            clauses.append(Text(f"sending step {replica.in_flight:,}", GOOD))
+        if replica.behind_bytes and not replica.result:  # the result may be recorded before the upload ends
+            clauses.append(f"{units.format_bytes(replica.behind_bytes)} to send")
         yield formatter.row(REPLICA, "replica", clauses)
 
 
-def _guards(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+def _render_guards(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
     p = view.progress
     counts = (
         (len(p.skipped_steps), "skipped step", "skipped steps"),
@@ -250,7 +265,7 @@ def _guards(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine
         (p.repeats, "step computed twice", "steps computed twice"),
         (p.spikes, "gradient spike", "gradient spikes"),
     )
-    clauses = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
+    clauses = [f"{count:,} {singular if count == 1 else plural}" for count, singular, plural in counts if count]
     clauses += [f"{phase} at most {tokens:,} tokens" for phase, (tokens, _) in p.budgets.items() if tokens is not None]
     if clauses:
         yield formatter.row(GUARDS, "guards", [Text(f"! {clauses[0]}", WARNING), *clauses[1:]])
@@ -260,29 +275,29 @@ def render_attempts(formatter: LineFormatter, view: ProgressView) -> Iterator[Sc
     p = view.progress
     if p.attempts < 2 and not p.attempt_ends:
         return
-    again = [f"{p.lost_steps:,} step{'s' * (p.lost_steps != 1)} repeated"] if p.lost_steps else []
-    shown_events = {one.text for one in view.notable_events}  # shown below, with the time of day
-    last = [end for end in p.attempt_ends[-1:] if end.replace(":", " died:", 1) not in shown_events]
-    yield formatter.row(ATTEMPTS, "attempts", ["; ".join([f"{p.attempts}", *again, *last])])
-    for place, end in enumerate(reversed(p.attempt_ends[-4:-1])):
-        yield formatter.row(MORE + place, "", [end])
+    repeated = [f"{p.lost_steps:,} step{'s' * (p.lost_steps != 1)} repeated"] if p.lost_steps else []
+    shown_events = {event.text for event in view.notable_events}  # shown below, with the time of day
+    newest = [end for end in p.attempt_ends[-1:] if end.replace(":", " died:", 1) not in shown_events]
+    yield formatter.row(ATTEMPTS, "attempts", ["; ".join([f"{p.attempts}", *repeated, *newest])])
+    for index, end in enumerate(reversed(p.attempt_ends[-4:-1])):
+        yield formatter.row(MORE + index, "", [end])
 
 
-def _ranks(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
-    """Format a row for each rank. Stragglers are the last to be omitted."""
+def _render_ranks(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+    """Format a row for each rank. Rows of stragglers are omitted last."""
     if not view.ranks:
         return
-    slow = view.stragglers
-    for rank in slow[:1]:
+    stragglers = view.stragglers
+    for rank in stragglers[:1]:
         text = (
             f"! {_format_rank(rank)} computes {rank.relative_to_median - 1:.0%} longer than the median: other "
             "ranks wait for it"
         )
         yield formatter.row(STRAGGLER, "ranks", [Text(text.replace("%", " %"), WARNING)])
-    if not slow:
+    if not stragglers:
         yield formatter.row(RATE, "ranks", [f"{len(view.ranks)}, no stragglers"])
-    selected = sorted(view.ranks, key=lambda one: (not one.is_straggler, one.rank))[:RANKS_SHOWN]
-    for rank in sorted(selected, key=lambda one: one.rank):
+    selected = sorted(view.ranks, key=lambda rank: (not rank.is_straggler, rank.rank))[:RANKS_SHOWN]
+    for rank in sorted(selected, key=lambda rank: rank.rank):
         bar_text = draw_bar(rank.busy, 12, formatter.letters)
         row_text = f"{'!' if rank.is_straggler else ' '}{rank.rank:>3} {bar_text} {rank.busy:.0%} busy".replace(
             "%", " %"
@@ -299,21 +314,16 @@ def _format_rank(rank: RankUtilization) -> str:
 
 
 def render_recent_events(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
-    """Format the last notable events, latest at the bottom."""
-    last = list(view.notable_events)[-NEWS_SHOWN:]
-    for place, one in enumerate(last):
-        clock = time.strftime("%H:%M:%S", time.localtime(one.t))
-        weight = GRAVE if one.is_urgent and place == len(last) - 1 else MORE + len(last) - place
-        text = (f"{'! ' if one.is_urgent else '  '}{one.text}", WARNING if one.is_urgent else QUIET)
+    """Format the last notable events, the latest one at the bottom."""
+    events = list(view.notable_events)[-NEWS_SHOWN:]
+    for index, event in enumerate(events):
+        clock = time.strftime("%H:%M:%S", time.localtime(event.t))
+        weight = GRAVE if event.is_urgent and index == len(events) - 1 else MORE + len(events) - index
+        text = (f"{'! ' if event.is_urgent else '  '}{event.text}", WARNING if event.is_urgent else QUIET)
         yield formatter.line(weight, [Text.assemble((f"{clock} ", QUIET), text)])
 
 
 # Lines of a generation's screen.
-
-UNANSWERED = ("refused", "memory", "invalid", "context", "filtered")
-"""Finish reasons without a complete answer, which need attention."""
-FIGURE = 9
-"""Columns of a value before its curve."""
 
 
 def render_generation_lines(
@@ -324,38 +334,40 @@ def render_generation_lines(
     return [
         render_heading(formatter, name, view, sidecar, now),
         render_progress(formatter, view, sidecar, now),
-        *_speed(formatter, view, generation),
-        *_batch(formatter, generation),
-        *_generation_memory(formatter, generation),
+        *_render_generation_speed(formatter, view, generation),
+        *_render_batch(formatter, generation),
+        *_render_generation_memory(formatter, generation),
         *render_machine(formatter, view),
-        *_ends(formatter, generation),
-        *_generation_guards(formatter, view),
+        *_render_ends(formatter, generation),
+        *_render_generation_guards(formatter, view),
         *render_attempts(formatter, view),
         *render_recent_events(formatter, view),
     ]
 
 
-def _speed(formatter: LineFormatter, view: ProgressView, generation: GenerationProgress) -> Iterator[ScreenLine]:
+def _render_generation_speed(
+    formatter: LineFormatter, view: ProgressView, generation: GenerationProgress
+) -> Iterator[ScreenLine]:
     answers, tokens, points = generation.answers_per_s, generation.tokens_per_s, generation.speed.points()
     if answers is None or tokens is None or not points:
         return
     pace = f"{answers:,.2f} answers/s" if answers >= 0.5 or not answers else f"{1 / answers:,.1f} s per answer"
-    counted = sum(generation.finish_counts.values())
-    mean = f"{generation.tokens / counted:,.0f} tokens per answer" if counted else ""
+    answer_count = sum(generation.finish_counts.values())
+    mean = f"{generation.tokens / answer_count:,.0f} tokens per answer" if answer_count else ""
     yield formatter.row(LOSS, "speed", [pace, f"{tokens:,.0f} tokens/s", *filter(None, (mean,))])
     width = formatter.room - FIGURE - (len(" tokens/s") if formatter.size.width >= WIDE else 0)
     values = [value for _, value in points]
-    numbered = list(enumerate(values, start=1))  # each covers about one second
+    numbered = list(enumerate(values, start=1))  # each value covers about one second
     curve = draw_sparkline(
         numbered, (1, len(numbered)), (0.0, sparkline_range(values)[1]), min(width, len(numbered)), formatter.letters
     )
-    after = " tokens/s" if formatter.size.width >= WIDE else ""
+    suffix = " tokens/s" if formatter.size.width >= WIDE else ""
     yield formatter.row(
-        SPEED, "", [Text.assemble(f"{points[-1][1]:,.0f}".ljust(FIGURE)[:FIGURE], (curve, "cyan"), after)]
+        SPEED, "", [Text.assemble(f"{points[-1][1]:,.0f}".ljust(FIGURE)[:FIGURE], (curve, "cyan"), suffix)]
     )
 
 
-def _batch(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
+def _render_batch(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
     rows, held_tokens, budget, waiting = (
         get_live_number(generation.live, name) for name in ("rows", "held_tokens", "budget_tokens", "waiting")
     )
@@ -369,7 +381,7 @@ def _batch(formatter: LineFormatter, generation: GenerationProgress) -> Iterator
     yield formatter.row(VALIDATION, "batch", clauses)
 
 
-def _generation_memory(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
+def _render_generation_memory(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
     used, foreseen, total = (
         get_live_number(generation.live, f"{name}_bytes") for name in ("held", "forecast", "device")
     )
@@ -377,7 +389,7 @@ def _generation_memory(formatter: LineFormatter, generation: GenerationProgress)
         yield render_memory_row(formatter, used, foreseen or 0, total)
 
 
-def _ends(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
+def _render_ends(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[ScreenLine]:
     """Format how answers ended. Reasons without an answer are marked."""
     if not generation.finish_counts:
         return
@@ -388,7 +400,7 @@ def _ends(formatter: LineFormatter, generation: GenerationProgress) -> Iterator[
     yield formatter.row(CHECKPOINT, "ends", clauses)
 
 
-def _generation_guards(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
+def _render_generation_guards(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
     if view.budget_shrinks:
         times = "time" if view.budget_shrinks == 1 else "times"
         clauses: list[str | Text] = [
@@ -401,10 +413,6 @@ def _generation_guards(formatter: LineFormatter, view: ProgressView) -> Iterator
 
 # One run on a screen, and several runs as a table.
 
-GAP = 2
-"""Blanks between columns."""
-NAME_COLUMNS = 12
-
 
 def render_panel(name: str, view: ProgressView, sidecar: SidecarState, now: float, size: ScreenSize) -> Text:
     """Render one run on a screen of at least 40 x 10.
@@ -416,8 +424,8 @@ def render_panel(name: str, view: ProgressView, sidecar: SidecarState, now: floa
         now: Unix time, for ages.
         size: Size of the screen.
     """
-    drawing = render_generation_lines if view.generation else render_training_lines
-    lines = select_lines(drawing(LineFormatter(size), name, view, sidecar, now), size.height)
+    render_lines = render_generation_lines if view.generation else render_training_lines
+    lines = select_lines(render_lines(LineFormatter(size), name, view, sidecar, now), size.height)
     return _join_lines(lines)
 
 
@@ -430,17 +438,22 @@ def render_table(rows: Sequence[tuple[str, ProgressView, SidecarState]], now: fl
         size: Size of the screen.
     """
     formatter = LineFormatter(size)
-    ordered = sorted(rows, key=lambda row: not row[2].running)
+    sorted_rows = sorted(rows, key=lambda row: not row[2].running)
     room = max(1, size.height - 1)
-    visible = ordered if len(ordered) <= room else ordered[: max(1, room - 1)]
-    columns = _select_columns(_columns(visible, now), size.width)
+    visible = sorted_rows if len(sorted_rows) <= room else sorted_rows[: max(1, room - 1)]
+    columns = _select_columns(_build_columns(visible, now), size.width)
     blanks = " " * GAP
-    lines = [Text(blanks.join(formatter.padded(one.title, one.width, one.right) for one in columns), "underline")]
-    for place, (_, view, sidecar) in enumerate(visible):
-        cells = (formatter.padded(formatter.safe(one.cells[place]).plain, one.width, one.right) for one in columns)
+    lines = [
+        Text(blanks.join(formatter.padded(column.title, column.width, column.right) for column in columns), "underline")
+    ]
+    for index, (_, view, sidecar) in enumerate(visible):
+        cells = (
+            formatter.padded(formatter.safe(column.cells[index]).plain, column.width, column.right)
+            for column in columns
+        )
         lines.append(formatter.cut(Text(blanks.join(cells).rstrip(), state_style(view, sidecar)), size.width))
-    if len(visible) < len(ordered):
-        lines.append(Text(f"and {len(ordered) - len(visible)} more"))
+    if len(visible) < len(sorted_rows):
+        lines.append(Text(f"and {len(sorted_rows) - len(visible)} more"))
     return _join_lines(lines[: size.height])
 
 
@@ -461,7 +474,7 @@ class _RunTableColumn:
         return max(map(cell_len, (self.title, *self.cells)))
 
 
-def _columns(rows: Sequence[tuple[str, ProgressView, SidecarState]], now: float) -> list[_RunTableColumn]:
+def _build_columns(rows: Sequence[tuple[str, ProgressView, SidecarState]], now: float) -> list[_RunTableColumn]:
     """Return all columns with a value for at least one run, from left to right."""
 
     def number(value: float | None, form: str) -> str:
@@ -498,10 +511,10 @@ def _attention_mark(view: ProgressView) -> str:
 
 def _select_columns(columns: Sequence[_RunTableColumn], width: int) -> list[_RunTableColumn]:
     """Return the columns that fit into this width. The first one is always included."""
-    left = width + GAP
+    free_columns = width + GAP
     selected: list[int] = []
-    for place in sorted(range(len(columns)), key=lambda place: columns[place].weight):
-        if not selected or columns[place].width + GAP <= left:
-            left -= columns[place].width + GAP
-            selected.append(place)
-    return [columns[place] for place in sorted(selected)]
+    for index in sorted(range(len(columns)), key=lambda index: columns[index].weight):
+        if not selected or columns[index].width + GAP <= free_columns:
+            free_columns -= columns[index].width + GAP
+            selected.append(index)
+    return [columns[index] for index in sorted(selected)]

@@ -1,4 +1,4 @@
-"""Prints answers while they are generated: on a terminal with dim reasoning, elsewhere as plain text."""
+"""Prints answers while they are generated: with dim reasoning on a terminal, as plain text elsewhere."""
 
 import errno
 import os
@@ -16,15 +16,15 @@ from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream
 
 DIM, BOLD, PLAIN = "\033[2m", "\033[1m", "\033[0m"
 BEGIN, END = "(reasoning) ", "(answer) "
-"""Marks before reasoning, and before the answer after it, on streams without styles."""
+"""Marks before the reasoning and before the answer that follows it, on streams without styles."""
 HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-"""Allowed in addition to printable characters. Persian words and many emoji use joiners."""
+"""Characters that are kept in addition to printable ones. Persian words and many emoji use joiners."""
 
 
 def supports_colour(out: IO[str]) -> bool:
     """Return whether the stream is a terminal with colours, and the user has not disabled them (no-color.org)."""
-    dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
-    return out.isatty() and not dumb and not os.environ.get("NO_COLOR")
+    is_dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
+    return out.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PartialAnswer:
     pieces: list[str] = field(default_factory=list)
     """Pieces of the answer without its reasoning."""
     end: AnswerEnd | None = None
-    """None: the answer was interrupted."""
+    """End of the answer. None: the answer was interrupted."""
     seconds: float = 0.0
     """Seconds from the first piece to the last one."""
 
@@ -45,7 +45,7 @@ class PartialAnswer:
 
 
 class StreamPrinter:
-    """Writes answers. On a terminal, lines break between words.
+    """Printer of answers. On a terminal, lines break between words.
 
     Args:
         out: A terminal or a file.
@@ -53,29 +53,29 @@ class StreamPrinter:
     """
 
     def __init__(self, out: IO[str], *, reasons: bool = True) -> None:
-        self._out, self._reasons = out, reasons
+        self._out, self._shows_reasoning = out, reasons
         self._coloured = supports_colour(out)
-        self._flow = self._create_wrapper()
+        self._wrapper = self._create_wrapper()
         self._is_first = True
-        """Whether nothing of this answer or of its reasoning was written yet."""
+        """Whether no text of this answer or of its reasoning was written yet."""
 
     def head(self, text: str) -> None:
         """Write a heading above an answer."""
-        self._line(text, BOLD)
+        self._write_line(text, BOLD)
 
     def note(self, text: str) -> None:
         """Write a note on its own line."""
-        self._line(text, DIM)
+        self._write_line(text, DIM)
 
     def gap(self) -> None:
         """Write an empty line."""
         self.end_line()
-        self._put("\n")
+        self._write("\n")
 
     def answer(self, pieces: AnswerStream, received: PartialAnswer) -> None:
-        """Write an answer while it arrives, until its end or an error. `received` collects it."""
+        """Write an answer while it arrives, until its end or an error. `received` collects the answer."""
         start_s: float | None = None
-        inside, self._is_first = False, True
+        in_reasoning, self._is_first = False, True
         try:
             with closing(pieces):
                 for piece in pieces:
@@ -86,47 +86,47 @@ class StreamPrinter:
                         break
                     if not piece.is_reasoning:
                         received.pieces.append(piece.text)
-                    if self._reasons or not piece.is_reasoning:
-                        inside = self._piece(inside, piece)
+                    if self._shows_reasoning or not piece.is_reasoning:
+                        in_reasoning = self._write_piece(in_reasoning, piece)
         finally:
-            self.end_line(restore=inside)
+            self.end_line(restore=in_reasoning)
 
     def end_line(self, *, restore: bool = False) -> None:
         """End the line, so that the next text starts on a new line without styles."""
-        rest = self._flow.close() + (PLAIN if restore and self._coloured else "")
-        self._put(rest + ("\n" if self._flow.column else ""))
-        self._flow = self._create_wrapper()
+        rest = self._wrapper.close() + (PLAIN if restore and self._coloured else "")
+        self._write(rest + ("\n" if self._wrapper.column else ""))
+        self._wrapper = self._create_wrapper()
 
     def _create_wrapper(self) -> StreamingTextWrapper:
         return StreamingTextWrapper(lambda: terminal_columns(self._out))
 
-    def _piece(self, inside: bool, piece: AnswerChunk) -> bool:
+    def _write_piece(self, in_reasoning: bool, piece: AnswerChunk) -> bool:
         text = sanitize_text(piece.text)
-        if piece.is_reasoning != inside:
-            self._turn(piece.is_reasoning)
+        if piece.is_reasoning != in_reasoning:
+            self._switch(piece.is_reasoning)
             text = text.lstrip()
         elif self._is_first:
             text = text.lstrip("\n")
         self._is_first = self._is_first and not text
-        self._put(self._flow.feed(text))
+        self._write(self._wrapper.feed(text))
         return piece.is_reasoning
 
-    def _turn(self, reasoning: bool) -> None:
+    def _switch(self, reasoning: bool) -> None:
         """Switch between answer and reasoning, on a new line."""
         self._is_first = True
         mark = (DIM if reasoning else PLAIN) if self._coloured else ""
-        self._put(self._flow.close() + mark)
+        self._write(self._wrapper.close() + mark)
         if not reasoning:
             self.end_line()
         if not self._coloured:
-            self._put(self._flow.feed(BEGIN if reasoning else END))
+            self._write(self._wrapper.feed(BEGIN if reasoning else END))
 
-    def _line(self, text: str, style: str) -> None:
+    def _write_line(self, text: str, style: str) -> None:
         self.end_line()
         line = wrap_text(sanitize_text(text), terminal_columns(self._out))
-        self._put(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
+        self._write(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
 
-    def _put(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         """Write text.
 
         Raises:
@@ -138,10 +138,10 @@ class StreamPrinter:
             self._out.flush()
         except OSError as error:
             name = "standard output" if self._out is sys.stdout else getattr(self._out, "name", "the output")
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
+            null_stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
             if self._out is sys.stdout:
-                sys.stdout = nowhere
-            self._out = nowhere
+                sys.stdout = null_stream
+            self._out = null_stream
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise StorageError(
                     f"{name}: {error.strerror}; free space, or redirect the output to another disk"
@@ -150,11 +150,11 @@ class StreamPrinter:
 
 
 def sanitize_text(text: str) -> str:
-    """Replace control characters of a model's text, which could move the cursor or change colours."""
+    """Replace the control characters in a model's text, which could move the cursor or change colours."""
     return "".join(c if c.isprintable() or c in HARMLESS or _is_blank(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _is_blank(letter: str) -> bool:
-    """Return whether a letter is a blank of any width. French has one before colons, Chinese one as wide as a
+    """Return whether a letter is a blank of any width. French uses a narrow one before colons, Chinese one as wide as a
     letter."""
     return unicodedata.category(letter) == "Zs"

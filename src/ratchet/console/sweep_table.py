@@ -1,4 +1,4 @@
-"""Shows a running sweep in the terminal: a live table, or a line for each change of a trial where none can be drawn."""
+"""Shows a running sweep: a live table on a terminal, or a line for each change of a trial elsewhere."""
 
 import sys
 import time
@@ -34,15 +34,15 @@ LATEST = 12
 GAP = 2
 """Blanks between columns."""
 LONGEST_NAME = 18
-"""Maximum number of characters of a worker's name. The end is kept because it is distinctive."""
+"""Maximum number of characters of a worker's name. The end is kept, because it differs between workers."""
 SHORTEST_REASON = 16
-"""Minimum number of characters for reasons. With less space they are omitted."""
+"""Minimum number of characters for reasons. With less space, reasons are omitted."""
 
 STYLES = {"running": "cyan", "complete": "green", "pruned": "bright_black", "infeasible": "yellow", "failed": "red"}
 
 
 class SweepConsole:
-    """Shows a sweep to the user who started it. An error of the terminal ends the display, not the sweep.
+    """Display of a sweep for the user who started it. An error of the terminal ends the display, not the sweep.
 
     Args:
         stream: The terminal or its replacement.
@@ -62,14 +62,14 @@ class SweepConsole:
             progress: Progress of running trials by number, as far as known.
             workers: Number of active local workers.
         """
-        self._shown(lambda view: view.show(report, progress, workers))
+        self._run_guarded(lambda view: view.show(report, progress, workers))
 
     def close(self, report: SweepReport) -> None:
         """Leave the last state on the screen."""
-        self._shown(lambda view: view.close(report))
+        self._run_guarded(lambda view: view.close(report))
         self._view = None
 
-    def _shown(self, show: Callable[["LiveSweepTable | SweepLogPrinter"], None]) -> None:
+    def _run_guarded(self, show: Callable[["LiveSweepTable | SweepLogPrinter"], None]) -> None:
         view = self._view
         try:
             if view is not None:
@@ -97,12 +97,12 @@ class LiveSweepTable:
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
         """Draw the table in place of the last one."""
         self._live.start()
-        self._live.update(self._drawn(report, progress, workers), refresh=True)
+        self._live.update(self._render(report, progress, workers), refresh=True)
 
     def close(self, report: SweepReport) -> None:
         """Draw the last table and restore the terminal."""
         self._live.start()
-        self._live.update(self._drawn(report, {}, 0))
+        self._live.update(self._render(report, {}, 0))
         self._live.stop()
 
     def leave(self) -> None:
@@ -110,7 +110,7 @@ class LiveSweepTable:
         with suppress(OSError, ValueError):
             self._live.stop()
 
-    def _drawn(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> Group:
+    def _render(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> Group:
         width, encoding = self._console.width, self._console.encoding
         lines = [
             Text(encode_safely(line, encoding))
@@ -119,9 +119,8 @@ class LiveSweepTable:
         for line in lines:
             line.stylize("bold", 0, line.plain.find(":") + 1)
         used_lines = sum(len(line.wrap(self._console, width)) for line in lines)
-        trials = select_trials(
-            report, max(1, self._console.height - used_lines - 2)
-        )  # a line for the heading, one for the cursor
+        # Two lines are reserved: for the heading and for the cursor.
+        trials = select_trials(report, max(1, self._console.height - used_lines - 2))
         if not trials:
             return Group(*lines)
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="underline")
@@ -136,7 +135,7 @@ class LiveSweepTable:
 
 
 class SweepLogPrinter:
-    """Prints a line for each change of a trial, for logs."""
+    """Printer of a line for each change of a trial, for logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream, self._clock, self._start_s = stream, clock, clock()
@@ -167,9 +166,9 @@ class SweepLogPrinter:
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:
     """Return the summary lines: trials, best values, time, and savings from pruning."""
     by_state = count_states(report.trials)
-    over = sum(by_state[state] for state in STATES if state != "running")
+    finished = sum(by_state[state] for state in STATES if state != "running")
     kinds = ", ".join(f"{by_state[state]} {state}" for state in STATES if by_state[state])
-    lines = [f"{report.study}: {over} of {report.planned_trials} trials{f' ({kinds})' if kinds else ''}"]
+    lines = [f"{report.study}: {finished} of {report.planned_trials} trials{f' ({kinds})' if kinds else ''}"]
     if len(report.best) == 1:
         trial = report.trials[report.best[0]]
         lines.append(
@@ -186,10 +185,10 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
     facts = [] if elapsed_s is None else [format_duration(elapsed_s)]
     if workers:
         facts.append(f"{workers} worker{'s' * (workers != 1)}")
-    spent = compute_savings(report)
-    if spent.pruned.tokens:
-        share = spent.pruned.tokens / spent.full_tokens
-        facts.append(f"pruning saved {spent.pruned.tokens:,} of {spent.full_tokens:,} tokens ({share:.0%})")
+    savings = compute_savings(report)
+    if savings.pruned.tokens:
+        share = savings.pruned.tokens / savings.full_tokens
+        facts.append(f"pruning saved {savings.pruned.tokens:,} of {savings.full_tokens:,} tokens ({share:.0%})")
     return [*lines, "; ".join(facts)] if facts else lines
 
 
@@ -212,35 +211,35 @@ def describe_changes(report: SweepReport, trial: Trial, known: Trial | None) -> 
 def describe_outcome(report: SweepReport, trial: Trial) -> str:
     """Describe how a trial ended: `pruned: validation loss 1.234 after 960 rows is number 5 of 9`."""
     if trial.state == "complete":
-        alone = len(report.objectives) == 1 and report.best == (trial.number,)
-        best = ", best so far" if alone else ""
-        return f"complete: {format_objectives(report, trial)}{best}"
-    at = f"at step {trial.cost.steps:,}" if trial.cost.steps else "before its first step"
-    return f"{trial.state}: {first_line(trial.reason) or at}"
+        is_only_best = len(report.objectives) == 1 and report.best == (trial.number,)
+        suffix = ", best so far" if is_only_best else ""
+        return f"complete: {format_objectives(report, trial)}{suffix}"
+    end = f"at step {trial.cost.steps:,}" if trial.cost.steps else "before its first step"
+    return f"{trial.state}: {first_line(trial.reason) or end}"
 
 
 def format_objectives(report: SweepReport, trial: Trial) -> str:
     """Format the objectives of a complete trial: `validation loss 1.234, memory 3.1 GiB`."""
     pairs = zip(report.objectives, trial.objectives, strict=False)
     return ", ".join(
-        f"{objective.metric.replace('_', ' ')} {format_objective(objective, found)}" for objective, found in pairs
+        f"{objective.metric.replace('_', ' ')} {format_objective(objective, value)}" for objective, value in pairs
     )
 
 
 def format_parameters(report: SweepReport, trial: Trial) -> str:
-    """Format the searched hyperparameters: `rank 16, learning_rate 3e-4`. Derived ones are omitted."""
+    """Format the searched hyperparameters: `rank 16, learning_rate 3e-4`. Derived values are omitted."""
     free = [axis.name for axis in report.axes if axis.kind != "tie" and axis.name in trial.values]
     return ", ".join(f"{name} {_format_parameter(parameter, trial)}" for parameter, name in shorten_names(free).items())
 
 
 def select_trials(report: SweepReport, room: int) -> list[Trial]:
-    """Select at most `room` trials for the table: running ones, the best, and the latest finished ones."""
-    old = superseded_numbers(report)
-    own = [trial for trial in report.trials if trial.number not in old]
-    running = [trial for trial in own if not trial.is_over]
-    over = sorted((t for t in own if t.is_over), key=lambda t: (t.ended or 0.0, t.number), reverse=True)
-    best = [trial for trial in over if trial.number in report.best]
-    others = [trial for trial in over if trial.number not in report.best]
+    """Select at most `room` trials for the table: the running, the best, and the latest finished ones."""
+    superseded = superseded_numbers(report)
+    current = [trial for trial in report.trials if trial.number not in superseded]
+    running = [trial for trial in current if not trial.is_over]
+    finished = sorted((t for t in current if t.is_over), key=lambda t: (t.ended or 0.0, t.number), reverse=True)
+    best = [trial for trial in finished if trial.number in report.best]
+    others = [trial for trial in finished if trial.number not in report.best]
     return [*running, *best, *others][: min(room, len(running) + LATEST)]
 
 
@@ -251,10 +250,10 @@ class SweepTableColumn:
     title: str
     cells: tuple[str, ...]
     weight: int
-    """Columns with the smallest weight are kept if not all fit."""
+    """If not all columns fit, those with the greatest weight are omitted first."""
     justify: Literal["left", "right"] = "right"
     elastic: bool = False
-    """Whether the column takes the remaining width."""
+    """Whether the column is cut to the remaining width."""
 
 
 def build_columns(
@@ -302,13 +301,13 @@ def build_columns(
 
 
 def _format_loss(report: SweepReport, progress: Mapping[int, RunProgress], trial: Trial) -> str:
-    """Format the objective if it is the loss, else the last validation loss."""
+    """Format the objective if that is the loss, else the last validation loss."""
     pairs = zip(report.objectives, trial.objectives, strict=False)
     loss = next((value for objective, value in pairs if objective.metric == LOSS), None)
     if loss is None and trial.number in progress:
         loss = progress[trial.number].validation_loss
     if loss is None:
-        loss = next(reversed(validation_curve(trial, {one.number: one for one in report.trials}).values()), None)
+        loss = next(reversed(validation_curve(trial, {other.number: other for other in report.trials}).values()), None)
     return "" if loss is None else f"{loss:.4f}"
 
 
@@ -317,7 +316,7 @@ def _format_objective(report: SweepReport, at: int, trial: Trial) -> str:
 
 
 def _format_parameter(parameter: str, trial: Trial) -> str:
-    """Format one hyperparameter. Empty if it is not searched. Names in a list are joined without blanks."""
+    """Format one hyperparameter; empty if it is not searched. Names in a list are joined without blanks."""
     value = trial.values.get(parameter, "")
     return format_parameter_value("+".join(map(str, value)) if isinstance(value, list | tuple) else value)
 
@@ -330,24 +329,24 @@ def _format_steps(trial: Trial, progress: Mapping[int, RunProgress]) -> str:
 
 
 def fit_columns(columns: Sequence[SweepTableColumn], width: int, mark: str) -> list[SweepTableColumn]:
-    """Return the columns that fit into `width`, from left to right. The elastic one gets the remaining width.
+    """Return the columns that fit into `width`, from left to right. An elastic column is cut to the remaining width.
 
     Args:
         columns: All columns.
         width: Available characters.
         mark: Letter that replaces cut text.
     """
-    left, chosen = width + GAP, []
-    for place in sorted(range(len(columns)), key=lambda place: columns[place].weight):
-        column = columns[place]
+    free, chosen = width + GAP, []
+    for index in sorted(range(len(columns)), key=lambda index: columns[index].weight):
+        column = columns[index]
         widest = max(map(cell_len, (column.title, *column.cells)))
-        if column.elastic and SHORTEST_REASON <= left - GAP < widest:
-            cells = tuple(_truncate(cell, left - GAP, mark) for cell in column.cells)
-            column, widest = SweepTableColumn(column.title, cells, column.weight, column.justify), left - GAP
-        if widest + GAP <= left:
-            left -= widest + GAP
-            chosen.append((place, column))
-    return [column for _, column in sorted(chosen, key=lambda one: one[0])]
+        if column.elastic and SHORTEST_REASON <= free - GAP < widest:
+            cells = tuple(_truncate(cell, free - GAP, mark) for cell in column.cells)
+            column, widest = SweepTableColumn(column.title, cells, column.weight, column.justify), free - GAP
+        if widest + GAP <= free:
+            free -= widest + GAP
+            chosen.append((index, column))
+    return [column for _, column in sorted(chosen, key=lambda item: item[0])]
 
 
 def _truncate(text: str, width: int, mark: str) -> str:

@@ -17,7 +17,24 @@ from rich.text import Text
 from ratchet.storage.html import escape_invisible
 
 NARROWEST, LOWEST = 20, 4
-"""Minimum columns and lines. Smaller sizes are ignored: a terminal without a set size reports 0."""
+"""Minimum columns and lines. Smaller sizes are raised to these: a terminal whose size is not set reports 0."""
+WIDE = 60
+"""Minimum columns for full labels. Narrower screens use short ones."""
+LABEL, SHORT_LABEL = 12, 7
+"""Columns of labels."""
+_SHORT = {
+    "validation": "valid", "learn rate": "lr", "gradient": "grad", "checkpoint": "ckpt", "attempts": "tries",
+    "machine": "mach",
+}  # fmt: skip
+
+WARNING, GOOD, QUIET, BAD = "yellow", "green", "dim", "red"
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_PARTS = re.compile(rf"{COLOUR.pattern}|.", re.DOTALL)
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
+"""Line that starts a code block. An equal or longer fence on its own line ends the block."""
+_NOT_FIRST, _NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
+"""Categories of letters that cannot start or end a line in scripts without blanks between words."""
 
 
 class ScreenSize(NamedTuple):
@@ -28,13 +45,13 @@ class ScreenSize(NamedTuple):
     height: int
     """Number of lines."""
     encoding: str = "utf-8"
-    """Encoding of the stream. Letters that it lacks are replaced by simpler ones."""
+    """Encoding of the stream. Letters that the encoding lacks are replaced by simpler ones."""
 
 
 def is_live_terminal(stream: TextIO) -> bool:
     """Return whether the stream is an interactive terminal that can move its cursor."""
-    dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
-    return stream.isatty() and not dumb and not os.environ.get("CI")
+    is_dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
+    return stream.isatty() and not is_dumb and not os.environ.get("CI")
 
 
 class TerminalConsole(Console):
@@ -49,8 +66,8 @@ class TerminalConsole(Console):
 
     def extent(self) -> ScreenSize:
         """Return the current size."""
-        found = self.size
-        return ScreenSize(max(NARROWEST, found.width), max(LOWEST, found.height), self.encoding)
+        size = self.size
+        return ScreenSize(max(NARROWEST, size.width), max(LOWEST, size.height), self.encoding)
 
 
 def encode_safely(text: str, encoding: str) -> str:
@@ -66,7 +83,7 @@ def terminal_columns(stream: IO[str]) -> int:
         return 0
 
 
-# Sparklines and bars, in ASCII where the encoding requires it.
+# Sparklines and bars, in ASCII if the encoding requires it.
 
 
 @dataclass(frozen=True)
@@ -74,12 +91,15 @@ class GlyphSet:
     """Letters for sparklines and bars."""
 
     levels: str
-    """From the lowest to the highest."""
+    """Letters of a sparkline, from the lowest to the highest."""
     full: str
+    """Full cell of a bar."""
     parts: str
     """Last cell of a bar, from nearly empty to nearly full."""
     rest: str
+    """Empty cell of a bar."""
     mark: str
+    """Mark on a bar."""
     cut: str
     """Replaces cut text."""
 
@@ -104,7 +124,7 @@ def draw_sparkline(
     width: int,
     letters: GlyphSet,
 ) -> str:
-    """Draw a curve in one line. Each letter is the mean of its points, or a blank if it has none.
+    """Draw a curve in one line. Each letter shows the mean of its points, or a blank without points.
 
     Args:
         points: Steps and values in ascending order of steps.
@@ -116,9 +136,9 @@ def draw_sparkline(
     first, last = span
     cells: list[list[float]] = [[] for _ in range(width)]
     for step, value in points:
-        place = (step - first) * width // max(1, last - first + 1)
-        if 0 <= place < width:
-            cells[place].append(value)
+        index = (step - first) * width // max(1, last - first + 1)
+        if 0 <= index < width:
+            cells[index].append(value)
     return "".join(_sparkline_level(sum(cell) / len(cell), scale, letters) if cell else " " for cell in cells)
 
 
@@ -147,17 +167,7 @@ def draw_bar(share: float, width: int, letters: GlyphSet, mark: float | None = N
     return "".join(cells)
 
 
-# Lines of a screen. Clauses that do not fit are omitted, the last one first.
-
-WIDE = 60
-"""Minimum columns for full labels. Narrower screens use short ones."""
-LABEL, SHORT_LABEL = 12, 7
-_SHORT = {
-    "validation": "valid", "learn rate": "lr", "gradient": "grad", "checkpoint": "ckpt", "attempts": "tries",
-    "machine": "mach",
-}  # fmt: skip
-
-WARNING, GOOD, QUIET, BAD = "yellow", "green", "dim", "red"
+# Lines of a screen. Clauses that do not fit are omitted, starting with the last one.
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ class ScreenLine:
 
 
 class LineFormatter:
-    """Formats lines for a screen of this size."""
+    """Formatter of lines for a screen of this size."""
 
     def __init__(self, size: ScreenSize) -> None:
         self.size = size
@@ -190,14 +200,14 @@ class LineFormatter:
         return ScreenLine(self.fit(clauses, self.size.width, separator), weight)
 
     def fit(self, clauses: Sequence[str | Text], room: int, separator: str = ", ") -> Text:
-        """Join as many clauses as fit."""
+        """Join the clauses that fit. The first clause is cut if it does not fit."""
         text = Text()
-        for place, clause in enumerate(clauses):
-            one = self.safe(clause)
-            if place == 0:
-                text = Text.assemble(self.cut(one, room))
-            elif text.cell_len + len(separator) + one.cell_len <= room:
-                text = Text.assemble(text, separator, one)
+        for index, clause in enumerate(clauses):
+            printable = self.safe(clause)
+            if index == 0:
+                text = Text.assemble(self.cut(printable, room))
+            elif text.cell_len + len(separator) + printable.cell_len <= room:
+                text = Text.assemble(text, separator, printable)
         return text
 
     def safe(self, clause: str | Text) -> Text:
@@ -224,27 +234,21 @@ class LineFormatter:
 
 def select_lines(lines: Sequence[ScreenLine], height: int) -> list[Text]:
     """Return the lines that fit, in order."""
-    selected = sorted(range(len(lines)), key=lambda place: (lines[place].weight, place))[: max(1, height)]
-    return [lines[place].text for place in sorted(selected)]
+    selected = sorted(range(len(lines)), key=lambda index: (lines[index].weight, index))[: max(1, height)]
+    return [lines[index].text for index in sorted(selected)]
 
 
-# Streaming word wrap: a word that would cross the edge moves to the next line, also if it arrives in pieces. Written
-# text is never erased, because terminals disagree on the width of some letters. A word is buffered until it is complete
-# or known to start the next line. The first word of a line is written immediately.
-
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_PARTS = re.compile(rf"{COLOUR.pattern}|.", re.DOTALL)
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
-"""A line that starts a code block. An equal or longer fence on its own line ends the block."""
-_NOT_FIRST, _NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
-"""Categories of letters that cannot start or end a line in scripts without blanks between words."""
+# Streaming word wrap: a word that would cross the edge moves to the next line, even if it arrives in pieces. Written
+# text is never erased, because terminals disagree on the width of some letters. A word is buffered until it is
+# complete, or until it is known to start the next line. The first word of a line is written immediately.
 
 
 class StreamingTextWrapper:
-    """Wraps one text. Lines of code blocks are not wrapped.
+    """Word wrap of one text that arrives in pieces. Lines of code blocks are not wrapped.
 
     Args:
-        width: Returns the columns of the terminal, for each piece because it may be resized. 0: lines stay unchanged.
+        width: Returns the columns of the terminal. It is called for each piece, because the terminal may be resized.
+            0: lines stay unchanged.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -253,8 +257,8 @@ class StreamingTextWrapper:
         """Column of the cursor."""
         self._blanks, self._word = "", ""
         """Buffered blanks after the last word, and the buffered word."""
-        self._has_word, self._through = False, False
-        """Whether the line has a word, and whether its last word is written immediately because its position is
+        self._has_word, self._is_direct = False, False
+        """Whether the line has a word, and whether its last word is written immediately, because its position is
         final."""
         self._last = ""
         """Last written letter."""
@@ -264,68 +268,68 @@ class StreamingTextWrapper:
     def feed(self, text: str) -> str:
         """Return the text that can be written now."""
         width = self._width()
-        return "".join(self._take(part, width) for part in _PARTS.findall(text))
+        return "".join(self._feed_part(part, width) for part in _PARTS.findall(text))
 
     def close(self) -> str:
         """Return the buffered text without trailing blanks."""
-        rest, self._blanks = self._settled(self._width()), ""
+        rest, self._blanks = self._flush_word(self._width()), ""
         return rest
 
-    def _take(self, part: str, width: int) -> str:
+    def _feed_part(self, part: str, width: int) -> str:
         if part == "\n":
             return self._end_line(width)
         self._line += part
         if not width or self._fence or _FENCE.fullmatch(self._line):
-            completed, self._blanks = self._settled(width) + self._blanks, ""
-            return completed + self._written(part, width)
+            completed, self._blanks = self._flush_word(width) + self._blanks, ""
+            return completed + self._track(part, width)
         if part in " \t":
-            return self._blank(part, width)
-        completed = self._settled(width) if self._may_break_before(part) else ""
-        if self._through or not self._has_word:
-            self._has_word = self._through = True
-            return completed + self._written(part, width)
+            return self._feed_blank(part, width)
+        completed = self._flush_word(width) if self._may_break_before(part) else ""
+        if self._is_direct or not self._has_word:
+            self._has_word = self._is_direct = True
+            return completed + self._track(part, width)
         self._word += part
-        return completed if self._fits(width) else completed + self._moved(width)
+        return completed if self._fits(width) else completed + self._move_word(width)
 
-    def _blank(self, part: str, width: int) -> str:
+    def _feed_blank(self, part: str, width: int) -> str:
         if not self._has_word:  # indentation stays unchanged
-            return self._written(part, width)
-        completed = self._settled(width)
+            return self._track(part, width)
+        completed = self._flush_word(width)
         self._blanks += part
         return completed
 
     def _may_break_before(self, part: str) -> bool:
-        before = self._word[-1:] or (self._last if self._through else "")
+        before = self._word[-1:] or (self._last if self._is_direct else "")
         return bool(before) and not COLOUR.match(part) and _may_break(before, part)
 
-    def _settled(self, width: int) -> str:
-        """Return the completed word."""
-        self._through = False
+    def _flush_word(self, width: int) -> str:
+        """Return the buffered word, which is complete, with the blanks before it."""
+        self._is_direct = False
         if not self._word:
             return ""
         if not self._fits(width):  # the terminal may have been resized
-            text = self._moved(width)
-            self._through = False
+            text = self._move_word(width)
+            self._is_direct = False
             return text
         text = self._blanks + self._word
         self._blanks = self._word = ""
-        return self._written(text, width)
+        return self._track(text, width)
 
     def _fits(self, width: int) -> bool:
-        return not width or self._after_blanks() + cell_len(COLOUR.sub("", self._word)) <= width
+        return not width or self._column_after_blanks() + cell_len(COLOUR.sub("", self._word)) <= width
 
-    def _after_blanks(self) -> int:
+    def _column_after_blanks(self) -> int:
         return len((" " * self.column + self._blanks).expandtabs())
 
-    def _moved(self, width: int) -> str:
+    def _move_word(self, width: int) -> str:
         """Move the word to the next line. The rest of the word is written immediately."""
         text, self._blanks, self._word = self._word, "", ""
-        self.column, self._last, self._through = 0, "", True
-        return "\n" + self._written(text, width)
+        self.column, self._last, self._is_direct = 0, "", True
+        return "\n" + self._track(text, width)
 
     def _end_line(self, width: int) -> str:
-        text = self._settled(width)
-        if self._blanks and self._after_blanks() <= width:
+        text = self._flush_word(width)
+        if self._blanks and self._column_after_blanks() <= width:
             text += self._blanks
         if not self._fence:
             fence = _FENCE.fullmatch(self._line)
@@ -333,30 +337,31 @@ class StreamingTextWrapper:
         elif self._line.strip().startswith(self._fence) and not self._line.strip().strip(self._fence[0]):
             self._fence = ""
         self.column, self._last, self._line, self._blanks = 0, "", "", ""
-        self._has_word = self._through = False
+        self._has_word = self._is_direct = False
         return text + "\n"
 
-    def _written(self, text: str, width: int) -> str:
+    def _track(self, text: str, width: int) -> str:
+        """Update the column for text that is written now, and return the text."""
         for part in _PARTS.findall(text):
             if part == "\t":
                 self.column = len((" " * self.column + part).expandtabs())
             elif not COLOUR.match(part):
-                cells = cell_len(self._last + part) - cell_len(
-                    self._last
-                )  # some letters change the width of the previous one
+                # Some letters change the width of the previous one.
+                cells = cell_len(self._last + part) - cell_len(self._last)
                 # If the terminal became narrower than the current row, the column is unknown: the next word moves to a
                 # new line.
-                broken = self.column <= width < self.column + cells
-                self.column = cells if width and broken else self.column + cells
+                is_broken = self.column <= width < self.column + cells
+                self.column = cells if width and is_broken else self.column + cells
                 self._last = part
         return text
 
 
 @lru_cache(maxsize=4096)
 def _may_break(before: str, after: str) -> bool:
-    """Return whether a line may break between two letters without a blank: one of them is of a script without blanks
-    between
-    words, and neither belongs to the other (accents, brackets, full stop).
+    """Return whether a line may break between two letters without a blank.
+
+    One of the letters must belong to a script without blanks between words, and neither may belong to the other, as
+    accents, brackets and full stops do.
     """
     if not (_is_ideograph(before) or _is_ideograph(after)):
         return False
@@ -366,7 +371,7 @@ def _may_break(before: str, after: str) -> bool:
 
 
 def _is_ideograph(letter: str) -> bool:
-    """Return whether a letter is wide and not Korean, which uses blanks."""
+    """Return whether a letter is wide and not Korean. Korean uses blanks."""
     return cell_len(letter) == 2 and "HANGUL" not in unicodedata.name(letter, "")
 
 
@@ -382,5 +387,5 @@ def _wrap_line(line: str, width: int) -> str:
     indent = line[: len(line) - len(inner)]
     if not 0 < len(indent) <= width // 2:
         inner, indent = line, ""
-    flow = StreamingTextWrapper(lambda: width - len(indent))
-    return indent + (flow.feed(inner) + flow.close()).replace("\n", f"\n{indent}")
+    wrapper = StreamingTextWrapper(lambda: width - len(indent))
+    return indent + (wrapper.feed(inner) + wrapper.close()).replace("\n", f"\n{indent}")

@@ -1,8 +1,8 @@
 """Computes packs and batches: which rows each optimizer step trains on, and the arrays of a batch.
 
 Packing is best-fit decreasing over the whole split, repeated for every epoch. Rows are placed from the longest to the
-shortest, each into the pack with the least free space that still fits it; if none fits, a new pack begins. Rows of
-equal length are interchangeable: the number of packs and the fill of each depend only on the lengths, and a draw per
+shortest, each into the pack with the least free space that is sufficient; if there is none, a new pack begins. Rows of
+equal length are interchangeable. So the number of packs and the fill of each depend only on the lengths, and a draw per
 epoch decides which row of a length goes into which pack.
 
 D. S. Johnson, Fast algorithms for bin packing, Journal of Computer and System Sciences 8 (1974), 272-314.
@@ -22,6 +22,9 @@ from ratchet.config.train import Train
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import DataError, SettingsError
 
+WINDOW_BATCHES = 64
+"""Batches that are drawn together and sorted by length. More batches mean less padding, but more similar epochs."""
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -39,7 +42,7 @@ class PackedRows:
 
 
 class PackingPlan:
-    """Assigns the rows of a split to packs, in each epoch differently.
+    """Assignment of the rows of a split to packs, different in each epoch.
 
     Args:
         lengths: tokens of each row.
@@ -55,7 +58,7 @@ class PackingPlan:
         _check_lengths(self.lengths, capacity_tokens)
         packs = _best_fit_decreasing(self.lengths, capacity_tokens)
         self._positions = np.argsort(packs, kind="stable")
-        """Positions in the order of decreasing length, grouped by pack."""
+        """Positions of the rows in order of decreasing length, grouped by pack."""
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -63,7 +66,7 @@ class PackingPlan:
 
     def epoch(self, seed: int, epoch: int) -> PackedRows:
         """Return the packs of one epoch; a pure function of the lengths, the seed and the epoch."""
-        # The third number makes this random stream differ from that of the order of the epoch.
+        # The third number separates this random stream from that of the epoch's order.
         shuffled = np.random.default_rng([seed, epoch, 1]).permutation(len(self.lengths))
         by_length = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
         return PackedRows(by_length[self._positions], self._offsets)
@@ -101,14 +104,14 @@ def _check_lengths(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
-    """Return the pack of each position; positions are the rows in the order of decreasing length.
+    """Return the pack of each position; positions are the rows in order of decreasing length.
 
-    Rows of equal length are placed together: the fullest packs that fit one more row take as many as they can, one pack
-    after the other, which gives the same result as best fit row by row. Each iteration places at least one row and
-    touches only packs that take one. The search for a pack is a scan of a bit field with one bit per token of capacity.
+    Rows of equal length are placed together: the fullest packs with space for one more row take as many as they can,
+    one pack after another. The result is the same as that of best fit row by row. Each iteration places at least one
+    row and changes only packs that take rows. A bit field with one bit per token of capacity makes the search fast.
     """
     pack_of = np.empty(len(lengths), dtype=np.int64)
-    placed = opened = 0
+    placed = pack_count = 0
     packs: dict[int, list[int]] = defaultdict(list)  # open packs by free space, in tokens
     space_bits = 0  # bit s is set if packs[s] is not empty
     values, counts = np.unique(lengths, return_counts=True)
@@ -120,30 +123,28 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> ND
             rows_per_pack = space // length
             needed = -(-(end - placed) // rows_per_pack)
             if fitting:
-                filled = packs[space][-needed:]
+                filled_packs = packs[space][-needed:]
                 del packs[space][-needed:]
             else:
-                filled = list(range(opened, opened + needed))
-                opened += needed
-            rows = min(end - placed, rows_per_pack * len(filled))
-            pack_of[placed : placed + rows] = np.repeat(filled, rows_per_pack)[:rows]
+                filled_packs = list(range(pack_count, pack_count + needed))
+                pack_count += needed
+            rows = min(end - placed, rows_per_pack * len(filled_packs))
+            pack_of[placed : placed + rows] = np.repeat(filled_packs, rows_per_pack)[:rows]
             placed += rows
-            rows_in_last = rows - rows_per_pack * (len(filled) - 1)
-            packs[space - rows_per_pack * length] += filled[:-1]
-            packs[space - rows_in_last * length].append(filled[-1])
-            for changed in (space, space - rows_per_pack * length, space - rows_in_last * length):
-                space_bits = space_bits | 1 << changed if packs[changed] else space_bits & ~(1 << changed)
+            rows_in_last = rows - rows_per_pack * (len(filled_packs) - 1)
+            packs[space - rows_per_pack * length] += filled_packs[:-1]
+            packs[space - rows_in_last * length].append(filled_packs[-1])
+            for free in (space, space - rows_per_pack * length, space - rows_in_last * length):
+                space_bits = space_bits | 1 << free if packs[free] else space_bits & ~(1 << free)
     return pack_of
 
 
 # ----- Batches
 #
-# The rows of optimizer step i are a pure function of (row lengths, settings, i). Sequences (rows, or packs of rows) are
-# one endless stream of epochs, and step i takes the next `train.batch_size` of it. Every sequence occurs exactly once
-# per epoch, and a batch may span two epochs. So a checkpoint need not store the order, nor a restart replay it.
-
-WINDOW_BATCHES = 64
-"""Batches that are drawn together and sorted by length. More batches mean less padding, but more similar epochs."""
+# The rows of optimizer step i are a pure function of (row lengths, settings, i). Sequences (rows or packs of rows) form
+# one endless stream of epochs, and each step takes the next `train.batch_size` sequences. Every sequence occurs exactly
+# once per epoch, and a batch may span two epochs. So a checkpoint does not store the order, and a restart does not
+# replay it.
 
 
 class BatchPlan:
@@ -171,13 +172,13 @@ class BatchPlan:
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def batch(self, step: int) -> list[list[int]]:
-        """Sequences of step `step` (from 0) in stream order, each the indices of its rows: one, unless packed."""
+        """Return the sequences of step `step` (from 0) in stream order, each as a list of row indices."""
         start = step * self.batch_size
         stop = min(start + self.batch_size, self.total_sequences)
         return [self._sequence(*divmod(position, self.sequences)) for position in range(start, stop)]
 
     def find_multi_row_sequence(self) -> list[int] | None:
-        """Return the rows of a sequence that has several; None if no epoch has one."""
+        """Return the rows of a sequence with several rows; None if no epoch has such a sequence."""
         if self._packing is None or self._packing.multi_row_pack is None:
             return None
         return self._packing.epoch(self.seed, 0)[self._packing.multi_row_pack]
@@ -198,8 +199,8 @@ class BatchPlan:
     def _sort_windows(self, order: NDArray[np.int64], epoch: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Sort each window of a permutation by length, then shuffle its batches.
 
-        Batches are aligned with steps, so the rows of a step have similar lengths, except for the one step per epoch
-        that spans two epochs, whose rows stay random.
+        Batches are aligned with steps, so the rows of a step have similar lengths. The only exception is the step that
+        spans two epochs, whose rows stay random.
         """
         size = self.batch_size
         head = min(-epoch * self.sequences % size, self.sequences)  # rows that complete the previous epoch's last batch
@@ -217,10 +218,10 @@ def split_micro_batches(
 ) -> list[list[int]]:
     """Split a batch into micro-batches of sequences with similar lengths, so that there is little padding.
 
-    The rows of an optimizer step do not depend on this.
+    The split does not change the rows of an optimizer step.
 
     Args:
-        indices: the sequences.
+        indices: indices of the sequences.
         lengths: tokens of each sequence.
         micro_batch_size: limit of sequences in a micro-batch.
         max_tokens: limit of padded tokens (sequences x longest); a longer sequence gets a micro-batch of its own.
@@ -242,7 +243,7 @@ class PaddedBatch:
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    """Positions count from 0 in each row. Padding has position 0: a row of one token that attends to itself."""
+    """Positions from 0 in each row. Padding has position 0, so each padding token is a row that attends to itself."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class TokenRows:
     def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "TokenRows":
         """Create rows from lists. Raises DataError if a row's ids and labels differ in number."""
         flat = [np.fromiter((x for row in column for x in row), np.int32) for column in (input_ids, labels)]
-        return cls._checked(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
+        return cls._from_arrays(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
 
     @classmethod
     def from_arrow(cls, table: Any) -> "TokenRows":
@@ -271,13 +272,13 @@ class TokenRows:
             # Arrow's own `to_numpy` and `flatten` import pandas and pyarrow.compute: 0.2 s of every start of a worker.
             chunks = table.column(name).chunks
             offsets = [np.from_dlpack(chunk.offsets) for chunk in chunks]
-            values = [np.from_dlpack(chunk.values)[at[0] : at[-1]] for chunk, at in zip(chunks, offsets, strict=True)]
+            values = [np.from_dlpack(chunk.values)[o[0] : o[-1]] for chunk, o in zip(chunks, offsets, strict=True)]
             flat.append(_concatenate(values, np.int32))
-            lengths.append(_concatenate([np.diff(at) for at in offsets], np.int64))
-        return cls._checked(flat[0], flat[1], lengths)
+            lengths.append(_concatenate([np.diff(o) for o in offsets], np.int64))
+        return cls._from_arrays(flat[0], flat[1], lengths)
 
     @classmethod
-    def _checked(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "TokenRows":
+    def _from_arrays(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "TokenRows":
         if not np.array_equal(lengths[0], lengths[1]):
             raise DataError(
                 "the split has rows with different numbers of token ids and labels; run `ratchet prepare` again"
@@ -309,7 +310,7 @@ class TokenRows:
         return np.concatenate([[0], np.cumsum(is_trained)])[self.offsets].astype(np.int64)
 
     def pad(self, sequences: Sequence[Sequence[int]]) -> PaddedBatch:
-        """Build padded arrays. A row's first label is masked, since the token before it belongs to another row."""
+        """Build padded arrays. A row's first label is masked, because the token before it belongs to another row."""
         shape = len(sequences), max(map(self.count_tokens, sequences))
         batch = PaddedBatch(
             np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
@@ -327,6 +328,6 @@ class TokenRows:
 
 
 def _concatenate(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """Concatenate arrays; a single one is not copied."""
+    """Concatenate arrays; a single array is not copied."""
     joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
     return joined.astype(dtype, copy=False)

@@ -2,17 +2,17 @@
 
     python -m ratchet.data.bundled_corpus data      # writes data/raw/support.{csv,jsonl} and data/text/help.txt
 
-All of it is invented. Seeded generators draw it from the phrase tables of bundled_corpus.txt, so the same code writes
-the same bytes on every machine: they only use `Random.random`, whose sequence Python guarantees. The two outputs share
-words but no sentences: `raw` has requests with labels, `text` has no requests.
+All texts are invented. Seeded generators draw them from the phrase tables of bundled_corpus.txt. They use only
+`Random.random`, whose sequence Python guarantees, so the same code writes the same bytes on every machine. The two
+outputs share words but no sentences: `raw` has requests with labels, `text` has no requests.
 
-The task is learnable but not trivial: a third of the requests mention another intent in passing, some have typing
-errors, and intents share their vocabulary on purpose ("charged", "order", "arrived", "card"), so that only the whole
+The task is learnable but not trivial. A third of the requests mention another intent in passing, and some have typing
+errors. Intents share their vocabulary on purpose ("charged", "order", "arrived", "card"), so that only the whole
 sentence distinguishes them.
 
-In a template, `[a|b|]` picks one of the alternatives (they nest, and one may be empty), and `{slot}` is filled from
-`SLOTS` or, for numbers, by the generator. A table has one entry a line; a line that is indented by four or more
-continues the entry above it.
+In a template, `[a|b|]` picks one of the alternatives (choices can be nested, and an alternative can be empty), and
+`{slot}` is filled from `SLOTS` or, for numbers, by the generator. A table has one entry per line; a line that is
+indented by four or more spaces continues the entry above it.
 """
 
 import csv
@@ -55,7 +55,7 @@ class CustomerIntent:
 
 
 def _read_intents(table: str) -> tuple[CustomerIntent, ...]:
-    """Parse intents: lines `name: weight: aside`, each followed by its templates, indented by two."""
+    """Parse intents: lines `name: weight: aside`, each followed by its templates, indented by two spaces."""
     intents = []
     for block in re.split(r"\n(?=\w)", table.strip()):
         head, *asks = parse_entries(block)
@@ -69,27 +69,19 @@ SLOTS: dict[str, tuple[str, ...]] = {
 }
 
 INTENTS = _read_intents(TABLES["INTENTS"])
-
-
-CSV_ROWS, JSONL_ROWS, TEXT_LINES = 2400, 1800, 2000
-CHANNELS = ("email", "chat", "web form", "phone note")
-
 GREETINGS = parse_entries(TABLES["GREETINGS"])
-
 CONTEXTS = parse_entries(TABLES["CONTEXTS"])
-
 ASIDES = parse_entries(TABLES["ASIDES"])
-
 CLOSINGS = parse_entries(TABLES["CLOSINGS"])
-
 ARTICLES = {
     name: tuple(sentences.split(" // "))
     for name, sentences in (entry.split(": ", 1) for entry in parse_entries(TABLES["ARTICLES"]))
 }
-
 EVERYDAY = parse_entries(TABLES["EVERYDAY"])
-
 NOTES = parse_entries(TABLES["NOTES"])
+
+CSV_ROWS, JSONL_ROWS, TEXT_LINES = 2400, 1800, 2000
+CHANNELS = ("email", "chat", "web form", "phone note")
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -98,7 +90,7 @@ _T = TypeVar("_T")
 
 
 class SentenceWriter:
-    """Turns templates into sentences with one sequence of random choices."""
+    """Writer of sentences from templates, with one sequence of random choices."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed).random
@@ -116,7 +108,7 @@ class SentenceWriter:
     def write_sentence(self, template: str, values: Mapping[str, str] | None = None) -> str:
         """Write one sentence from a template: choices first, innermost before outer ones, then slots.
 
-        A slot that occurs twice gets two values. Raises KeyError for an unknown slot.
+        A slot that occurs twice gets two independent values. Raises KeyError for an unknown slot.
         """
         while match := _CHOICE.search(template):
             template = template[: match.start()] + self.pick(match[1].split("|")) + template[match.end() :]
@@ -136,9 +128,9 @@ class SentenceWriter:
 
 
 def write_requests(raw_dir: Path) -> None:
-    """Write `support.csv` and `support.jsonl`: fields request, intent, channel, received (a date).
+    """Write `support.csv` and `support.jsonl` with the fields request, intent, channel and received (a date).
 
-    No two requests of the two files are equal without case, spaces and punctuation.
+    All requests of the two files differ, even without case, spaces and punctuation.
     """
     writer, seen = SentenceWriter(seed=7), set[str]()
     rows: list[dict[str, str]] = []
@@ -170,8 +162,8 @@ def _write_request(writer: SentenceWriter, intent: CustomerIntent) -> str:
     if writer.chance(0.3):
         before.append(writer.write_sentence(writer.pick(CONTEXTS)))
     if writer.chance(0.33):
-        other = writer.pick([other for other in INTENTS if other is not intent])
-        aside = writer.write_sentence(writer.pick(ASIDES), {"aside": other.aside})
+        mentioned = writer.pick([candidate for candidate in INTENTS if candidate is not intent])
+        aside = writer.write_sentence(writer.pick(ASIDES), {"aside": mentioned.aside})
         (before if writer.chance(0.6) else after).append(aside)
     if writer.chance(0.3):
         after.append(writer.write_sentence(writer.pick(CLOSINGS)))
@@ -186,7 +178,7 @@ def _capitalize(sentence: str) -> str:
 
 
 def _add_typos(writer: SentenceWriter, text: str) -> str:
-    """Change a message as if it was typed in a hurry: lower case, abbreviations, typing errors."""
+    """Change a message as if the customer typed it in a hurry: lower case, abbreviations, typing errors."""
     if writer.chance(0.15):
         text = text.lower()
     words = text.split(" ")
@@ -194,15 +186,19 @@ def _add_typos(writer: SentenceWriter, text: str) -> str:
         words = [_ABBREVIATIONS.get(word.lower(), word) for word in words]
     if writer.chance(0.15):
         i = writer.pick(range(len(words)))
-        at = writer.pick(range(max(1, len(words[i]) - 1)))
+        letter = writer.pick(range(max(1, len(words[i]) - 1)))
         word = words[i]
         if word.isalpha() and len(word) > 3:  # two letters swapped, or one left out
-            words[i] = word[:at] + (word[at + 1] + word[at] if writer.chance(0.5) else word[at + 1]) + word[at + 2 :]
+            words[i] = (
+                word[:letter]
+                + (word[letter + 1] + word[letter] if writer.chance(0.5) else word[letter + 1])
+                + word[letter + 2 :]
+            )
     return " ".join(words)
 
 
 def write_text(text_dir: Path) -> None:
-    """Write `help.txt`, one paragraph a line: help pages, notes about products, and everyday sentences.
+    """Write `help.txt`, with one paragraph per line: help pages, notes about products, and everyday sentences.
 
     It contains the words of the labels, and the labels themselves as names of pages.
     """

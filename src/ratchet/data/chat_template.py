@@ -1,4 +1,4 @@
-"""Renders conversations with a tokenizer's chat template and finds the text spans that are trained on."""
+"""Renders conversations with a tokenizer's chat template, and finds the text spans that are trained on."""
 
 import json
 import re
@@ -11,13 +11,39 @@ from ratchet.data.conversation import Conversation, Message
 TRAINING_FLAGS = ("train", "weight")
 """Message fields that select the turns to train on; the template does not get them."""
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Message fields with the reasoning, in the order in which transformers looks for them."""
+
+_MARK = re.compile(r"slot7c1e(\d+)end")
+_SPACE = re.compile(r"\s*")
+
+_THINKING = r"(?:[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*|<\|channel\|?>\w+(?:<\|message\|>|\n)|<channel\|>)"
+"""<think> (DeepSeek, Qwen), [THINK] (Mistral), <|START_THINKING|> (Cohere), channels (OpenAI's models, Gemma 4)."""
+_THINKING_GAP = re.compile(rf"\s*{_THINKING}*", re.IGNORECASE)
+_THINKING_PREFIX = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
+_THINKING_SUFFIX = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
+
+_OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
+"""Other tokens that end a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 before tool results."""
+
+_LOST_REASONING = (
+    "the chat template omits the reasoning of an answer, so the model would be trained to answer without reasoning; "
+    "use a template that keeps it, or remove it from the rows"
+)
+_LOST_EARLIER_REASONING = (
+    "the chat template omits the reasoning of an earlier answer, so the model would be trained to answer without "
+    "reasoning; set prepare.turns: last, or use a template that keeps it"
+)
+_LOST_ANSWER = "the chat template omits or rewrites an answer, so it cannot be trained on; use another template"
+_LOST_CALL = "the chat template omits a tool call; use a template that writes tool calls, or rows without tool calls"
+
 
 class TemplateRenderError(Exception):
-    """The template raised an exception for these messages; the text is the reason, on one line."""
+    """Error for messages for which the template raised an exception; the text is the reason, on one line."""
 
 
 class ChatTemplate:
-    """Renders conversations as text with the tokenizer's chat template."""
+    """Chat template of a tokenizer, which renders conversations as text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +59,7 @@ class ChatTemplate:
             ) from error
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
-        """Render conversations, each as text or error. A single call for conversations without tools is 20 % faster."""
+        """Render conversations, each as text or error. Without tools, a single call for all of them is 20 % faster."""
         if not conversations or any(conversation.tools for conversation in conversations):
             return [self._render_or_error(conversation) for conversation in conversations]
         try:
@@ -87,8 +113,8 @@ class ControlTokens:
 def alternation_pattern(names: Iterable[str]) -> str:
     """Build a regular expression that matches any of the names, longest first.
 
-    It is a prefix tree: Gemma's tokenizer has thousands of control tokens with the same beginning, and `re` would try
-    a plain list of alternatives one by one at every `<` of a text.
+    The expression is a prefix tree, because Gemma's tokenizer has thousands of control tokens with the same beginning.
+    With a plain list of alternatives, `re` would try them one by one at every `<` of a text.
     """
     ordered = sorted(set(names))
     if not ordered:
@@ -111,7 +137,7 @@ def _prefix_tree_pattern(names: list[str]) -> str:
 
 
 def longest_shared_prefix(first: str, last: str) -> str:
-    """Return the longest common prefix of two texts, which all texts sorted between them share."""
+    """Return the longest common prefix of two texts. All texts that are sorted between the two share it."""
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:
         length += 1
@@ -121,15 +147,9 @@ def longest_shared_prefix(first: str, last: str) -> str:
 # ----- Template skeletons
 #
 # A skeleton is the template's output with a mark in place of every message text. Conversations of the same structure
-# (roles, present fields, tools) have the same skeleton, so the template is analysed once per structure. Aligning a
-# conversation's text with the skeleton assigns every character to the template or to a message; if the template changes
-# a message text, the alignment fails.
-
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Message fields with the reasoning, in the order in which transformers looks for them."""
-
-_MARK = re.compile(r"slot7c1e(\d+)end")
-_SPACE = re.compile(r"\s*")
+# (roles, present fields, tools) have the same skeleton, so the template is analysed once per structure. An alignment of
+# a conversation's text with the skeleton assigns every character to the template or to a message. If the template
+# changes a message text, the alignment fails.
 
 
 @dataclass(frozen=True)
@@ -151,7 +171,7 @@ class ConversationOutline:
 
 
 class _TextMarker:
-    """Replaces texts by marks and stores the texts. Blank texts stay, since templates test for empty texts."""
+    """Replacement of texts by marks; the texts are stored. Blank texts stay, because templates test for empty texts."""
 
     def __init__(self) -> None:
         self.slots: list[TextSlot] = []
@@ -183,7 +203,7 @@ class _TextMarker:
         return part
 
     def _content(self, turn: int, content: str, role: str) -> str:
-        """Mark a content; reasoning in an answer gets its own mark, since templates may remove it."""
+        """Mark a content. Reasoning in an answer gets its own mark, because templates may remove it."""
         head, closing, answer = content.partition("</think>")
         if role != "assistant" or not closing or closing in answer or "<think>" in answer:
             return self.mark(TextSlot(turn, "content"), content)
@@ -195,7 +215,7 @@ class _TextMarker:
 
 
 def build_outline(conversation: Conversation, only: frozenset[int] | None = None) -> ConversationOutline:
-    """Split a conversation into structure and texts; with `only`, texts of other turns stay in the structure."""
+    """Split a conversation into structure and texts. With `only`, texts of all other turns stay in the structure."""
     marker = _TextMarker()
     messages = [
         marker.message(turn, message) if only is None or turn in only else message
@@ -205,7 +225,7 @@ def build_outline(conversation: Conversation, only: frozenset[int] | None = None
 
 
 def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
-    """Return the key of a conversation's structure and its texts in the order of `build_outline`, but faster."""
+    """Return the key of a conversation's structure, and its texts in the order of `build_outline`, but faster."""
     key: list[str] = []
     texts: list[str] = []
     for turn, message in enumerate(conversation.messages):
@@ -224,7 +244,7 @@ def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str
 
 @dataclass(frozen=True)
 class TrainedSpan:
-    """The trained part of one turn in a skeleton. Positions are (index of the literal, characters into it)."""
+    """The trained part of one turn in a skeleton. Positions are (index of the literal, offset in the literal)."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -233,7 +253,7 @@ class TrainedSpan:
     prompt_prefix: str = ""
     """Text before the answer that the prompt already contains (`<think>`); it is not trained on."""
     has_thinking_gap: bool = False
-    """The text before the answer differs between prompt and training by a thinking block."""
+    """Whether the text before the answer differs between prompt and training by a thinking block."""
 
 
 @dataclass(frozen=True)
@@ -243,13 +263,13 @@ class SpanAnchor:
     token: int | None
     """The nearest control token before the span; None if there is none."""
     occurrence: int
-    """Number of equal tokens to skip first."""
+    """Number of earlier occurrences of `token` to skip."""
     distance: int
-    """Number of tokens from there to the span."""
+    """Number of tokens from `token` to the span."""
     end_token: int
     """The token that ends the span."""
     end_tokens_inside: int
-    """Number of equal tokens inside the span."""
+    """Number of occurrences of `end_token` inside the span."""
 
 
 @dataclass
@@ -265,7 +285,7 @@ class TemplateSkeleton:
     spans: list[TrainedSpan] = field(default_factory=list)
     """The trained spans, in order."""
     anchors: list[SpanAnchor] | None = None
-    """Positions of the spans among the tokens; None until the first row was tokenized with offsets."""
+    """Positions of the spans among the tokens; None until the first row is tokenized with offsets."""
     last_turn_trained: bool = False
     """Whether the last message is trained on."""
     anchor_hits: int = 0
@@ -292,31 +312,31 @@ class TemplateSkeleton:
     def align(self, text: str, texts: list[str]) -> list[int] | None:
         """Return the position of each literal in a conversation's text; None if the text does not fit the skeleton.
 
-        The template may have removed white space at either end of a message text, but nothing else.
+        The text fits even if the template removed white space at either end of a message text.
         """
-        at = len(self.literals[0])
+        position = len(self.literals[0])
         if not text.startswith(self.literals[0]):
             return None
         starts = [0]
         for slot, literal in zip(self.order, self.literals[1:], strict=True):
-            filling = texts[slot]
-            if text.startswith(filling, at) and text.startswith(literal, at + len(filling)):
-                at += len(filling)
-            elif (at := _find_trimmed_end(text, at, filling, literal)) < 0:
+            message_text = texts[slot]
+            if text.startswith(message_text, position) and text.startswith(literal, position + len(message_text)):
+                position += len(message_text)
+            elif (position := _find_trimmed_end(text, position, message_text, literal)) < 0:
                 return None
-            starts.append(at)
-            at += len(literal)
-        return starts if at == len(text) else None
+            starts.append(position)
+            position += len(literal)
+        return starts if position == len(text) else None
 
 
-def _find_trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
-    """Return where a text without some outer white space ends so that the literal follows; -1 if it does not fit."""
-    bare = filling.strip()
-    lead = filling[: filling.index(bare)]
-    trail = filling[len(lead) + len(bare) :]
-    space = _SPACE.match(text, at)
-    begin = space.end() if space else at
-    if not lead.endswith(text[at:begin]) or not text.startswith(bare, begin):
+def _find_trimmed_end(text: str, position: int, message_text: str, literal: str) -> int:
+    """Return the end of a message text without some outer white space, so that the literal follows; -1 if none fits."""
+    bare = message_text.strip()
+    lead = message_text[: message_text.index(bare)]
+    trail = message_text[len(lead) + len(bare) :]
+    space = _SPACE.match(text, position)
+    begin = space.end() if space else position
+    if not lead.endswith(text[position:begin]) or not text.startswith(bare, begin):
         return -1
     end = begin + len(bare)
     kept = 0
@@ -331,25 +351,17 @@ def _find_trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
 # thinking block that the template opens for it, reasoning, answer or tool calls, and the token that ends the turn.
 # Spans are found with the skeleton, so the template needs no `{% generation %}` marks.
 
-_THINKING = r"(?:[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*|<\|channel\|?>\w+(?:<\|message\|>|\n)|<channel\|>)"
-"""<think> (DeepSeek, Qwen), [THINK] (Mistral), <|START_THINKING|> (Cohere), channels (OpenAI's models, Gemma 4)."""
-_THINKING_GAP = re.compile(rf"\s*{_THINKING}*", re.IGNORECASE)
-_THINKING_PREFIX = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
-_THINKING_SUFFIX = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
-
-_OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
-"""Other tokens that end a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 before tool results."""
-
 
 class UntrainableTemplateError(Exception):
-    """The template cannot be used for training; the text is the reason and begins with "the chat template"."""
+    """Error for a template that cannot be used for training; the text is the reason, from "the chat template" on."""
 
 
 class SpanFinder:
-    """Finds the trained spans of a skeleton."""
+    """Finder of the trained spans of a skeleton."""
 
     def __init__(self, chat: ChatTemplate, control: ControlTokens, ends: Iterable[str]) -> None:
-        """
+        """Compile the patterns of the tokens that end a turn.
+
         Args:
             chat: the chat template.
             control: the control tokens.
@@ -421,7 +433,7 @@ def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline,
     """Return the positions of a turn's texts in the skeleton's `order`, which must be adjacent and without repetition.
 
     Raises:
-        UntrainableTemplateError: they are not, or one is missing.
+        UntrainableTemplateError: the positions are not adjacent, or a text is repeated or missing.
     """
     expected = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
     text_positions = [position for position, slot in enumerate(skeleton.order) if slot in expected]
@@ -449,7 +461,8 @@ def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) 
 def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, is_last: bool) -> None:
     """Check that the literal follows the prompt's last text, and for the last turn that all text before it is equal.
 
-    Earlier turns may differ: Mistral's template, for example, moves the system message to the last user turn.
+    The prompt of an earlier turn may differ: Mistral's template, for example, moves the system message to the last user
+    turn.
 
     Raises:
         UntrainableTemplateError: the prompt is not a prefix.
@@ -499,7 +512,7 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
 
 
 def _called_function_names(message: Message) -> list[str]:
-    """Names of the functions that a message calls."""
+    """Return the names of the functions that a message calls."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     return [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
 
@@ -509,18 +522,6 @@ def _describe_missing_end(written: str) -> str:
         f"the chat template writes {written!r} after an answer; expected a control token, without which the model "
         "never learns to stop; write {{ eos_token }} right after the answer"
     )
-
-
-_LOST_REASONING = (
-    "the chat template omits the reasoning of an answer, so the model would be trained to answer without reasoning; "
-    "use a template that keeps it, or remove it from the rows"
-)
-_LOST_EARLIER_REASONING = (
-    "the chat template omits the reasoning of an earlier answer, so the model would be trained to answer without "
-    "reasoning; set prepare.turns: last, or use a template that keeps it"
-)
-_LOST_ANSWER = "the chat template omits or rewrites an answer, so it cannot be trained on; use another template"
-_LOST_CALL = "the chat template omits a tool call; use a template that writes tool calls, or rows without tool calls"
 
 
 def select_trained_turns(messages: Sequence[Message], turns: str) -> list[int]:

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, usually ending with the assistant's, and the tools that the assistant may call."""
+    """Messages in order, usually with the assistant's as the last, and the tools that the assistant may call."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -42,9 +42,9 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """Texts of all messages but system messages, one per line; near-duplicates and leaks are found by this text.
+        """Texts of all messages except system messages, one per line; used to find near-duplicates and leaks.
 
-        A long system message that all rows share would make all rows similar.
+        With system messages, a long one that all rows share would make all rows similar.
         """
         return "\n".join(extract_text(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
 
@@ -54,7 +54,7 @@ class Conversation:
         return "\n".join(extract_text(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
 
     def to_json(self) -> str:
-        """Return JSON for the Arrow file. Keys keep their order, since a template may render a tool call as JSON."""
+        """Return JSON for the Arrow file. Keys keep their order, because a template may render a tool call as JSON."""
         tools = {"tools": self.tools} if self.tools else {}
         return _JSON.encode({"messages": self.messages, **tools})
 
@@ -66,7 +66,7 @@ class Conversation:
 
 
 def list_content_kinds(conversation: Conversation) -> set[str]:
-    """Return which of system messages, tool results and tools a conversation contains."""
+    """Return the kinds of content that a conversation contains, of "system messages", "tool results" and "tools"."""
     roles = {message["role"] for message in conversation.messages}
     kinds = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
     kinds |= {"tool results"} if "tool" in roles else set()
@@ -74,7 +74,7 @@ def list_content_kinds(conversation: Conversation) -> set[str]:
 
 
 def extract_text(message: Message) -> str:
-    """Return a message's content as text; the content may be null (with tool calls) or a list of text parts."""
+    """Return a message's content as text. The content may be null (with tool calls) or a list of text parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
@@ -91,7 +91,7 @@ class SourceRow:
     source: int = 0
     """Index into prepare.sources."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the record, for grouping, stratification and balancing."""
+    """Fields of the record, for grouping, stratification and balancing."""
 
 
 def missing_part_reason(row: SourceRow) -> str | None:
@@ -121,7 +121,7 @@ def join_leaf_texts(fields: Any) -> str:
     while pending:  # not recursive: JSON may be nested deeper than Python's recursion limit
         match pending.pop():
             case dict() as inner if inner and all(isinstance(value, int) for value in inner.values()):
-                pending += reversed(inner)  # answers with their marks 0 and 1, as in TruthfulQA
+                pending += reversed(inner)  # the keys are answers, marked 0 or 1, as in TruthfulQA
             case dict() as inner:
                 pending += reversed(inner.values())
             case list() as inner:
@@ -157,5 +157,5 @@ class RefusedConversation:
     """A conversation that cannot be encoded, with the reason."""
 
     reason: str
-    """`refused` (the template raised) or `control_token`."""
+    """`refused` (by the template or the tokenizer) or `control_token`."""
     detail: str

@@ -25,17 +25,19 @@ PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 MAX_NAMES_SHOWN = 5
 """Strata or labels named in a note."""
 MAX_LABEL_CHARACTERS = 60
-"""Length limit of a label in a note: a teacher may have answered with a long text."""
+"""Length limit of a label in a note, because a teacher's answer may be a long text."""
 
 
-def build_card(ingestion: RowIngestion, chosen: RowSelection, settings: Prepare, reader: SourceReader) -> DatasetCard:
-    """Build the card without the digests of data, base model and template, which the stage adds."""
+def build_card(
+    ingestion: RowIngestion, selection: RowSelection, settings: Prepare, reader: SourceReader
+) -> DatasetCard:
+    """Build the card. The stage adds the digests of data, base model and template."""
     accepted = ingestion.accepted
     lengths, trained = np.array(accepted.lengths), np.array(accepted.trained_tokens)
-    members = {name: np.flatnonzero(chosen.kept & (chosen.split == code)) for code, name in enumerate(SPLITS)}
+    members = {name: np.flatnonzero(selection.kept & (selection.split == code)) for code, name in enumerate(SPLITS)}
     sources = _source_cards(ingestion, settings, reader, members["train"])
     width = _bin_width(int(lengths.max(initial=1)))
-    repetitions = chosen.copies[members["train"]]
+    repetitions = selection.copies[members["train"]]
     written = {**members, "train": np.repeat(members["train"], repetitions)}  # the rows of one epoch
     strata = _count_strata(ingestion, settings, members)
     from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)[members["train"]]
@@ -52,17 +54,17 @@ def build_card(ingestion: RowIngestion, chosen: RowSelection, settings: Prepare,
         labels=_count_labels(ingestion, members["train"]) if settings.task == "labels" else {},
         source_cards=sources,
         repeated=int((repetitions - 1).sum()),
-        balanced=chosen.balanced,
+        balanced=selection.balanced,
         teacher_rows=int(np.count_nonzero(from_teacher)),
         end_of_turn=ingestion.encoder.end_of_turn,
         wanted={**split_fractions(settings)},
         strata=strata,
-        near_duplicates=chosen.near_duplicates,
-        leaks=chosen.leaks,
+        near_duplicates=selection.near_duplicates,
+        leaks=selection.leaks,
         truncated=_count_truncated(ingestion, members),
         packing=_compute_fill_rates(lengths[written["train"]]),
         missing_fields=ingestion.passthrough.missing,
-        notes=tuple(_notes(ingestion, settings, strata, chosen)),
+        notes=tuple(_notes(ingestion, settings, strata, selection)),
     )
 
 
@@ -116,7 +118,7 @@ def _count_labels(ingestion: RowIngestion, rows: NDArray[np.int64]) -> dict[str,
 def _count_strata(
     ingestion: RowIngestion, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]
 ) -> dict[str, SplitStratum]:
-    """Count kept rows by stratum and split, or by label if there are no strata; {} for a text task."""
+    """Count kept rows by split and stratum, or by split and label if there are no strata; {} if there are neither."""
     if settings.split.stratify:
         names = ingestion.split_assigner.strata
         codes = ingestion.split_assigner.stratum_codes()[np.array(ingestion.accepted.split_indices, dtype=np.int64)]
@@ -157,13 +159,13 @@ def _compute_fill_rates(lengths: NDArray[np.int32]) -> dict[str, float]:
 
 
 def _notes(
-    ingestion: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], chosen: RowSelection
+    ingestion: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], selection: RowSelection
 ) -> Iterator[str]:
     for kind, is_omitted in sorted(ingestion.omitted_by_template.items()):
         if is_omitted:
             advice = "set prepare.system: merge" if kind == "system messages" else "use another template, or drop them"
             yield f"the chat template omits {kind}, so the model does not see them; {advice}"
-    if chosen.near_duplicates and (count := chosen.near_duplicates.contradicting):
+    if selection.near_duplicates and (count := selection.near_duplicates.contradicting):
         yield f"{count:,} dropped near-duplicates have another label than the row that was kept instead"
     if ingestion.unanswered_messages:
         yield f"{ingestion.unanswered_messages:,} messages after the last answer of their conversation were removed"
@@ -174,16 +176,16 @@ def _notes(
                 f"{len(small)} strata have fewer than {SMALLEST_STRATUM} rows, too few for every split, and are in one "
                 f"split only: {_join_names(small)}"
             )
-    yield from _describe_teacher_labels(ingestion, settings, chosen)
-    if chosen.balanced:
-        yield from ingest.describe_balance(chosen.balanced)
+    yield from _describe_teacher_labels(ingestion, settings, selection)
+    if selection.balanced:
+        yield from ingest.describe_balance(selection.balanced)
     missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
     if missing:
         yield f"{len(missing)} labels or strata have no training row: {_join_names(missing)}"
     yield from ingestion.passthrough.notes()
     if settings.filters:
         yield "filters: " + ", ".join(describe_extension("ratchet.filters", name) for name in settings.filters)
-    for name, leak in chosen.leaks.items():
+    for name, leak in selection.leaks.items():
         if leak.unchecked:
             yield (
                 f"{name}: {leak.unchecked} of {leak.documents} documents are too short for n-grams; "
@@ -195,15 +197,15 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
 
 
-def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, chosen: RowSelection) -> Iterator[str]:
-    """Note labels that only teacher answers have: they become classes that no held-out row can have."""
+def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, selection: RowSelection) -> Iterator[str]:
+    """Yield a note if only teacher answers have some labels, because no held-out row can have these classes."""
     accepted = ingestion.accepted
     from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)
     if settings.task != "labels" or not from_teacher.any():
         return
     names, labels = list(ingestion.label_names), np.array(accepted.label_codes, dtype=np.int64)
     own_counts = np.bincount(labels[~from_teacher], minlength=len(names))
-    counts = np.bincount(labels[from_teacher & chosen.kept], minlength=len(names))
+    counts = np.bincount(labels[from_teacher & selection.kept], minlength=len(names))
     new = [(name, int(counts[code])) for code, name in enumerate(names) if counts[code] and not own_counts[code]]
     if new:
         shown = _join_names([f"{name[:MAX_LABEL_CHARACTERS]!r} ({count:,} rows)" for name, count in sorted(new)])

@@ -1,4 +1,4 @@
-"""Finds exact and near-duplicates: words, exact keys, MinHash band keys, and clusters verified by shingles.
+"""Finds exact and near-duplicates by exact keys, MinHash band keys, and clusters that are verified by shingles.
 
 Two texts are near-duplicates if the Jaccard similarity of their sets of word shingles is at least
 `deduplication.jaccard_threshold` (Broder 1997, On the resemblance and containment of documents). MinHash with banding
@@ -22,7 +22,7 @@ from rensa import RMinHash
 from ratchet.config.prepare import DeduplicationSettings
 
 _ASCII_WORDS = bytes(byte if chr(byte).isalnum() else ord(" ") for byte in range(128)).lower().ljust(256)
-_INVISIBLE = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")  # soft hyphen, (non-)joiners, byte order mark: inside words
+_INVISIBLE = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")  # inside words: soft hyphen, (non-)joiners, byte order mark
 # Scripts written without spaces between words: Han with its marks, kana, bopomofo, hangul, Thai, Lao, Khmer, Burmese.
 _UNSPACED = (
     "\u3005-\u3007\u3021-\u3029\u3038-\u303c\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -37,8 +37,8 @@ _CACHED_WORDS = 100_000  # size of the cache of word hashes, some 15 MB
 _CACHED_WORD_LETTERS = 40  # longer words are not cached
 _CACHED_SHINGLES = 200_000  # size of the shingle cache, some 25 MB
 _MISSED_WEIGHT = 0.95  # weight of pairs above the threshold that no band finds, against unnecessary comparisons
-_BUCKET_ROWS = 64  # most kept rows in one bucket
-_PROGRESS_ROWS = 1000
+_BUCKET_ROWS = 64  # maximum number of kept rows in one bucket
+_PROGRESS_ROWS = 1000  # rows between two progress reports
 
 
 def split_words(text: str) -> list[str]:
@@ -56,7 +56,7 @@ def split_words(text: str) -> list[str]:
 def _word_pattern() -> re.Pattern[str]:
     """Compile the pattern of a word.
 
-    `re` has no class for combining marks, which the pattern must include to keep words of Indic scripts whole.
+    `re` has no class for combining marks, but the pattern must include them, or it would split words of Indic scripts.
     """
     marks = [code for code in range(0x300, 0xE01F0) if unicodedata.category(chr(code))[0] == "M"]
     ranges = []
@@ -68,13 +68,13 @@ def _word_pattern() -> re.Pattern[str]:
 
 
 def exact_key(conversation_text: str) -> bytes:
-    """Return 16 bytes that are equal for texts that differ only in case and in the amount of white space."""
+    """Return 16 bytes, which are equal for texts that differ only in case and in the amount of white space."""
     folded = " ".join(conversation_text.casefold().split())
     return blake2b(folded.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _wordless_key(text: str) -> str:
-    """Return the comparison key of a text without words, such as emoji; it equals no shingle of words."""
+    """Return the comparison key of a text without words, such as emoji. No shingle of words equals it."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -96,19 +96,19 @@ def jaccard_similarity(first: frozenset[str], second: frozenset[str]) -> float:
 
 
 def _mix_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread every bit over all 64: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Spread every bit over all 64 bits with the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))
 
 
 def _odd_multipliers(count: int) -> NDArray[np.uint64]:
-    """Return fixed pseudo-random odd numbers; as multipliers they make a sum depend on the order of its terms."""
+    """Return fixed pseudo-random odd numbers. As multipliers they make a sum depend on the order of its terms."""
     return _mix_bits(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 
 
 class _WordHashes(dict[str, int]):
-    """Cache of 64-bit hashes of words; unlike Python's own hashes they are equal in every process."""
+    """Cache of 64-bit hashes of words, which are equal in every process, unlike Python's own hashes."""
 
     def __missing__(self, word: str) -> int:
         value = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
@@ -119,16 +119,17 @@ class _WordHashes(dict[str, int]):
         return value
 
 
-def choose_banding(near: float, permutations: int) -> tuple[int, int]:
-    """Choose the number of bands and of permutations per band with the least weighted error at a threshold.
+def choose_banding(threshold: float, permutations: int) -> tuple[int, int]:
+    """Choose the number of bands and of permutations per band that have the least weighted error at a threshold.
 
     A pair of similarity s shares at least one of b bands of r rows with probability 1 - (1 - s^r)^b (Mining of Massive
-    Datasets, 3.4). The error is the area under that curve below the threshold plus the area above it over the
-    threshold. Missed pairs have the larger weight, since a false candidate only costs a comparison. For a threshold of
-    0.8, 128 permutations give 16 bands of 8, which find 95 % of the pairs at 0.8 and 99.99 % at 0.9.
+    Datasets, 3.4). The error has two parts: the area under this curve at similarities below the threshold (false
+    candidates), and the area above the curve at the other similarities (missed pairs). Missed pairs have the larger
+    weight, because a false candidate costs only a comparison. For a threshold of 0.8, 128 permutations give 16 bands of
+    8, which find 95 % of the pairs at 0.8 and 99.99 % at 0.9.
     """
     similarity = (np.arange(1000) + 0.5) / 1000
-    below = similarity < near
+    below = similarity < threshold
 
     def error(choice: tuple[int, int]) -> float:
         bands, rows = choice
@@ -140,7 +141,7 @@ def choose_banding(near: float, permutations: int) -> tuple[int, int]:
 
 
 class MinHashSignatures:
-    """Computes MinHash band keys: texts that share a key are candidate duplicates. Needs 8 bytes per band and row."""
+    """Function from texts to MinHash band keys (8 bytes per band and row). Texts that share a key are candidates."""
 
     bands: int
 
@@ -156,18 +157,18 @@ class MinHashSignatures:
         self._multipliers = _odd_multipliers(max(self._shingle_words, self._rows_per_band))
 
     def band_keys(self, texts: Sequence[str]) -> NDArray[np.uint64]:
-        """Return keys [rows, bands]. Each depends only on its text, and is the same on every machine."""
+        """Return keys [rows, bands]. A key depends only on its text, and is the same on every machine."""
         parts = [self._hash_bands(*self._shingle_hashes(*part)) for part in self._hashed_words(texts)]
         return np.concatenate(parts) if parts else np.empty((0, self.bands), dtype=np.uint64)
 
     def _hashed_words(self, texts: Sequence[str]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield word hashes of many rows as one list, with the number of words per row; short rows are padded."""
+        """Yield the word hashes of many rows as one list, with the number of words per row; short rows are padded."""
         hashes: list[int] = []
         lengths: list[int] = []
-        hash_of = self._word_hashes.__getitem__
+        hash_word = self._word_hashes.__getitem__
         for text in texts:
             words = split_words(text) or [_wordless_key(text)]
-            hashes.extend(map(hash_of, words))
+            hashes.extend(map(hash_word, words))
             if len(words) < self._shingle_words:
                 hashes.extend([self._padding] * (self._shingle_words - len(words)))
             lengths.append(max(len(words), self._shingle_words))
@@ -206,14 +207,14 @@ class MinHashSignatures:
 
 @dataclass(frozen=True, slots=True)
 class RowCluster:
-    """A row that is kept, and the rows similar to it that are dropped; all by index."""
+    """Indices of a row that is kept, and of the rows that are dropped because they are similar to it."""
 
     kept: int
     dropped: tuple[int, ...]
 
 
 def _find_shared_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows whose key another row has too, and the bucket number of each."""
+    """Return the rows that share their key with another row, and the bucket number of each."""
     order = np.argsort(keys)
     ordered = keys[order]
     equals_previous = np.zeros(len(keys) + 1, dtype=np.bool_)
@@ -225,7 +226,7 @@ def _find_shared_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDAr
 class _BandBuckets:
     """Buckets of rows that share a band key, with the kept rows of each bucket.
 
-    Only rows that share a key with another row are in `rows`, in the order of their rank. A `position` is an index
+    `rows` contains only rows that share a key with another row, in the order of their rank. A `position` is an index
     into `rows`.
     """
 
@@ -236,12 +237,12 @@ class _BandBuckets:
         for band in range(band_keys.shape[1]):
             rows, number = _find_shared_keys(band_keys[:, band])
             bucket_of[rows, band] = number + total
-            # The last row of a bucket need not be stored: no later row is compared with it.
+            # The last row of a bucket is not stored, because no later row is compared with it.
             capacities.append(np.minimum(np.bincount(number) - 1, _BUCKET_ROWS).astype(np.uint8))
             total += len(capacities[-1])
         shares_key: NDArray[np.bool_] = np.any(bucket_of >= 0, axis=1)
         self.rows_before = np.flatnonzero(shares_key[by_rank])
-        """Number of all rows that have a better rank, for each position; used to report progress."""
+        """For each position, number of all rows with a better rank; used to report progress."""
         self.rows = by_rank[self.rows_before]
         self._buckets = bucket_of[self.rows]
         del bucket_of
@@ -261,17 +262,17 @@ class _BandBuckets:
                     self._counts[bucket] += 1
 
     def candidates(self, position: int) -> list[int]:
-        """Return the positions of kept rows in a row's buckets: most shared buckets first, then by rank."""
+        """Return the positions of kept rows in a row's buckets: those with most shared buckets first, then by rank."""
         shared: Counter[int] = Counter()
         for bucket in self._buckets[position].tolist():
             if bucket >= 0 and (count := int(self._counts[bucket])):
                 start = int(self._offsets[bucket])
                 shared.update(self._kept[start : start + count].tolist())
-        return [other for other, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0]))]
+        return [candidate for candidate, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0]))]
 
 
 class _ShingleCache:
-    """Computes the shingles of rows, with a least-recently-used cache."""
+    """Shingles of rows, with a least-recently-used cache."""
 
     def __init__(self, text_of: Callable[[int], str], shingle_words: int) -> None:
         self._text_of = text_of
@@ -297,16 +298,16 @@ def cluster_duplicates(
     settings: DeduplicationSettings,
     progress: Callable[[int], None],
 ) -> list[RowCluster]:
-    """Find near-duplicates; return for each kept row the rows to drop, best rank first.
+    """Find near-duplicates; return the rows to drop for each kept row with similar rows, best rank first.
 
-    Rows are processed in the order of `rank`. A row is dropped if it is similar to a kept row in one of its buckets,
-    else it is kept. So every dropped row is similar to a kept row (not only through a chain of others), and the result
-    does not depend on the order of the rows.
+    Rows are processed in the order of `rank`. A row is dropped if it is similar to a kept row in one of its buckets;
+    otherwise it is kept. So every dropped row is similar to a kept row (not only through a chain of other rows), and
+    the result does not depend on the order of the rows.
 
-    A bucket stores at most its first 64 kept rows. So many dissimilar rows share a key only if all rows have the same
-    boilerplate, and comparing all pairs would take quadratic time. Later rows still meet in other buckets, the more
-    reliably the more similar they are. Memory in addition to the keys: 4 bytes per row and band, and up to 5 more per
-    row and band if every row shares a bucket.
+    A bucket stores at most its first 64 kept rows. More dissimilar rows share a key only if they have the same
+    boilerplate, and then a comparison of all pairs would take quadratic time. Later rows are still compared through
+    other buckets, the more reliably the more similar they are. Memory in addition to the keys is 4 bytes per row and
+    band, and up to 5 more per row and band if every row shares a bucket.
 
     Args:
         band_keys: MinHash band keys, [rows, bands].
@@ -325,9 +326,9 @@ def cluster_duplicates(
     for position in range(len(rows)):
         row = int(rows[position])
         similar = (
-            other
-            for other in buckets.candidates(position)
-            if _is_similar(shingles_of(row), shingles_of(int(rows[other])), settings.jaccard_threshold)
+            candidate
+            for candidate in buckets.candidates(position)
+            if _is_similar(shingles_of(row), shingles_of(int(rows[candidate])), settings.jaccard_threshold)
         )
         if (kept := next(similar, None)) is None:
             buckets.keep(position)
@@ -345,6 +346,6 @@ def cluster_duplicates(
 
 
 def _is_similar(first: frozenset[str], second: frozenset[str], threshold: float) -> bool:
-    """Return whether two sets reach the threshold; sets of very different sizes cannot."""
+    """Return whether the similarity of two sets reaches the threshold; very different sizes rule it out."""
     smaller, larger = sorted((len(first), len(second)))
     return smaller / larger >= threshold and jaccard_similarity(first, second) >= threshold

@@ -14,15 +14,15 @@ DATA = ("dataset_path", "dataset_kwargs", "dataset_name")
 
 
 def find_task_files(tasks_dir: Path) -> list[Path]:
-    """Return the YAML files below a folder, recursively, as the harness finds them."""
+    """Return all YAML files below a folder, in subfolders too, as the harness finds them."""
     return sorted(tasks_dir.rglob("*.yaml")) if tasks_dir.is_dir() else []
 
 
 def fingerprint_tasks(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str, str]:
-    """Compute a digest of each task: its YAML and included files, its data files, and the Python files it may call.
+    """Return a digest of each task, over its YAML and included files, its data files, and Python files it may call.
 
     Args:
-        names: tasks or groups; names that no file defines are left out.
+        names: names of tasks or groups; names that no file defines are left out.
         root: directory to which data paths in the tasks are relative.
         tasks_dir: folder with the task files.
     """
@@ -48,7 +48,7 @@ def _display_name(path: Path, root: Path) -> str:
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    """Read a YAML file with `!function` tags as texts; {} if it is not a mapping, which the harness skips too."""
+    """Return a YAML file's content, with `!function` tags as texts; {} for other files, which the harness skips too."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -81,7 +81,7 @@ def _find_task_dependencies(name: str, defined_in: Mapping[str, Path], root: Pat
             for text in _iterate_texts(content.get(key)):
                 dependencies |= _find_data_files(text, root)
         if "!function" in path.read_text(encoding="utf-8"):
-            dependencies |= set(tasks_dir.rglob("*.py"))  # imports are not followed, so every Python file counts
+            dependencies |= set(tasks_dir.rglob("*.py"))  # without following imports, every Python file may matter
     return dependencies
 
 
@@ -97,7 +97,7 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 
 
 def _find_data_files(text: str, root: Path) -> set[Path]:
-    """Return the files that a text names: a file, all files of a folder, or those that match a glob."""
+    """Return the files that a text names: a file, all files of a folder, or the matches of a glob."""
     if not text or "://" in text:
         return set()
     target = root / text

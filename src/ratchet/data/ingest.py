@@ -1,14 +1,8 @@
-"""Checks and encodes the rows of all sources and spools them to disk.
+"""Checks and encodes the rows of all sources, balances the training rows, and spools the tokens to disk.
 
-Every row is counted: it is either kept, or dropped for one reason.
-
-Tokens go to disk at once. The values that the later selection needs of all rows (hashes, lengths, splits) stay in
-memory as arrays of a few hundred bytes per row, so a million rows need well under a gigabyte.
-
-Balances the training rows: the same number of rows for each category (prepare.balance).
-
-Within a category the rows with the smallest hash of seed and id are taken. So the choice depends neither on the order
-of the rows nor on other categories, and adding a row replaces at most one other row.
+Every row is counted: it is either accepted, or dropped for one reason. Tokens go to disk at once. The values of all
+rows that the later selection needs (hashes, lengths, splits) stay in memory as arrays of a few hundred bytes per row,
+so a million rows need well under a gigabyte.
 """
 
 import difflib
@@ -47,146 +41,8 @@ from ratchet.errors import DataError, SettingsError
 from ratchet.storage import digests
 from ratchet.storage.records.data import BalanceReport, DroppedRows
 
-LABEL = "label"
-"""Value of prepare.balance.by that selects the response if prepare.task is labels."""
-
-MAX_CATEGORIES = 1000
-"""A field with more different values is not treated as a category."""
-
-_MAX_KNOWN_NAMES = 1000
-"""Limit of field names in memory; a file may have any number of different keys."""
-
-
-class CategoryBalancer:
-    """Collects the category of each row, then computes how often each training row is used.
-
-    Args:
-        settings: prepare.balance.
-        has_labels: whether prepare.task is labels.
-    """
-
-    def __init__(self, settings: BalanceSettings, has_labels: bool) -> None:
-        self._settings = settings
-        self._by = settings.by
-        self._by_label = has_labels and settings.by == LABEL
-        self._codes = array("i")
-        self._code_of: dict[str, int] = {}
-        self._known_names: dict[str, None] = {}
-        self._field_seen = False
-
-    def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a row has no category, or None."""
-        if self._by is None or self._by_label:
-            return None
-        if len(self._known_names) < _MAX_KNOWN_NAMES:
-            self._known_names.update(dict.fromkeys(map(str, row.fields)))
-        value = row.fields.get(self._by)
-        self._field_seen |= self._by in row.fields
-        text = format_field_value(value)
-        if text is None:
-            return f"field {self._by!r} (prepare.balance.by) is {type_name(value)}, expected text, number or true/false"
-        if not text:
-            return f"no field {self._by!r} (prepare.balance.by)"
-        problem = find_text_flaw(text)
-        return f"field {self._by!r} (prepare.balance.by) {problem}" if problem else None
-
-    def add(self, row: SourceRow) -> None:
-        """Add the next row, which must be valid (see `find_problem`)."""
-        if self._by is None:
-            return
-        name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
-        self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
-
-    def _check(self) -> None:
-        """Raise DataError if no row has the field, or if it has too many different values."""
-        names = self._known_names
-        if not self._by_label and not self._field_seen and names:
-            matches = difflib.get_close_matches(str(self._by), names, n=3)
-            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
-            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-            if self._by == LABEL:
-                suggestion = f"{suggestion or ';'} {LABEL} selects the response only if prepare.task is labels"
-            raise DataError(
-                f"params.yaml: prepare.balance.by: no record has a field {self._by!r}{suggestion} (found: {shown})"
-            )
-        if len(self._code_of) > MAX_CATEGORIES:
-            raise DataError(
-                f"params.yaml: prepare.balance.by: {self._by!r} has {len(self._code_of):,} different values; expected "
-                f"at most {MAX_CATEGORIES:,} categories; name another field"
-            )
-
-    def count_copies(
-        self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
-    ) -> tuple[NDArray[np.int32], BalanceReport | None]:
-        """Compute how often each row is used; ones and no report if balancing is off.
-
-        Args:
-            train: mask of the training rows among all accepted rows.
-            ids: ids of all accepted rows.
-
-        Raises:
-            DataError: no row has the field, or it has too many values; or a category has too few rows and
-                prepare.balance.on_shortage is `refuse`.
-        """
-        times = np.ones(len(train), dtype=np.int32)
-        if self._by is None:
-            return times, None
-        self._check()
-        rows = np.flatnonzero(train)
-        if not len(rows):
-            return times, None
-        codes = np.array(self._codes, dtype=np.int64)[rows]
-        counts = np.bincount(codes, minlength=len(self._code_of))
-        names = sorted((name, code) for name, code in self._code_of.items() if counts[code])
-        before = {name: int(counts[code]) for name, code in names}
-        wanted = min(before.values()) if self._settings.rows == "smallest" else self._settings.rows
-        self._require_rows(before, wanted)
-        keys = np.array([_sampling_key(row_id, self._settings.seed) for row_id in ids[rows].tolist()], dtype=np.uint64)
-        order = np.lexsort((keys, codes))
-        ends = np.cumsum(counts)
-        for _, code in names:
-            members = rows[order[ends[code] - counts[code] : ends[code]]]
-            times[members] = self._repetitions(len(members), wanted)
-        sums = np.bincount(codes, weights=times[rows], minlength=len(counts))
-        after = {name: int(sums[code]) for name, code in names}
-        return times, BalanceReport(
-            by=self._by, rows=wanted, on_shortage=self._settings.on_shortage, before=before, after=after
-        )
-
-    def _repetitions(self, count: int, wanted: int) -> NDArray[np.int32]:
-        """Return how often each of a category's rows is used, in the order of their keys."""
-        if count >= wanted or self._settings.on_shortage == "repeat":
-            return (wanted // count + (np.arange(count) < wanted % count)).astype(np.int32)
-        return np.ones(count, dtype=np.int32)
-
-    def _require_rows(self, before: Mapping[str, int], wanted: int) -> None:
-        if self._settings.on_shortage == "refuse" and (few := {n: c for n, c in before.items() if c < wanted}):
-            shown = ", ".join(f"{name} ({count:,})" for name, count in list(few.items())[:NAMES_SHOWN])
-            raise DataError(
-                f"params.yaml: prepare.balance.rows: {wanted:,}, but {len(few):,} categories have fewer training rows: "
-                f"{shown}; lower it, add rows, or set prepare.balance.on_shortage to take or repeat"
-            )
-
-
-def describe_balance(report: BalanceReport) -> Iterator[str]:
-    """Yield notes for the dataset card: a field with mostly unique values, or a row number that no category reaches."""
-    single = sum(count == 1 for count in report.before.values())
-    if 2 * single > len(report.before) > 1:
-        yield (
-            f"{single:,} of {len(report.before):,} categories of {report.by!r} (prepare.balance.by) have only one "
-            "training row: the field has mostly unique values, so it is probably not a category"
-        )
-    if report.before == report.after and any(count < report.rows for count in report.before.values()):
-        yield (
-            f"balancing has no effect: no category has more than {report.rows:,} training rows (prepare.balance.rows), "
-            f"the largest has {max(report.before.values()):,}; set a smaller number or smallest, or set "
-            "prepare.balance.on_shortage to repeat"
-        )
-
-
-def _sampling_key(row_id: int, seed: int) -> int:
-    return int(digests.hash_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)
-
+CHUNK_ROWS = 2048
+"""Rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
 
 EXAMPLES = 5
 """Number of example positions for each reason."""
@@ -195,19 +51,271 @@ MAX_DETAIL_CHARACTERS = 160
 """Length limit of one example."""
 
 SAMPLED_OUT = "sampled_out"
-"""Reason for rows that a source weight below 1 removes. It is intended, so it has no limit."""
+"""Reason for rows that a source weight below 1 removes. They are removed on purpose, so the reason has no limit."""
 
 BALANCED_OUT = "balanced_out"
-"""Reason for surplus training rows of a category (prepare.balance). It is intended too."""
+"""Reason for surplus training rows of a category (prepare.balance). It has no limit either."""
 
 HELD_OUT = "teacher_held_out"
 """Reason for teacher answers to a validation or test prompt: they are not ground truth, and training on them leaks."""
 
 TRUNCATED = "truncated"
+"""Name of the limit of truncated rows, which are not dropped."""
+
+LABEL = "label"
+"""Value of prepare.balance.by that selects the response if prepare.task is labels."""
+
+MAX_CATEGORIES = 1000
+"""Limit of different values of a field that is used as a category."""
+
+_MAX_KNOWN_NAMES = 1000
+"""Limit of field names in memory; a file may have any number of different keys."""
+
+
+class RowIngestion:
+    """Ingestion of the rows of all sources; the results are in `accepted`, `split_assigner` and `ledger`.
+
+    Args:
+        settings: section `prepare`.
+        tokenizer: tokenizer of the base model, with the chat template in use.
+        benchmarks: evaluation sets that are searched for leaked rows; None: no search.
+        folder: folder for temporary files.
+        teacher_sources: for each source, whether it contains teacher answers; empty if none does.
+    """
+
+    def __init__(
+        self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
+        teacher_sources: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.encoder = ConversationEncoder(tokenizer, settings.turns)
+        self.benchmarks = benchmarks
+        self.signatures = (
+            deduplication.MinHashSignatures(settings.deduplication)
+            if settings.deduplication.jaccard_threshold is not None
+            else None
+        )
+        self.text_spool = TextSpool(folder)
+        self.row_spool = PreparedRowSpool(folder / "spool")
+        self.split_assigner = SplitAssigner(settings, teacher_sources)
+        self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
+        self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
+        self.filters = [(name, load_extension("ratchet.filters", name, "prepare.filters")) for name in settings.filters]
+        self.ledger = RowLedger()
+        self.accepted = IngestedRows()
+        self.label_names: dict[str, int] = {}
+        self.rows_by_source = [0] * len(settings.sources)
+        self.omitted_by_template: dict[str, bool] = {}
+        """Whether the template omits system messages, tools and tool results; only for kinds that a row has."""
+        self.unanswered_messages = 0
+        """Number of messages that were removed because they come after the last answer of their conversation."""
+
+    def close(self) -> None:
+        """Delete the temporary files; the values in memory stay."""
+        self.text_spool.close()
+        self.row_spool.close()
+
+    def ingest(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
+        """Check, encode and spool all rows.
+
+        Raises:
+            DataError: a source or the template cannot be used, or a row is too long and prepare.too_long is `raise`.
+        """
+        with ThreadPoolExecutor(max_workers=1) as executor:  # encoding is mostly Rust, which releases the GIL
+            while chunk := list(islice(rows, CHUNK_ROWS)):
+                usable = [self._check_row(item) for item in chunk]
+                self._ingest_chunk([pair for pair in usable if pair is not None], executor)
+
+    def _check_row(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
+        """Return a usable row with its index in the split assigner; None if the row was recorded as dropped."""
+        self.ledger.rows_in += 1
+        self.rows_by_source[item.source] += 1
+        if isinstance(item, MalformedRecord):
+            self.ledger.drop("malformed", item.where, item.detail)
+            return None
+        if missing := missing_part_reason(item):
+            self.ledger.drop(missing, item.where)
+            return None
+        checks = (self.split_assigner, self.passthrough, self.balancer)
+        if problem := next(filter(None, (check.find_problem(item) for check in checks)), None):
+            self.ledger.drop("malformed", item.where, problem)
+            return None
+        if reason := self._find_filter_reason(item):
+            self.ledger.drop("filtered", item.where, reason)
+            return None
+        self.unanswered_messages += item.conversation.unanswered
+        return item, self.split_assigner.add(item)
+
+    def _find_filter_reason(self, row: SourceRow) -> str | None:
+        """Return the reason why a filter of prepare.filters drops the row; None if all filters keep it."""
+        for name, find_reason in self.filters:
+            try:
+                reason = find_reason(row.conversation.messages)
+            except Exception as error:
+                raise SettingsError(
+                    f"prepare.filters: {name} failed at {row.where}: {type(error).__name__}: {error}"
+                ) from error
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
+    def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
+        rows = [row for row, _ in pairs]
+        if self.settings.system == "merge":
+            conversations = [tokenization.merge_system_messages(row.conversation) for row in rows]
+        else:
+            conversations = [row.conversation for row in rows]
+        self._note_omissions(conversations)
+        encoding = executor.submit(
+            self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)]
+        )
+        texts = [conversation.text for conversation in conversations]
+        bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
+        matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
+        samples: list[PreparedRow] = []
+        accepted = []
+        first = len(self.accepted)
+        for k, encoded in enumerate(encoding.result()):
+            final = self._accept_encoded(rows[k].where, encoded)
+            if final is None:
+                continue
+            accepted.append(k)
+            group, fields = self.passthrough.group_of(rows[k]), self.passthrough.take(rows[k])
+            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
+            if matches[k]:
+                self.accepted.leaks[first + len(samples) - 1] = matches[k]
+        if not accepted:
+            return
+        self.row_spool.add(samples, first)
+        self._record_accepted([pairs[k] for k in accepted], samples, [encoding.result()[k] for k in accepted])
+        keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in accepted)
+        self.accepted.exact_keys.append(b"".join(keys))
+        self.accepted.band_keys.append(bands[accepted])
+        self.text_spool.add(texts[k] for k in accepted)
+
+    def _note_omissions(self, conversations: Sequence[Conversation]) -> None:
+        """Check, once for each kind of content, whether the template omits it."""
+        for conversation in conversations:
+            if (kinds := list_content_kinds(conversation)) - self.omitted_by_template.keys():
+                self.omitted_by_template |= self.encoder.find_omissions(conversation)
+                self.omitted_by_template |= dict.fromkeys(kinds - self.omitted_by_template.keys(), False)
+
+    def _accept_encoded(
+        self, where: str, encoded: EncodedConversation | RefusedConversation
+    ) -> EncodedConversation | None:
+        """Return an encoded row, truncated if the settings require it; None if the row was recorded as dropped."""
+        settings, ledger = self.settings, self.ledger
+        if isinstance(encoded, RefusedConversation):
+            ledger.drop(encoded.reason, where, encoded.detail)
+            return None
+        length = len(encoded.input_ids)
+        if length > settings.max_tokens:
+            if settings.too_long == "raise":
+                raise DataError(
+                    f"{where}: {length:,} tokens, more than prepare.max_tokens ({settings.max_tokens:,}); "
+                    "raise it, or set prepare.too_long to drop or truncate"
+                )
+            if settings.too_long == "drop":
+                ledger.drop("too_long", where, f"{length:,} tokens")
+                return None
+            truncated = tokenization.truncate_conversation(encoded, settings.max_tokens)
+            if truncated is None:
+                ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
+                return None
+            encoded = truncated
+        if not encoded.trained_tokens:
+            ledger.drop("fully_masked", where)
+            return None
+        # At most every second token begins an answer, so this cheap bound spares the exact count for most rows.
+        if encoded.trained_tokens - len(encoded.labels) // 2 < settings.min_answer_tokens:
+            answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
+            if answer_tokens < settings.min_answer_tokens:
+                ledger.drop("too_short", where, f"{answer_tokens} answer tokens")
+                return None
+        return encoded
+
+    def _record_accepted(
+        self,
+        pairs: Sequence[tuple[SourceRow, int]],
+        samples: Sequence[PreparedRow],
+        untruncated: Sequence[EncodedConversation | RefusedConversation],
+    ) -> None:
+        accepted = self.accepted
+        for (row, split_index), sample, original in zip(pairs, samples, untruncated, strict=True):
+            accepted.ids.append(int(sample.id, 16))
+            accepted.split_indices.append(split_index)
+            accepted.lengths.append(len(sample.encoded.input_ids))
+            accepted.trained_tokens.append(sample.encoded.trained_tokens)
+            length = len(original.input_ids) if isinstance(original, EncodedConversation) else 0
+            accepted.truncated_tokens.append(max(0, length - len(sample.encoded.input_ids)))
+            accepted.source_indices.append(row.source)
+            label = row.conversation.response if self.settings.task == "labels" else ""
+            accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
+            accepted.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
+            accepted.where.append(row.where)
+            accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
+            self.balancer.add(row)
+
+
+@dataclass
+class IngestedRows:
+    """Values of the accepted rows that stay in memory, by index in the row spool."""
+
+    ids: "array[int]" = field(default_factory=lambda: array("Q"))
+    """First 64 bits of the sample id."""
+    exact_keys: list[bytes] = field(default_factory=list)
+    """Keys for exact deduplication; each entry holds the keys of one chunk."""
+    band_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    """MinHash band keys; each entry holds one chunk, [rows, bands]."""
+    split_indices: "array[int]" = field(default_factory=lambda: array("q"))
+    """Row index in the split assigner."""
+    lengths: "array[int]" = field(default_factory=lambda: array("i"))
+    """Number of tokens."""
+    trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """Tokens removed by truncation."""
+    source_indices: "array[int]" = field(default_factory=lambda: array("h"))
+    label_codes: "array[int]" = field(default_factory=lambda: array("i"))
+    """Index into `label_names`; all 0 for a text task."""
+    field_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Hash of group and passthrough fields, which decides which of several equal rows is kept."""
+    where: list[str] = field(default_factory=list)
+    """Position in the source."""
+    from_teacher: "array[int]" = field(default_factory=lambda: array("b"))
+    """1 if the row is an answer of a teacher."""
+    leaks: dict[int, list[LeakageMatch]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TextSpool:
+    """Texts by row in a temporary file. Only the few that are compared completely are read back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
+        self._ends = array("Q", [0])
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Append the texts of the next rows."""
+        for text in texts:
+            data = text.encode()
+            self._file.write(data)
+            self._ends.append(self._ends[-1] + len(data))
+
+    def close(self) -> None:
+        """Delete the temporary file."""
+        self._file.close()
+
+    def __getitem__(self, row: int) -> str:
+        self._file.seek(self._ends[row])
+        text = self._file.read(self._ends[row + 1] - self._ends[row]).decode()
+        self._file.seek(0, 2)
+        return text
 
 
 class RowLedger:
-    """Counts dropped rows by reason, with the positions of the first few."""
+    """Counts of dropped rows by reason, with the positions of the first few."""
 
     def __init__(self) -> None:
         self.rows_in = 0
@@ -218,9 +326,9 @@ class RowLedger:
         """Record a dropped row.
 
         Args:
-            reason: the reason to count it under.
-            where: its position in the source.
-            detail: more about it, for the examples.
+            reason: the reason under which the row is counted.
+            where: position of the row in its source.
+            detail: explanation for the examples.
         """
         self._counts[reason] += 1
         if len(self._examples[reason]) < EXAMPLES:
@@ -281,247 +389,141 @@ class RowLedger:
         )
 
 
-CHUNK_ROWS = 2048
-"""Rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
+# ----- Balance of the training rows (prepare.balance)
 
 
-class TextSpool:
-    """Texts by row, in a temporary file: only the few that are compared in full are read back."""
+class CategoryBalancer:
+    """Collector of the categories of all rows, which computes how often each training row is used.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
-        self._ends = array("Q", [0])
-
-    def add(self, texts: Iterable[str]) -> None:
-        """Append the texts of the next rows."""
-        for text in texts:
-            data = text.encode()
-            self._file.write(data)
-            self._ends.append(self._ends[-1] + len(data))
-
-    def close(self) -> None:
-        """Delete the temporary file."""
-        self._file.close()
-
-    def __getitem__(self, row: int) -> str:
-        self._file.seek(self._ends[row])
-        text = self._file.read(self._ends[row + 1] - self._ends[row]).decode()
-        self._file.seek(0, 2)
-        return text
-
-
-@dataclass
-class IngestedRows:
-    """Values of the accepted rows that stay in memory, by index in the row spool."""
-
-    ids: "array[int]" = field(default_factory=lambda: array("Q"))
-    """First 64 bits of the sample id."""
-    exact_keys: list[bytes] = field(default_factory=list)
-    """Keys for exact deduplication; each entry holds the keys of one chunk."""
-    band_keys: list[NDArray[np.uint64]] = field(default_factory=list)
-    """MinHash band keys; each entry holds one chunk, [rows, bands]."""
-    split_indices: "array[int]" = field(default_factory=lambda: array("q"))
-    """Index into the result of the split assigner."""
-    lengths: "array[int]" = field(default_factory=lambda: array("i"))
-    """Tokens."""
-    trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    """Tokens removed by truncation."""
-    source_indices: "array[int]" = field(default_factory=lambda: array("h"))
-    label_codes: "array[int]" = field(default_factory=lambda: array("i"))
-    """Index into `label_names`; all 0 for a text task."""
-    field_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Hash of group and passthrough fields; decides which of several identical rows is kept."""
-    where: list[str] = field(default_factory=list)
-    """Position in the source."""
-    from_teacher: "array[int]" = field(default_factory=lambda: array("b"))
-    """1 if the row is an answer of a teacher."""
-    leaks: dict[int, list[LeakageMatch]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-class RowIngestion:
-    """Ingests rows; the results are in `accepted`, `split_assigner` and `ledger`.
+    After balancing, each category has the same number of training rows: those with the smallest hash of seed and id. So
+    the choice depends neither on the order of the rows nor on other categories, and a new row replaces at most one row.
 
     Args:
-        settings: section `prepare`.
-        tokenizer: tokenizer of the base model, with the chat template in use.
-        benchmarks: evaluation sets to search for leaks, if any.
-        folder: folder for temporary files.
-        teacher_sources: for each source, whether it contains teacher answers; empty if none does.
+        settings: prepare.balance.
+        has_labels: whether prepare.task is labels.
     """
 
-    def __init__(
-        self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
-        teacher_sources: Sequence[bool] = (),
-    ) -> None:  # fmt: skip
-        self.settings = settings
-        self.encoder = ConversationEncoder(tokenizer, settings.turns)
-        self.benchmarks = benchmarks
-        self.signatures = (
-            deduplication.MinHashSignatures(settings.deduplication)
-            if settings.deduplication.jaccard_threshold is not None
-            else None
-        )
-        self.text_spool = TextSpool(folder)
-        self.row_spool = PreparedRowSpool(folder / "spool")
-        self.split_assigner = SplitAssigner(settings, teacher_sources)
-        self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
-        self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
-        self.filters = [(name, load_extension("ratchet.filters", name, "prepare.filters")) for name in settings.filters]
-        self.ledger = RowLedger()
-        self.accepted = IngestedRows()
-        self.label_names: dict[str, int] = {}
-        self.rows_by_source = [0] * len(settings.sources)
-        self.omitted_by_template: dict[str, bool] = {}
-        """Whether the template omits system messages, tools or tool results, for each of these that a row has."""
-        self.unanswered_messages = 0
-        """Messages after the last answer of their conversation, which were removed."""
+    def __init__(self, settings: BalanceSettings, has_labels: bool) -> None:
+        self._settings = settings
+        self._by = settings.by
+        self._by_label = has_labels and settings.by == LABEL
+        self._codes = array("i")
+        self._code_of: dict[str, int] = {}
+        self._known_names: dict[str, None] = {}
+        self._field_seen = False
 
-    def close(self) -> None:
-        """Delete the temporary files; the values in memory stay."""
-        self.text_spool.close()
-        self.row_spool.close()
+    def find_problem(self, row: SourceRow) -> str | None:
+        """Return the reason why a row has no category; None if it has one."""
+        if self._by is None or self._by_label:
+            return None
+        if len(self._known_names) < _MAX_KNOWN_NAMES:
+            self._known_names.update(dict.fromkeys(map(str, row.fields)))
+        value = row.fields.get(self._by)
+        self._field_seen |= self._by in row.fields
+        text = format_field_value(value)
+        if text is None:
+            return f"field {self._by!r} (prepare.balance.by) is {type_name(value)}, expected text, number or true/false"
+        if not text:
+            return f"no field {self._by!r} (prepare.balance.by)"
+        problem = find_text_flaw(text)
+        return f"field {self._by!r} (prepare.balance.by) {problem}" if problem else None
 
-    def ingest(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
-        """Check, encode and spool all rows.
+    def add(self, row: SourceRow) -> None:
+        """Add the next row, which must be valid (see `find_problem`)."""
+        if self._by is None:
+            return
+        name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
+        self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
+
+    def _check(self) -> None:
+        """Raise DataError if no row has the field, or if it has too many different values."""
+        names = self._known_names
+        if not self._by_label and not self._field_seen and names:
+            matches = difflib.get_close_matches(str(self._by), names, n=3)
+            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
+            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+            if self._by == LABEL:
+                suggestion = f"{suggestion or ';'} {LABEL} selects the response only if prepare.task is labels"
+            raise DataError(
+                f"params.yaml: prepare.balance.by: no record has a field {self._by!r}{suggestion} (found: {shown})"
+            )
+        if len(self._code_of) > MAX_CATEGORIES:
+            raise DataError(
+                f"params.yaml: prepare.balance.by: {self._by!r} has {len(self._code_of):,} different values; expected "
+                f"at most {MAX_CATEGORIES:,} categories; name another field"
+            )
+
+    def count_copies(
+        self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.int32], BalanceReport | None]:
+        """Compute how often each row is used: once, and without a report, if balancing is off.
+
+        Args:
+            train: mask of the training rows among all accepted rows.
+            ids: ids of all accepted rows.
 
         Raises:
-            DataError: a source or the template cannot be used, or a row is too long and prepare.too_long is `raise`.
+            DataError: no row has the field, or it has too many values; or a category has too few rows and
+                prepare.balance.on_shortage is `refuse`.
         """
-        with ThreadPoolExecutor(max_workers=1) as executor:  # encoding is mostly Rust, which releases the GIL
-            while chunk := list(islice(rows, CHUNK_ROWS)):
-                usable = [self._check_row(item) for item in chunk]
-                self._ingest_chunk([pair for pair in usable if pair is not None], executor)
-
-    def _check_row(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
-        """Return a row with its index in the split assigner, or None after recording it as dropped."""
-        self.ledger.rows_in += 1
-        self.rows_by_source[item.source] += 1
-        if isinstance(item, MalformedRecord):
-            self.ledger.drop("malformed", item.where, item.detail)
-            return None
-        if missing := missing_part_reason(item):
-            self.ledger.drop(missing, item.where)
-            return None
-        checks = (self.split_assigner, self.passthrough, self.balancer)
-        if problem := next(filter(None, (check.find_problem(item) for check in checks)), None):
-            self.ledger.drop("malformed", item.where, problem)
-            return None
-        if reason := self._find_filter_reason(item):
-            self.ledger.drop("filtered", item.where, reason)
-            return None
-        self.unanswered_messages += item.conversation.unanswered
-        return item, self.split_assigner.add(item)
-
-    def _find_filter_reason(self, row: SourceRow) -> str | None:
-        """Return why a filter of prepare.filters drops the row; None if all keep it."""
-        for name, find_reason in self.filters:
-            try:
-                reason = find_reason(row.conversation.messages)
-            except Exception as error:
-                raise SettingsError(
-                    f"prepare.filters: {name} failed at {row.where}: {type(error).__name__}: {error}"
-                ) from error
-            if reason is not None:
-                return f"{name}: {reason}"
-        return None
-
-    def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
-        rows = [row for row, _ in pairs]
-        if self.settings.system == "merge":
-            conversations = [tokenization.merge_system_messages(row.conversation) for row in rows]
-        else:
-            conversations = [row.conversation for row in rows]
-        self._note_omissions(conversations)
-        encoding = executor.submit(
-            self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)]
+        copies = np.ones(len(train), dtype=np.int32)
+        if self._by is None:
+            return copies, None
+        self._check()
+        rows = np.flatnonzero(train)
+        if not len(rows):
+            return copies, None
+        codes = np.array(self._codes, dtype=np.int64)[rows]
+        counts = np.bincount(codes, minlength=len(self._code_of))
+        names = sorted((name, code) for name, code in self._code_of.items() if counts[code])
+        before = {name: int(counts[code]) for name, code in names}
+        target_rows = min(before.values()) if self._settings.rows == "smallest" else self._settings.rows
+        self._require_rows(before, target_rows)
+        keys = np.array([_sampling_key(row_id, self._settings.seed) for row_id in ids[rows].tolist()], dtype=np.uint64)
+        order = np.lexsort((keys, codes))
+        ends = np.cumsum(counts)
+        for _, code in names:
+            members = rows[order[ends[code] - counts[code] : ends[code]]]
+            copies[members] = self._repetitions(len(members), target_rows)
+        sums = np.bincount(codes, weights=copies[rows], minlength=len(counts))
+        after = {name: int(sums[code]) for name, code in names}
+        return copies, BalanceReport(
+            by=self._by, rows=target_rows, on_shortage=self._settings.on_shortage, before=before, after=after
         )
-        texts = [conversation.text for conversation in conversations]
-        bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
-        matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
-        samples: list[PreparedRow] = []
-        accepted = []
-        first = len(self.accepted)
-        for k, encoded in enumerate(encoding.result()):
-            final = self._accept_encoded(rows[k].where, encoded)
-            if final is None:
-                continue
-            accepted.append(k)
-            group, fields = self.passthrough.group_of(rows[k]), self.passthrough.take(rows[k])
-            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
-            if matches[k]:
-                self.accepted.leaks[first + len(samples) - 1] = matches[k]
-        if not accepted:
-            return
-        self.row_spool.add(samples, first)
-        self._record_accepted([pairs[k] for k in accepted], samples, [encoding.result()[k] for k in accepted])
-        keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in accepted)
-        self.accepted.exact_keys.append(b"".join(keys))
-        self.accepted.band_keys.append(bands[accepted])
-        self.text_spool.add(texts[k] for k in accepted)
 
-    def _note_omissions(self, conversations: Sequence[Conversation]) -> None:
-        """Check once for each kind of content whether the template omits it."""
-        for conversation in conversations:
-            if (kinds := list_content_kinds(conversation)) - self.omitted_by_template.keys():
-                self.omitted_by_template |= self.encoder.find_omissions(conversation)
-                self.omitted_by_template |= dict.fromkeys(kinds - self.omitted_by_template.keys(), False)
+    def _repetitions(self, count: int, target_rows: int) -> NDArray[np.int32]:
+        """Return how often each of a category's rows is used, in the order of their keys."""
+        if count >= target_rows or self._settings.on_shortage == "repeat":
+            return (target_rows // count + (np.arange(count) < target_rows % count)).astype(np.int32)
+        return np.ones(count, dtype=np.int32)
 
-    def _accept_encoded(
-        self, where: str, encoded: EncodedConversation | RefusedConversation
-    ) -> EncodedConversation | None:
-        """Return an encoded row, truncated if the settings require it; None after recording it as dropped."""
-        settings, ledger = self.settings, self.ledger
-        if isinstance(encoded, RefusedConversation):
-            ledger.drop(encoded.reason, where, encoded.detail)
-            return None
-        length = len(encoded.input_ids)
-        if length > settings.max_tokens:
-            if settings.too_long == "raise":
-                raise DataError(
-                    f"{where}: {length:,} tokens, more than prepare.max_tokens ({settings.max_tokens:,}); "
-                    "raise it, or set prepare.too_long to drop or truncate"
-                )
-            if settings.too_long == "drop":
-                ledger.drop("too_long", where, f"{length:,} tokens")
-                return None
-            shorter = tokenization.truncate_conversation(encoded, settings.max_tokens)
-            if shorter is None:
-                ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
-                return None
-            encoded = shorter
-        if not encoded.trained_tokens:
-            ledger.drop("fully_masked", where)
-            return None
-        # At most every second token begins an answer, so this cheap bound spares most rows the exact count.
-        if encoded.trained_tokens - len(encoded.labels) // 2 < settings.min_answer_tokens:
-            answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
-            if answer_tokens < settings.min_answer_tokens:
-                ledger.drop("too_short", where, f"{answer_tokens} answer tokens")
-                return None
-        return encoded
+    def _require_rows(self, before: Mapping[str, int], target_rows: int) -> None:
+        if self._settings.on_shortage == "refuse" and (
+            short_categories := {name: count for name, count in before.items() if count < target_rows}
+        ):
+            shown = ", ".join(f"{name} ({count:,})" for name, count in list(short_categories.items())[:NAMES_SHOWN])
+            raise DataError(
+                f"params.yaml: prepare.balance.rows: {target_rows:,}, but {len(short_categories):,} categories have "
+                f"fewer training rows: {shown}; lower it, add rows, or set prepare.balance.on_shortage to take or "
+                "repeat"
+            )
 
-    def _record_accepted(
-        self,
-        pairs: Sequence[tuple[SourceRow, int]],
-        samples: Sequence[PreparedRow],
-        untruncated: Sequence[EncodedConversation | RefusedConversation],
-    ) -> None:
-        accepted = self.accepted
-        for (row, split_index), sample, original in zip(pairs, samples, untruncated, strict=True):
-            accepted.ids.append(int(sample.id, 16))
-            accepted.split_indices.append(split_index)
-            accepted.lengths.append(len(sample.encoded.input_ids))
-            accepted.trained_tokens.append(sample.encoded.trained_tokens)
-            length = len(original.input_ids) if isinstance(original, EncodedConversation) else 0
-            accepted.truncated_tokens.append(max(0, length - len(sample.encoded.input_ids)))
-            accepted.source_indices.append(row.source)
-            label = row.conversation.response if self.settings.task == "labels" else ""
-            accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
-            accepted.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
-            accepted.where.append(row.where)
-            accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
-            self.balancer.add(row)
+
+def describe_balance(report: BalanceReport) -> Iterator[str]:
+    """Yield notes for the dataset card: that a field has mostly unique values, or that balancing has no effect."""
+    single = sum(count == 1 for count in report.before.values())
+    if 2 * single > len(report.before) > 1:
+        yield (
+            f"{single:,} of {len(report.before):,} categories of {report.by!r} (prepare.balance.by) have only one "
+            "training row: the field has mostly unique values, so it is probably not a category"
+        )
+    if report.before == report.after and any(count < report.rows for count in report.before.values()):
+        yield (
+            f"balancing has no effect: no category has more than {report.rows:,} training rows (prepare.balance.rows), "
+            f"the largest has {max(report.before.values()):,}; set a smaller number or smallest, or set "
+            "prepare.balance.on_shortage to repeat"
+        )
+
+
+def _sampling_key(row_id: int, seed: int) -> int:
+    return int(digests.hash_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)

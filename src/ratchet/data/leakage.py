@@ -1,11 +1,13 @@
 """Detects benchmark leakage: rows that share a sequence of words with an evaluation set.
 
 The method follows Brown et al. 2020 (Language Models are Few-Shot Learners, appendix C): texts are compared without
-case, punctuation and white space, by n-grams of 13 words. There are two differences. For benchmarks with shorter
-documents they used a smaller n, down to 8; here a shorter document with at least 8 words counts as one n-gram. They
-ignored n-grams in more than 10 training documents as boilerplate; here every overlap is reported with its words. So
-a benchmark's documents should contain its questions and answers without a shared instruction, which would match every
-row that begins with the same instruction.
+case, punctuation and white space, by n-grams of 13 words. There are two differences:
+
+- For benchmarks with shorter documents, Brown et al. used a smaller n, down to 8. Here a shorter document with at least
+  8 words counts as one n-gram.
+- Brown et al. ignored n-grams in more than 10 training documents as boilerplate. Here every overlap is reported with
+  its words. So a benchmark's documents should contain its questions and answers without a shared instruction, which
+  would match every row that begins with the same instruction.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +53,7 @@ class _NgramIndex:
     starts: NDArray[np.int64]
     shift: np.uint64
     seen: NDArray[np.bool_]
-    """Whether any hash has these leading bits; this rules out nearly all n-grams without a match."""
+    """By leading bits: whether any hash has them. This rules out nearly all n-grams without a match."""
 
     def find_matches(self, hashes: NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
         """Yield (position in `hashes`, benchmark, start of the n-gram) for every n-gram whose hash is in `hashes`."""
@@ -71,10 +73,10 @@ class _NgramIndex:
 class BenchmarkIndex:
     """Index of the documents of evaluation sets. Needs about 100 bytes per word.
 
-    A document is one sequence of words: its n-grams, like those of a row, ignore line breaks, so that a different line
-    break does not hide a leak. They never span two documents. A document that is too short for an n-gram counts as
-    `unchecked`: it matches only a row, or one line of a row, with exactly its words. A document of a single word, such
-    as the answer `yes`, matches only a whole row.
+    A document is one sequence of words. Its n-grams, like those of a row, ignore line breaks, so that a different line
+    break does not hide a leak, and never span two documents. A document that is too short for an n-gram counts as
+    `unchecked`: it matches only a row, or one line of a row, with exactly the same words. A document of a single word,
+    such as the answer `yes`, matches only a complete row.
     """
 
     documents: dict[str, int]
@@ -103,7 +105,7 @@ class BenchmarkIndex:
                 tokens.append(np.array(ids, dtype=np.int32))
                 total += len(ids)
         self._tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
-        # One more than the number of words: the last one, at index -1, is for words that no document has.
+        # There is one number more than words: the last, at index -1, is for words that no document has.
         self._numbers = np.random.PCG64(_SEED).random_raw(len(self._ids) + 1)
         sums = self._running_sums(self._tokens)
         self._ngrams = {length: self._collect(sums, length, spans[length]) for length in sorted(spans, reverse=True)}
@@ -111,7 +113,9 @@ class BenchmarkIndex:
         openings = [(number, start, start + MIN_WORDS) for number, start, _ in shorter]
         self._ngram_words = ngram_words
         self._openings = self._collect(sums, MIN_WORDS, openings) if openings else None
-        self._powers = self._inverses = np.ones(1, dtype=np.uint64)  # frees the arrays: a row needs much shorter ones
+        self._powers = self._inverses = np.ones(
+            1, dtype=np.uint64
+        )  # frees the long arrays, because rows need much shorter ones
 
     def _add_short_document(self, words: list[str], number: int) -> None:
         self.unchecked[self._names[number]] += 1
@@ -120,7 +124,7 @@ class BenchmarkIndex:
             benchmarks.append(number)
 
     def _collect(self, sums: NDArray[np.uint64], length: int, spans: list[tuple[int, int, int]]) -> _NgramIndex:
-        """Index the n-grams of documents, given as (benchmark, start, end), without repetitions in a benchmark."""
+        """Index the n-grams of documents, each given as (benchmark, start, end), without repetitions in a benchmark."""
         counts = np.array([end - start - length + 1 for _, start, end in spans])
         first = np.repeat([start for _, start, _ in spans], counts)
         starts = first + np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -135,7 +139,7 @@ class BenchmarkIndex:
         return _NgramIndex(hashes[is_new], benchmarks[is_new], starts[is_new], shift, seen)
 
     def _running_sums(self, ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Return, for each position, the sum over all words before it of their number times a power of the root."""
+        """Return, for each position, the sum over all words before it: the word's number times a power of the root."""
         if len(ids) >= len(self._powers):
             size = max(2 * len(self._powers), len(ids) + 1, _LEAST_POWERS)
             self._powers = _powers(_ROOT, size)
@@ -145,12 +149,12 @@ class BenchmarkIndex:
         return sums
 
     def _hashes(self, sums: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-        """Hash each n-gram, in time that does not depend on n (Karp and Rabin 1987, with running sums)."""
+        """Return each n-gram's hash, in time that does not depend on n (Karp and Rabin 1987, with running sums)."""
         hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * self._inverses[: len(sums) - length]
         return hashes
 
     def matches(self, text: str) -> list[LeakageMatch]:
-        """Return the first words that a text shares with each benchmark: at most one match per benchmark, in order."""
+        """Return at most one match per benchmark, in order: the first words that the text shares with it."""
         if not self._names:
             return []
         lines = [split_words(line) for line in text.splitlines()] if self._short else [split_words(text)]
@@ -169,7 +173,7 @@ class BenchmarkIndex:
         return [LeakageMatch(self._names[number], shared[number]) for number in sorted(shared)]
 
     def _lengths_to_search(self, sums: NDArray[np.uint64]) -> Iterator[int]:
-        """Yield the n-gram lengths to search for; those of shorter documents only if the first words of one match."""
+        """Yield the n-gram lengths to search for; those of shorter documents only if the text has the start of one."""
         if self._ngram_words in self._ngrams and self._ngram_words < len(sums):
             yield self._ngram_words
         if self._openings is None or len(sums) <= MIN_WORDS:

@@ -1,7 +1,7 @@
 """Reads records from JSON, JSONL, CSV, TSV and Parquet files, plain or compressed, each with its position in the file.
 
-Reading streams: memory is bounded by the largest record, which may have `MAX_RECORD_BYTES`. A record that cannot be
-read is yielded as a `MalformedRecord`, and reading continues with the next one. A `DataError` is raised where the next
+Files are streamed: memory is bounded by the largest record, which may have `MAX_RECORD_BYTES`. A record that cannot be
+read is yielded as a `MalformedRecord`, and reading continues with the next record. A `DataError` is raised if the next
 record cannot be found: the content does not match the file's ending, or compressed data is truncated or corrupt.
 """
 
@@ -25,16 +25,26 @@ from typing import IO, Any
 from ratchet.data.conversation import MalformedRecord
 from ratchet.errors import DataError
 
+Fields = dict[str, Any]
+Record = tuple[str, Fields] | MalformedRecord
+"""Position (`file:line` or `file[index]`) and fields of one record, or the error of a record that cannot be read."""
+
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 """File endings of compressed files, with the name of the compression."""
 
 BLOCK_BYTES = 2**20
 """Bytes per read."""
 
+MAX_RECORD_BYTES = 16 * 2**20
+"""Size limit of a record; a longer one is more likely an unclosed quote or bracket than an example."""
+
+_MAX_RECORD_TEXT = f"{MAX_RECORD_BYTES // 2**20} MiB"
+_BATCH_ROWS = 1024
+_SPACE = re.compile(r"[ \t\n\r]*")
 _HEAD_BYTES = 512
 _DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
-# First bytes of formats that often have a wrong file ending. `BZh` and `PAR1` alone could be the beginning of a text.
+# First bytes of formats that often have a wrong file ending. `BZh` and `PAR1` alone could also begin a text.
 _SIGNATURES = [
     (re.compile(pattern, re.DOTALL | re.IGNORECASE), kind)
     for pattern, kind in (
@@ -57,6 +67,32 @@ _BOMS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BO
          codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
 
 
+def check_ending(name: str) -> None:
+    """Raise DataError if a file's ending is not one of the supported formats."""
+    if split_endings(name)[0] not in _RECORD_READERS:
+        ending = "".join(split_endings(name)) or "a file without ending"
+        supported = f"{', '.join(_RECORD_READERS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: cannot read {ending}; supported: {supported}")
+
+
+def read_records(path: Path, name: str) -> Iterator[Record]:
+    """Yield every record of one file.
+
+    Args:
+        path: the file.
+        name: the file's name in positions and messages; its ending determines the format.
+
+    Raises:
+        DataError: the file as a whole cannot be read.
+    """
+    check_ending(name)
+    with open_decompressed(path, name) as stream:
+        yield from _RECORD_READERS[split_endings(name)[0]](stream, name)
+
+
+# ----- Decompression and check of the content
+
+
 def split_endings(name: str) -> tuple[str, str]:
     """Return the lower-case endings of the format and of the compression; "" if the name has none."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
@@ -73,8 +109,8 @@ def open_decompressed(path: Path, name: str) -> Iterator[io.BufferedReader]:
         name: the file's name in messages; its ending determines the expected format and compression.
 
     Raises:
-        DataError: the file cannot be read or decompressed, or has another format, or is not UTF-8; also for errors
-            inside the `with` block.
+        DataError: the file cannot be read or decompressed, has another format, or is not UTF-8. Such errors inside the
+            `with` block are converted too.
     """
     compression = split_endings(name)[1]
     try:
@@ -144,13 +180,13 @@ def _peek_head(stream: io.BufferedReader) -> bytes:
 
 
 def _detect_kind(stream: io.BufferedReader) -> str:
-    """Return the format that the first bytes show; "" for text and for unknown formats."""
+    """Return the format that the first bytes indicate; "" for text and unknown formats."""
     head = _peek_head(stream)
     return next((kind for pattern, kind in _SIGNATURES if pattern.match(head)), "")
 
 
 def _describe_actual_kind(stream: io.BufferedReader, name: str) -> str:
-    """Return the end of an error message: the format that the file has, and what to do."""
+    """Return the end of an error message: the actual format of the file, and advice."""
     kind, head = _detect_kind(stream), _peek_head(stream)
     if not head:
         return ": the file is empty; copy or download it again"
@@ -173,7 +209,7 @@ def _describe_actual_kind(stream: io.BufferedReader, name: str) -> str:
 def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
     """Return line and byte offset of the first bytes that are not UTF-8.
 
-    The offset in the decoder's own error is relative to the block that it decoded.
+    The decoder's own error has an offset in the current block only.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, line = 0, 1
@@ -189,41 +225,6 @@ def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
             if not block:
                 return line, offset
             offset, line = offset + len(block), line + block.count(b"\n")
-
-
-Fields = dict[str, Any]
-Record = tuple[str, Fields] | MalformedRecord
-"""Position (`file:line` or `file[index]`) and fields of one record, or the error that it has."""
-
-MAX_RECORD_BYTES = 16 * 2**20
-"""Size limit of a record; a longer one is more likely an unclosed quote or bracket than an example."""
-
-_MAX_RECORD_TEXT = f"{MAX_RECORD_BYTES // 2**20} MiB"
-_BATCH_ROWS = 1024
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-def check_ending(name: str) -> None:
-    """Raise DataError if a file's ending is not one of the supported formats."""
-    if split_endings(name)[0] not in _RECORD_READERS:
-        ending = "".join(split_endings(name)) or "a file without ending"
-        supported = f"{', '.join(_RECORD_READERS)}, each also with {', '.join(COMPRESSIONS)}"
-        raise DataError(f"{name}: cannot read {ending}; supported: {supported}")
-
-
-def read_records(path: Path, name: str) -> Iterator[Record]:
-    """Yield every record of one file.
-
-    Args:
-        path: the file.
-        name: the file's name in positions and messages; its ending determines the format.
-
-    Raises:
-        DataError: the file as a whole cannot be read.
-    """
-    check_ending(name)
-    with open_decompressed(path, name) as stream:
-        yield from _RECORD_READERS[split_endings(name)[0]](stream, name)
 
 
 # ----- JSON
@@ -265,7 +266,7 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 record = _require_object(where, value)
             except json.JSONDecodeError as error:
                 record = MalformedRecord(where, f"not JSON ({error.msg} at character {error.pos + 1})")
-            except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, thousands of brackets
+            except (ValueError, RecursionError) as error:  # NaN, thousands of digits or of brackets
                 record = MalformedRecord(where, f"not JSON ({error})")
             if not seen_first_value and text[0] == "[":
                 raise DataError(
@@ -276,7 +277,7 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
 
 
 def _skip_line(stream: io.BufferedReader, line: bytes) -> int:
-    """Skip the rest of a line whose beginning is `line`; return the length of the whole line in bytes."""
+    """Skip the rest of a line that starts with `line`; return the length of the full line in bytes."""
     size = len(line)
     while line and not line.endswith(b"\n"):
         line = stream.readline(BLOCK_BYTES)
@@ -297,9 +298,9 @@ class _JsonWindow:
         return self._lines_before + self.text.count("\n", 0, position) + 1
 
     def advance(self) -> None:
-        """Drop the text before `position` and read more.
+        """Drop the text before `position` and read more text.
 
-        Reads at least as much as remains, so that a long value is decoded only a few times.
+        At least as much is read as remains, so that a long value is decoded only a few times.
         """
         block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.position))
         self.at_end = not block
@@ -351,7 +352,7 @@ def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:
             problems.append(f"a number of {len(digits):,} digits")
             return 0
 
-    # Invalid JSON that can be read to its end is noted in `problems`, so that the next record can be found.
+    # Invalid JSON with a known end is noted in `problems` instead of raised, so that the next record can be found.
     decoder = json.JSONDecoder(parse_int=integer, parse_constant=lambda text: problems.append(f"not JSON ({text})"))
 
     def decode(text: str, position: int) -> tuple[Any, int]:
@@ -395,14 +396,14 @@ def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:
 
 
 class _TableLines:
-    """Lines of a table for the csv module, with the size and the first line of the current record."""
+    """Lines of a table for the csv module; counts the size and the first line of the current record."""
 
     def __init__(self, text: io.TextIOWrapper, name: str) -> None:
         self._text, self._name = text, name
         self._size, self.record_line = 0, 1
 
     def start_record(self, line: int) -> None:
-        """Start a new record after this line."""
+        """Start a new record after line number `line`."""
         self._size, self.record_line = 0, line + 1
 
     def __iter__(self) -> "_TableLines":
@@ -458,7 +459,7 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     with ExitStack() as streams:
         source = _make_seekable(stream, streams)
         try:
-            # Without pre_buffer=False pyarrow buffers a whole row group: 180 MiB more for one of 190 MB (pyarrow 25).
+            # By default (pre_buffer=True) pyarrow buffers a complete row group: 180 MiB for one of 190 MB (pyarrow 25).
             table = pq.ParquetFile(source, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
             names = table.schema_arrow.names
             if duplicates := [column for column in names if names.count(column) > 1]:
@@ -479,7 +480,7 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
 
 
 def _make_seekable(stream: io.BufferedReader, streams: ExitStack) -> IO[bytes]:
-    """Return a seekable stream, which Parquet needs: decompressed data is copied to a temporary file."""
+    """Return a seekable stream, which Parquet needs. Decompressed data is copied to a temporary file."""
     if isinstance(stream.raw, io.FileIO):
         return stream
     scratch = streams.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`open_decompressed` closes it)
@@ -501,7 +502,7 @@ def _python_rows(batch: Any, where: str) -> list[Fields]:
 
 
 def strip_struct_nulls(value: Any) -> Any:
-    """Remove the nulls that Arrow adds for missing struct keys, below the outermost level of a nested value."""
+    """Return a value without the nulls that Arrow adds for missing struct keys; nulls of the outermost level stay."""
     if isinstance(value, list):
         return [strip_struct_nulls(item) for item in value]
     if isinstance(value, dict):

@@ -1,11 +1,13 @@
 """Detects the schema of a source's records and converts them to conversations for chat templates.
 
-The schema is detected once per source, from its first records. It covers OpenAI messages, ShareGPT turns, Alpaca,
-instruction with instances, multiple choice, and pairs of columns. A conversation always ends with an assistant message:
-one without any gets an empty answer, so that it is counted as such and not lost; one without a user message has an
-empty prompt. Messages after the last answer are removed, since nothing is trained on them.
+The schema is detected once per source, from its first records. The known schemas are OpenAI messages, ShareGPT turns,
+Alpaca, instruction with instances, multiple choice, and pairs of columns. A conversation always ends with an assistant
+message. One without an assistant message gets an empty answer, so that the row is counted as such and not lost; one
+without a user message has an empty prompt. Messages after the last answer are removed, because nothing is trained on
+them.
 
-They are not part of a row's identity: two records with the same conversation are duplicates whatever their fields are.
+The module also extracts passthrough fields (prepare.extra_fields). They do not identify a row: two records with the
+same conversation are duplicates even if their fields differ.
 """
 
 import difflib
@@ -24,293 +26,6 @@ from ratchet.config.prepare import ColumnSettings, RecordSchema
 from ratchet.data.conversation import Conversation, MalformedRecord, Message, SourceRow
 from ratchet.data.readers import Fields, type_name
 from ratchet.errors import DataError
-
-NAMES_SHOWN = 20
-_MAX_KNOWN_NAMES = 1000
-"""Limit of field names in memory; a file may have any number of different keys."""
-
-
-class PassthroughFields:
-    """Extracts the fields of rows and counts missing values."""
-
-    def __init__(self, names: Sequence[str], group: str | None) -> None:
-        """
-        Args:
-            names: prepare.extra_fields.
-            group: prepare.split.group, which is stored separately.
-        """
-        self.missing = dict.fromkeys(names, 0)
-        """Number of rows without a value, by field."""
-        self._group = group
-        self._rows = 0
-        self._known_names: dict[str, None] = {}
-
-    def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a field of a row cannot be stored, or None."""
-        for name in self.missing:
-            value = row.fields.get(name)
-            if format_field_value(value) is None:
-                expected = "expected text, a number or true/false"
-                return f"field {name!r} (prepare.extra_fields) is {type_name(value)}, {expected}"
-            if isinstance(value, str) and (problem := find_text_flaw(value)):
-                return f"field {name!r} (prepare.extra_fields) {problem}"
-        return None
-
-    def take(self, row: SourceRow) -> str:
-        """Return the fields of a valid row as a JSON object of strings; a missing value is an empty string."""
-        if not self.missing:
-            return "{}"
-        self._rows += 1
-        if len(self._known_names) < _MAX_KNOWN_NAMES:
-            self._known_names.update(dict.fromkeys(map(str, row.fields)))
-        values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
-        for name, value in values.items():
-            self.missing[name] += not value
-        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-
-    def group_of(self, row: SourceRow) -> str | None:
-        """Return the value of the field prepare.split.group as the split assigner reads it."""
-        return None if self._group is None else str(row.fields[self._group])
-
-    def check(self) -> None:
-        """Raise DataError if no row has one of the fields; call it after all rows."""
-        names = self._known_names
-        for name, missing in self.missing.items():
-            if name in names or not self._rows or missing < self._rows:
-                continue
-            matches = difflib.get_close_matches(name, names, n=3)
-            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
-            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-            raise DataError(
-                f"params.yaml: prepare.extra_fields: no record has a field {name!r}{suggestion} (found: {shown})"
-            )
-
-    def notes(self) -> list[str]:
-        """Return notes about missing values for the dataset card."""
-        return [
-            f"field {name!r} (prepare.extra_fields) has no value in {missing:,} of {self._rows:,} rows"
-            for name, missing in self.missing.items()
-            if missing
-        ]
-
-
-def format_field_value(value: Any) -> str | None:
-    """Format a value as text: numbers and booleans as in JSON, dates as in ISO 8601; None for a list or an object."""
-    match value:
-        case str():
-            return value
-        case float() if not math.isfinite(value):
-            return ""  # tables use NaN for a missing value
-        case bool() | int() | float():
-            return json.dumps(value)
-        case datetime():
-            return value.isoformat()
-        case date() | time() | Decimal():
-            return str(value)  # ISO 8601 for dates and times
-    return "" if value is None else None
-
-
-_ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),  # "developer" is OpenAI's newer name; templates use the older
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "ai"), "assistant"),
-    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),
-}
-
-
-class UnusableRecordError(Exception):
-    """A record is not a valid example, for the given reason; it becomes a `MalformedRecord`."""
-
-
-# ----- Values
-
-
-def find_text_flaw(text: str) -> str | None:
-    """Return the reason why a text cannot be trained on or written to a file; None if it can."""
-    if "\0" in text:
-        return "holds a NUL character"
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "holds half a surrogate pair, which is not valid text"
-    return None
-
-
-_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
-
-
-def parse_text(value: Any, path: str) -> str:
-    """Convert a value to text; null becomes "", a number its digits.
-
-    Blank lines around the text and white space at its end are removed. The first line keeps its indentation, which
-    matters for code.
-
-    Args:
-        value: the value.
-        path: its location in the record, for messages.
-
-    Raises:
-        UnusableRecordError: the value is neither text nor a finite number, or the text is not valid.
-    """
-    if type(value) is str:
-        text = _BLANK_LINES.sub("", value.rstrip())
-    elif value is None:
-        return ""
-    elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        raise UnusableRecordError(f"{path} holds {type_name(value)}, expected text")
-    elif not math.isfinite(value):
-        raise UnusableRecordError(f"{path} holds {value}, which is not a number")  # else `nan` is trained as an answer
-    else:
-        text = str(value)
-    if problem := find_text_flaw(text):
-        raise UnusableRecordError(f"{path} {problem}")
-    return text
-
-
-def decode_json(value: Any, path: str) -> Any:
-    """Decode a text as JSON, since tables store lists as text; an empty text is null, other values are unchanged."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return None
-    try:
-        return json.loads(value, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        hint = (
-            "; it looks like Python's notation: write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'") else ""
-        )
-        raise UnusableRecordError(f"{path} holds text that is not JSON ({error}){hint}") from None
-
-
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not valid JSON")
-
-
-def to_plain_json(value: Any, path: str) -> Any:
-    """Convert a nested value to JSON types and check its texts."""
-    if isinstance(value, str):
-        if problem := find_text_flaw(value):
-            raise UnusableRecordError(f"{path} {problem}")
-        return value
-    if isinstance(value, dict):
-        return {to_plain_json(key, path): to_plain_json(item, f"{path}.{key!a}") for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_plain_json(item, path) for item in value]
-    if isinstance(value, (date, time)):
-        return value.isoformat()
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UnusableRecordError(f"{path} holds {value}, which is not a number")
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    raise UnusableRecordError(f"{path} holds {type_name(value)}, which JSON cannot represent")
-
-
-# ----- Turns
-
-
-def parse_messages(value: Any, path: str, keys: tuple[str, str]) -> list[Message]:
-    """Parse a list of turns, or JSON of one; `keys` are the keys of role and content."""
-    turns = decode_json(value, path)
-    if turns is None:
-        return []
-    if not isinstance(turns, list):
-        raise UnusableRecordError(f"{path} holds {type_name(turns)}, expected a list of messages")
-    return [_parse_message(turn, f"{path}[{number}]", keys) for number, turn in enumerate(turns)]
-
-
-def _parse_message(turn: Any, path: str, keys: tuple[str, str]) -> Message:
-    role_key, content_key = keys
-    if not isinstance(turn, Mapping):
-        raise UnusableRecordError(f"{path} is {type_name(turn)}, expected an object with {role_key} and {content_key}")
-    if role_key not in turn:
-        raise UnusableRecordError(f"{path} has no {role_key!r}; found: {', '.join(map(ascii, turn))}")
-    name = turn[role_key]
-    role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
-    if role is None:
-        raise UnusableRecordError(f"{path} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
-    if role == "call":
-        calls = decode_json(turn.get(content_key), f"{path}.{content_key}")
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": _parse_tool_calls(calls, f"{path}.{content_key}"),
-            **_extra_fields(turn, path),
-        }
-    message: Message = {"role": role, "content": _parse_content(turn.get(content_key), f"{path}.{content_key}")}
-    if len(turn) > len(keys) or content_key not in turn:
-        message |= _extra_fields(turn, path)
-    if content_key not in turn and "tool_calls" not in message:
-        raise UnusableRecordError(f"{path} has no {content_key!r}; found: {', '.join(map(ascii, turn))}")
-    return message
-
-
-def _parse_content(value: Any, path: str) -> str:
-    """Return a message's text; OpenAI's lists of text parts are joined."""
-    if not isinstance(value, list):
-        return parse_text(value, path)
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise UnusableRecordError(f"{path}[{number}] is not a text part; only text is supported")
-    return parse_text("".join(map(str, texts)), path)
-
-
-def _extra_fields(turn: Mapping[str, Any], path: str) -> Message:
-    """Return the other fields that a template may read (tool calls, names, reasoning, flags), without nulls."""
-    known = ("role", "content", "from", "value")
-    rest = {key: value for key, value in turn.items() if value is not None and key not in known}
-    calls = decode_json(rest.pop("tool_calls", None), f"{path}.tool_calls")
-    if "function_call" in rest:  # OpenAI's older format of a single call
-        calls = decode_json(rest.pop("function_call"), f"{path}.function_call")
-    message: Message = {key: to_plain_json(value, f"{path}.{key}") for key, value in rest.items()}
-    if calls:
-        message["tool_calls"] = _parse_tool_calls(calls, f"{path}.tool_calls")
-    return message
-
-
-def _parse_tool_calls(value: Any, path: str) -> list[Any]:
-    """Convert tool calls to OpenAI's format, with arguments as an object: a template would quote a text again."""
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        target = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(target, Mapping) or not isinstance(target.get("name"), str):
-            raise UnusableRecordError(
-                f"{path} holds {type_name(call)}, expected calls with a function's name and arguments"
-            )
-        arguments = decode_json(target.get("arguments", target.get("parameters")), f"{path}.arguments")
-        if not isinstance(arguments, (Mapping, type(None))):
-            raise UnusableRecordError(f"{path}.arguments is {type_name(arguments)}, expected an object")
-        outer = {key: item for key, item in call.items() if key not in ("function", "name", "arguments", "parameters")}
-        function = {"name": target["name"], "arguments": arguments or {}}
-        calls.append(to_plain_json({"type": "function", **outer, "function": function}, path))
-    return calls
-
-
-def parse_tools(value: Any, path: str) -> list[Any] | None:
-    """Parse the tools of a conversation: a list of JSON schemas, such a list as JSON text, or a list of JSON texts."""
-    tools = decode_json(value, path)
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise UnusableRecordError(f"{path} holds {type_name(tools)}, expected a list of tools")
-    schemas = [decode_json(tool, path) for tool in tools]
-    if not all(isinstance(schema, Mapping) for schema in schemas):
-        raise UnusableRecordError(f"{path} holds a tool that is not an object with a schema")
-    return [to_plain_json(schema, path) for schema in schemas]
-
-
-def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
-    """Return the messages up to the last answer, and the number of removed ones; add an empty answer if none exists."""
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        return [*messages, {"role": "assistant", "content": ""}], 0
-    end = answers[-1] + 1
-    return messages[:end], len(messages) - end
-
-
-# ----- Schemas
 
 SAMPLE_RECORDS = 100
 """Number of first records from which the schema of a source is detected."""
@@ -331,10 +46,33 @@ _QUESTION_COLUMNS = ("question", "prompt", "query", "instruction")
 TURN_KEYS: dict[RecordSchema, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 _MAX_COLUMNS_SHOWN = 20
 
+NAMES_SHOWN = 20
+"""Limit of field names in a message."""
+_MAX_KNOWN_NAMES = 1000
+"""Limit of field names in memory; a file may have any number of different keys."""
+
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),  # "developer" is OpenAI's newer name; templates use the older
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "ai"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+"""Known names of roles, with the role in the conversation; `call` is a message that consists of tool calls."""
+
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+
+
+class UnusableRecordError(Exception):
+    """Error for a record that is not a valid example; the text is the reason. It becomes a `MalformedRecord`."""
+
+
+# ----- Schemas
+
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Converts the records of one source to rows."""
+    """Converter of one source's records to rows."""
 
     description: str
     """The detected schema, in words."""
@@ -342,7 +80,7 @@ class RecordReader:
     _parts: Callable[[Fields], list[tuple[str, Fields]]] | None = None
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
-        """Yield the rows of a record: several if the schema has several examples per record, else one."""
+        """Yield the rows of a record: one, or several if the schema has several examples per record."""
         try:
             parts = self._parts(fields) if self._parts else [("", fields)]
         except UnusableRecordError as error:
@@ -364,9 +102,9 @@ def detect_schema(
 
     Args:
         records: the first records of the source.
-        schema: the schema from the settings, or auto.
-        columns: the columns that the settings name.
-        label: the name of the source in messages.
+        schema: schema in the settings, or auto.
+        columns: columns that the settings name.
+        label: name of the source in messages.
         setting: key path of the section with `record_schema` and `columns`.
 
     Raises:
@@ -398,13 +136,14 @@ def detect_schema(
 
 
 class SampledRecords:
-    """The first records of a source, and a search for columns by role, by the settings or by common names."""
+    """The first records of a source, with a search for columns by their names in the settings or by common names."""
 
     def __init__(self, records: Sequence[Fields], columns: ColumnSettings, label: str, setting: str) -> None:
         self.records, self.columns, self._label, self._setting = records, columns, label, setting
         counts = Counter(name for fields in records for name in fields)
         self.column_names = list(counts)
-        # Names are compared without case and outer spaces. A column that few records have is optional or a mistake.
+        # Names are compared without case and outer spaces. A column in fewer than half of the records is optional or an
+        # error.
         self._columns = {name.strip().casefold(): name for name in counts}
         self._shared_columns = {key: name for key, name in self._columns.items() if 2 * counts[name] >= len(records)}
 
@@ -426,7 +165,7 @@ class SampledRecords:
         return next((self._shared_columns[name] for name in names if name in self._shared_columns), "")
 
     def find(self, role: str, *names: str) -> str:
-        """Return the column that the settings name for this role, else the first with a common name, else ""."""
+        """Return the column that the settings name for this role, or the first with a common name; "" if none exist."""
         name: str | None = getattr(self.columns, role, None)
         if name is None:
             return self.find_by_usual_name(*names)
@@ -436,13 +175,13 @@ class SampledRecords:
         return name
 
     def find_optional(self, role: str, *names: str) -> str:
-        """Return an optional column; the first of `names` if no sampled record has one."""
+        """Return the column of an optional role; the first of `names` if no sampled record has such a column."""
         return self.find(role) or next(
             (self._columns[name] for name in names if name in self._columns), *names[:1] or [""]
         )
 
     def describe_optional(self, **columns: str) -> str:
-        """Return text that names the given optional columns that exist."""
+        """Return text that names those of the optional columns, by role, that exist."""
         return "".join(
             f", {role} in `{column}`" for role, column in columns.items() if column and column in self.column_names
         )
@@ -493,7 +232,7 @@ def optional_column_text(fields: Fields, column: str) -> str:
 
 
 def _find_system_column(sampled: SampledRecords) -> str:
-    """Find the column with the system message; by common names only if the settings do not name the prompt column."""
+    """Find the column with the system message. If the settings name the prompt column, common names do not count."""
     return sampled.find_optional("system", *(() if sampled.columns.prompt else _SYSTEM_COLUMNS))
 
 
@@ -594,7 +333,7 @@ def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
 
 
 def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
-    """Return answers with marks 0 or 1 from {answer: mark} or {"choices": [...], "labels": [...]}, else []."""
+    """Return (answer, mark) pairs from {answer: mark} or {"choices": [...], "labels": [...]}; [] for other values."""
     try:
         value = decode_json(value, "")
     except UnusableRecordError:
@@ -652,3 +391,273 @@ _DETECTORS: dict[RecordSchema, Callable[[SampledRecords], RecordReader | None]] 
     "alpaca": _detect_alpaca,
     "columns": _detect_pair,
 }
+
+
+# ----- Values
+
+
+def find_text_flaw(text: str) -> str | None:
+    """Return the reason why a text cannot be trained on or written to a file; None if it can."""
+    if "\0" in text:
+        return "holds a NUL character"
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "holds half a surrogate pair, which is not valid text"
+    return None
+
+
+def parse_text(value: Any, path: str) -> str:
+    """Convert a value to text; null becomes "", a number its digits.
+
+    Blank lines around the text, and white space at its end, are removed. The first line keeps its indentation, which
+    matters for code.
+
+    Args:
+        value: the value.
+        path: location of the value in the record, for messages.
+
+    Raises:
+        UnusableRecordError: the value is neither text nor a finite number, or the text is not valid.
+    """
+    if type(value) is str:
+        text = _BLANK_LINES.sub("", value.rstrip())
+    elif value is None:
+        return ""
+    elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        raise UnusableRecordError(f"{path} holds {type_name(value)}, expected text")
+    elif not math.isfinite(value):
+        raise UnusableRecordError(
+            f"{path} holds {value}, which is not a number"
+        )  # otherwise `nan` would be trained as an answer
+    else:
+        text = str(value)
+    if problem := find_text_flaw(text):
+        raise UnusableRecordError(f"{path} {problem}")
+    return text
+
+
+def decode_json(value: Any, path: str) -> Any:
+    """Decode a text as JSON, because tables store lists as text. An empty text is null; other values are unchanged."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        hint = (
+            "; it looks like Python's notation: write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'") else ""
+        )
+        raise UnusableRecordError(f"{path} holds text that is not JSON ({error}){hint}") from None
+
+
+def _reject_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not valid JSON")
+
+
+def to_plain_json(value: Any, path: str) -> Any:
+    """Convert a nested value to JSON types and check its texts."""
+    if isinstance(value, str):
+        if problem := find_text_flaw(value):
+            raise UnusableRecordError(f"{path} {problem}")
+        return value
+    if isinstance(value, dict):
+        return {to_plain_json(key, path): to_plain_json(item, f"{path}.{key!a}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_plain_json(item, path) for item in value]
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UnusableRecordError(f"{path} holds {value}, which is not a number")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise UnusableRecordError(f"{path} holds {type_name(value)}, which JSON cannot represent")
+
+
+# ----- Turns
+
+
+def parse_messages(value: Any, path: str, keys: tuple[str, str]) -> list[Message]:
+    """Parse a list of turns, or its JSON text; `keys` are the keys of role and content."""
+    turns = decode_json(value, path)
+    if turns is None:
+        return []
+    if not isinstance(turns, list):
+        raise UnusableRecordError(f"{path} holds {type_name(turns)}, expected a list of messages")
+    return [_parse_message(turn, f"{path}[{number}]", keys) for number, turn in enumerate(turns)]
+
+
+def _parse_message(turn: Any, path: str, keys: tuple[str, str]) -> Message:
+    role_key, content_key = keys
+    if not isinstance(turn, Mapping):
+        raise UnusableRecordError(f"{path} is {type_name(turn)}, expected an object with {role_key} and {content_key}")
+    if role_key not in turn:
+        raise UnusableRecordError(f"{path} has no {role_key!r}; found: {', '.join(map(ascii, turn))}")
+    name = turn[role_key]
+    role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise UnusableRecordError(f"{path} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
+    if role == "call":
+        calls = decode_json(turn.get(content_key), f"{path}.{content_key}")
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": _parse_tool_calls(calls, f"{path}.{content_key}"),
+            **_extra_fields(turn, path),
+        }
+    message: Message = {"role": role, "content": _parse_content(turn.get(content_key), f"{path}.{content_key}")}
+    if len(turn) > len(keys) or content_key not in turn:
+        message |= _extra_fields(turn, path)
+    if content_key not in turn and "tool_calls" not in message:
+        raise UnusableRecordError(f"{path} has no {content_key!r}; found: {', '.join(map(ascii, turn))}")
+    return message
+
+
+def _parse_content(value: Any, path: str) -> str:
+    """Return a message's text. OpenAI's lists of text parts are joined."""
+    if not isinstance(value, list):
+        return parse_text(value, path)
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UnusableRecordError(f"{path}[{number}] is not a text part; only text is supported")
+    return parse_text("".join(map(str, texts)), path)
+
+
+def _extra_fields(turn: Mapping[str, Any], path: str) -> Message:
+    """Return the other fields that a template may read (tool calls, names, reasoning, flags), without nulls."""
+    known = ("role", "content", "from", "value")
+    rest = {key: value for key, value in turn.items() if value is not None and key not in known}
+    calls = decode_json(rest.pop("tool_calls", None), f"{path}.tool_calls")
+    if "function_call" in rest:  # OpenAI's older format of a single call
+        calls = decode_json(rest.pop("function_call"), f"{path}.function_call")
+    message: Message = {key: to_plain_json(value, f"{path}.{key}") for key, value in rest.items()}
+    if calls:
+        message["tool_calls"] = _parse_tool_calls(calls, f"{path}.tool_calls")
+    return message
+
+
+def _parse_tool_calls(value: Any, path: str) -> list[Any]:
+    """Convert tool calls to OpenAI's format. Arguments become an object: a template would quote a text again."""
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        target = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(target, Mapping) or not isinstance(target.get("name"), str):
+            raise UnusableRecordError(
+                f"{path} holds {type_name(call)}, expected calls with a function's name and arguments"
+            )
+        arguments = decode_json(target.get("arguments", target.get("parameters")), f"{path}.arguments")
+        if not isinstance(arguments, (Mapping, type(None))):
+            raise UnusableRecordError(f"{path}.arguments is {type_name(arguments)}, expected an object")
+        outer = {key: item for key, item in call.items() if key not in ("function", "name", "arguments", "parameters")}
+        function = {"name": target["name"], "arguments": arguments or {}}
+        calls.append(to_plain_json({"type": "function", **outer, "function": function}, path))
+    return calls
+
+
+def parse_tools(value: Any, path: str) -> list[Any] | None:
+    """Parse a conversation's tools: a list of JSON schemas, the JSON text of such a list, or a list of JSON texts."""
+    tools = decode_json(value, path)
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UnusableRecordError(f"{path} holds {type_name(tools)}, expected a list of tools")
+    schemas = [decode_json(tool, path) for tool in tools]
+    if not all(isinstance(schema, Mapping) for schema in schemas):
+        raise UnusableRecordError(f"{path} holds a tool that is not an object with a schema")
+    return [to_plain_json(schema, path) for schema in schemas]
+
+
+def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
+    """Return the messages up to the last answer, and the number of removed ones; add an answer if there is none."""
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return [*messages, {"role": "assistant", "content": ""}], 0
+    end = answers[-1] + 1
+    return messages[:end], len(messages) - end
+
+
+# ----- Passthrough fields
+
+
+class PassthroughFields:
+    """Extractor of the passthrough fields of rows, which counts missing values."""
+
+    def __init__(self, names: Sequence[str], group: str | None) -> None:
+        """Start with no rows.
+
+        Args:
+            names: prepare.extra_fields.
+            group: prepare.split.group, which is stored separately.
+        """
+        self.missing = dict.fromkeys(names, 0)
+        """Number of rows without a value, by field."""
+        self._group = group
+        self._rows = 0
+        self._known_names: dict[str, None] = {}
+
+    def find_problem(self, row: SourceRow) -> str | None:
+        """Return the reason why a field of a row cannot be stored; None if all can."""
+        for name in self.missing:
+            value = row.fields.get(name)
+            if format_field_value(value) is None:
+                expected = "expected text, a number or true/false"
+                return f"field {name!r} (prepare.extra_fields) is {type_name(value)}, {expected}"
+            if isinstance(value, str) and (problem := find_text_flaw(value)):
+                return f"field {name!r} (prepare.extra_fields) {problem}"
+        return None
+
+    def take(self, row: SourceRow) -> str:
+        """Return the fields of a valid row as a JSON object of strings; a missing value is an empty string."""
+        if not self.missing:
+            return "{}"
+        self._rows += 1
+        if len(self._known_names) < _MAX_KNOWN_NAMES:
+            self._known_names.update(dict.fromkeys(map(str, row.fields)))
+        values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
+        for name, value in values.items():
+            self.missing[name] += not value
+        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+
+    def group_of(self, row: SourceRow) -> str | None:
+        """Return the value of the field prepare.split.group, as text like in the split assigner."""
+        return None if self._group is None else str(row.fields[self._group])
+
+    def check(self) -> None:
+        """Raise DataError if one of the fields is in no row. Call this after all rows."""
+        names = self._known_names
+        for name, missing in self.missing.items():
+            if name in names or not self._rows or missing < self._rows:
+                continue
+            matches = difflib.get_close_matches(name, names, n=3)
+            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
+            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+            raise DataError(
+                f"params.yaml: prepare.extra_fields: no record has a field {name!r}{suggestion} (found: {shown})"
+            )
+
+    def notes(self) -> list[str]:
+        """Return notes about missing values for the dataset card."""
+        return [
+            f"field {name!r} (prepare.extra_fields) has no value in {missing:,} of {self._rows:,} rows"
+            for name, missing in self.missing.items()
+            if missing
+        ]
+
+
+def format_field_value(value: Any) -> str | None:
+    """Format a value as text: numbers and booleans as in JSON, dates as in ISO 8601; None for a list or an object."""
+    match value:
+        case str():
+            return value
+        case float() if not math.isfinite(value):
+            return ""  # tables use NaN for a missing value
+        case bool() | int() | float():
+            return json.dumps(value)
+        case datetime():
+            return value.isoformat()
+        case date() | time() | Decimal():
+            return str(value)  # ISO 8601 for dates and times
+    return "" if value is None else None

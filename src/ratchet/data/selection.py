@@ -1,8 +1,8 @@
-"""Selects the rows to write: removes duplicates and leaks, applies weights and balancing.
+"""Selects the rows to write: removes duplicates and leaks, and applies weights and balancing.
 
-The result does not depend on the order of files and lines. Of several duplicates one row is kept, by these criteria in
+The result does not depend on the order of files and lines. One of several duplicates is kept, by these criteria in
 order: test before validation before training, so that no evaluation row is removed in favour of a training row; rows
-that no teacher wrote; the smallest id; the smallest hash of the fields.
+that no teacher wrote before teacher answers; the smallest id; the smallest hash of the fields.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,12 @@ from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
 from ratchet.storage.records.data import BalanceReport, LeakageReport, NearDuplicateCluster, NearDuplicateReport
 
 CLUSTERS_SHOWN = 12
+"""Number of near-duplicate clusters on the dataset card."""
 TEXT_SHOWN = 400
 """Length limit, in characters, of a text on the dataset card."""
 
 _PREFERENCE = {TEST: 0, VALIDATION: 1, TRAIN: 2}
+"""Splits in order of preference: of duplicates in several splits, the one with the smallest number is kept."""
 _BY_PREFERENCE = {preference: split for split, preference in _PREFERENCE.items()}
 
 
@@ -44,12 +46,12 @@ class RowSelection:
 
 
 def select_rows(ingestion: RowIngestion, settings: Prepare, progress: Callable[[int], None]) -> RowSelection:
-    """Select from all accepted rows; dropped rows are recorded in the ingestion's ledger.
+    """Select from all accepted rows, and record dropped rows in the ingestion's ledger.
 
     Args:
         ingestion: the ingested rows.
         settings: section `prepare`.
-        progress: called now and then with the number of rows that were searched for near-duplicates.
+        progress: called regularly with the number of rows that were searched for near-duplicates.
     """
     accepted = ingestion.accepted
     split = ingestion.split_assigner.assign()[np.array(accepted.split_indices, dtype=np.int64)]
@@ -63,12 +65,14 @@ def select_rows(ingestion: RowIngestion, settings: Prepare, progress: Callable[[
     _drop_exact_duplicates(ingestion, kept, rank)
     _drop_shared_prompts(ingestion, settings, kept, preference)
     _drop_leaked(ingestion, kept, split)
-    near = _drop_near_duplicates(ingestion, settings, kept, split, rank, progress) if ingestion.signatures else None
+    near_duplicates = (
+        _drop_near_duplicates(ingestion, settings, kept, split, rank, progress) if ingestion.signatures else None
+    )
     copies = _apply_weights(ingestion, settings, kept, split, ids)
-    times, balanced = ingestion.balancer.count_copies((copies > 0) & (split == TRAIN), ids)
-    for row in np.flatnonzero((copies > 0) & (times == 0)):
+    repetitions, balanced = ingestion.balancer.count_copies((copies > 0) & (split == TRAIN), ids)
+    for row in np.flatnonzero((copies > 0) & (repetitions == 0)):
         ingestion.ledger.drop(BALANCED_OUT, ingestion.accepted.where[row])
-    return RowSelection(split, copies * times, near, _report_leaks(ingestion), balanced)
+    return RowSelection(split, copies * repetitions, near_duplicates, _report_leaks(ingestion), balanced)
 
 
 def _drop_held_out_prompts(
@@ -98,7 +102,7 @@ def _drop_shared_prompts(
 ) -> None:
     """Keep a prompt (or group) in its most preferred split only.
 
-    Only a source with a split of its own can put the same prompt into two splits.
+    The same prompt can be in two splits only if a source has a split of its own.
     """
     if not any(source.split for source in settings.sources):
         return
@@ -170,7 +174,7 @@ def _apply_weights(
     split: NDArray[np.int8],
     ids: NDArray[np.uint64],
 ) -> NDArray[np.int32]:
-    """Compute how often each row is used by the weight of its source; the row id decides the fractional part."""
+    """Return how often each row is used, by the weight of its source. The row id decides about the fractional part."""
     weights = np.array([source.weight for source in settings.sources])[
         np.array(ingestion.accepted.source_indices, dtype=np.int64)
     ]

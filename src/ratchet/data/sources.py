@@ -1,9 +1,9 @@
 """Reads the rows of prepare.sources (files, datasets of the Hugging Face hub, teacher answers) and evaluation sets.
 
 A hub dataset is downloaded once, at a pinned commit, into the cache of `datasets`. Later runs read the memory-mapped
-cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). `datasets`
-(5.2.0, `load.py`) silently returns other rows than the pinned ones in two cases, which are errors here: the working
-directory has a folder with the dataset's name, or the hub cannot be reached and the cache holds another commit.
+cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). In two
+cases `datasets` (5.2.0, `load.py`) silently returns other rows than the pinned ones: the working directory has a folder
+with the dataset's name, or the hub cannot be reached and the cache contains another commit. Both are errors here.
 """
 
 import re
@@ -25,12 +25,211 @@ from ratchet.storage import digests, output_card
 from ratchet.storage.output_card import CARD_ENDING, card_path
 from ratchet.storage.records.data import PROVENANCE, SelectionCard, TeacherProvenance
 
+_SOURCE_FOLDERS = ("data/raw", "data/distilled")
+"""Folders that DVC tracks; the second is the output of the optional stage `select`."""
+_EVALUATION_FOLDERS = ("data/raw", "data/tasks")
+_GLOB_CHARACTERS = "*?["
+_MAX_FILES_SHOWN = 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REASON_CHARACTERS = 300
 
 
+class SourceReader:
+    """Reader of the rows of prepare.sources, in order."""
+
+    files: list[dict[str, Path]]
+    """For each source: sorted mapping from name relative to the project to path; {} for a hub dataset."""
+    teacher_cards: list[SelectionCard | None]
+    """For each source: the selection card if its rows are teacher answers, otherwise None."""
+    schema_descriptions: list[str]
+    """For each source: the detected schema in words; "" until its first record is read."""
+
+    def __init__(self, root: Path, settings: Prepare) -> None:
+        """Find the files without reading them.
+
+        Raises:
+            DataError: a file is missing, has an unsupported format, belongs to two sources, or is outside the folders
+                that DVC tracks.
+            DamagedFileError: a file of `ratchet select` changed since it was written.
+        """
+        self._settings = settings
+        self.files = [
+            _find_files(root, source.files, _SOURCE_FOLDERS, "prepare.sources") if source.files else {}
+            for source in settings.sources
+        ]
+        self.schema_descriptions = [""] * len(settings.sources)
+        seen: dict[str, int] = {}
+        for number, names in enumerate(self.files):
+            for name in names:
+                if name in seen:
+                    raise DataError(
+                        f"params.yaml: prepare.sources: {name} belongs to both {settings.sources[seen[name]].label} "
+                        f"and {settings.sources[number].label}; name it once, with a weight if it should count more"
+                    )
+                seen[name] = number
+        self.teacher_cards = [find_teacher_card(*pair) for pair in zip(settings.sources, self.files, strict=True)]
+
+    def rows(self) -> Iterator[SourceRow | MalformedRecord]:
+        """Yield all rows of all sources, with labels stripped of white space. You can call this more than once.
+
+        Raises:
+            DataError: a file cannot be read, a source has no rows, or the schema of its records is not recognized.
+        """
+        for number, source in enumerate(self._settings.sources):
+            rows = self._source_rows(number, source)
+            yield from map(_strip_label, rows) if self._settings.task == "labels" else rows
+
+    def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
+        records = self._read_source(number, source)
+        reader: RecordReader | None = None
+        has_records = False
+        while reader is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
+            has_records = True
+            if fields := [record[1] for record in head if not isinstance(record, MalformedRecord)]:
+                reader = self._detect_reader(number, source, fields)
+            yield from self._convert_records(head, reader, number)
+        if reader is None:
+            self.schema_descriptions[number] = "nothing: no record could be read"
+        if not has_records:
+            raise DataError(f"{source.label}: no rows; add rows, or remove the source from prepare.sources")
+        yield from self._convert_records(records, reader, number)
+
+    def _read_source(self, number: int, source: SourceSettings) -> Iterator[Record]:
+        if source.dataset:
+            yield from read_hub_records(source)
+        for name, path in self.files[number].items():
+            yield from readers.read_records(path, name)
+
+    def _detect_reader(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
+        schema = source.record_schema if source.record_schema != "auto" else self._settings.record_schema
+        columns = source.columns or self._settings.columns
+        setting = f"prepare.sources[{number}]" if source.columns else "prepare"
+        if self.teacher_cards[number] is None:
+            require_teacher_card(source, fields)
+        elif source.record_schema == "auto" and source.columns is None:
+            schema, columns = "messages", ColumnSettings(messages="messages")
+        reader = schema_detection.detect_schema(fields, schema, columns, source.label, setting)
+        self.schema_descriptions[number] = reader.description
+        return reader
+
+    def _convert_records(
+        self, records: Iterable[Record], reader: RecordReader | None, number: int
+    ) -> Iterator[SourceRow | MalformedRecord]:
+        split = self._settings.split
+        split_field = split.group or split.stratify or split.time
+        for record in records:
+            if isinstance(record, MalformedRecord):
+                yield replace(record, source=number)
+            elif reader:
+                where, fields = record
+                value = fields.get(split_field) if split_field else None
+                if isinstance(value, str) and (problem := find_text_flaw(value)):
+                    yield MalformedRecord(where, f"field {split_field!r} {problem}", number)
+                else:
+                    yield from reader.rows(where, fields, number)
+
+
+def _strip_label(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
+    if isinstance(row, MalformedRecord) or row.conversation.response == row.conversation.response.strip():
+        return row
+    *before, answer = row.conversation.messages
+    answer = {**answer, "content": row.conversation.response.strip()}
+    return replace(row, conversation=replace(row.conversation, messages=[*before, answer]))
+
+
+def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Read the texts of evaluation sets, for the leakage check.
+
+    Args:
+        root: the project.
+        names: files or globs below data/raw or data/tasks.
+
+    Returns:
+        For each file, all texts of each record joined by line breaks.
+
+    Raises:
+        DataError: a file or a record cannot be read. No record is skipped, because it could then leak undetected.
+    """
+    texts: dict[str, list[str]] = {}
+    for pattern in names:
+        for name, path in _find_files(root, pattern, _EVALUATION_FOLDERS, "prepare.leakage.files").items():
+            texts[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
+            if not texts[name]:
+                raise DataError(f"{name}: no records; add records, or remove the file from prepare.leakage.files")
+    return texts
+
+
+def _join_record_texts(record: Record) -> str:
+    if isinstance(record, MalformedRecord):
+        raise DataError(f"{record.where}: {record.detail}; fix or remove the record")
+    where, fields = record
+    text = join_leaf_texts(fields)
+    if problem := find_text_flaw(text):
+        raise DataError(f"{where}: a text {problem}; fix or remove the record")
+    return text
+
+
+# ----- Files
+
+
+def require_watched_path(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
+    """Resolve a path below one of the folders that DVC tracks for a stage. Raises DataError for any other path."""
+    path = (root / name).absolute()
+    # Links are not resolved: data/raw may hold a link to a large file elsewhere.
+    if ".." in Path(name).parts or not any(path.is_relative_to((root / folder).absolute()) for folder in folders):
+        raise DataError(
+            f"params.yaml: {setting}: {name} is not below {' or '.join(folders)}, so DVC would not detect changes; "
+            "move it there, or add a link to it there"
+        )
+    return path
+
+
+def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
+    """Return the files that match a name or glob: their paths by name relative to the project, sorted."""
+    path = require_watched_path(root, pattern, folders, setting)
+    relative = path.relative_to(root.absolute()).as_posix()
+    try:
+        names = [relative] if path.is_file() else _glob_files(root, relative)
+        if not names:
+            raise DataError(_describe_missing(root, path, pattern))
+    except (OSError, ValueError) as error:
+        raise DataError(f"params.yaml: {setting}: {pattern}: cannot search for files ({error})") from None
+    for name in names:
+        readers.check_ending(name)
+    return {name: root / name for name in names}
+
+
+def _glob_files(root: Path, pattern: str) -> list[str]:
+    if not any(character in pattern for character in _GLOB_CHARACTERS):
+        return []
+    files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
+    files = (path for path in files if not _is_card(path))
+    return sorted(path.relative_to(root).as_posix() for path in files)
+
+
+def _is_card(path: Path) -> bool:
+    """Return whether a file is the card of another file in the same folder."""
+    described_file = path.with_name(path.name.removesuffix(CARD_ENDING))
+    return described_file != path and described_file.is_file()
+
+
+def _describe_missing(root: Path, path: Path, pattern: str) -> str:
+    if path.is_dir():
+        return f"{pattern}: found a folder, expected files; write for example {pattern}/*.jsonl"
+    if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
+        return f"{pattern}: the content is not in the workspace; fetch it with dvc pull"
+    raw = root / "data" / "raw"
+    files = (file for file in raw.rglob("*") if file.is_file() and not file.name.startswith("."))
+    names = sorted(file.relative_to(root).as_posix() for file in files) if raw.is_dir() else []
+    shown = ", ".join(names[:_MAX_FILES_SHOWN]) + (" ..." if len(names) > _MAX_FILES_SHOWN else "")
+    return f"{pattern}: no such file; data/raw holds {shown or 'no files'}"
+
+
+# ----- Datasets of the hub
+
+
 def read_hub_records(source: SourceSettings) -> Iterator[Record]:
-    """Yield every record of `source.dataset`, in order, with class labels as names.
+    """Yield every record of `source.dataset` in order, with the names of class labels.
 
     Raises:
         DataError: the dataset cannot be loaded at this commit.
@@ -84,15 +283,15 @@ def _load_split(source: SourceSettings) -> Any:
 
 
 def _class_name(class_label: datasets.ClassLabel, value: int | None) -> str | None:
-    """Return the name of a class; unlabelled rows have null or, by a convention of `datasets`, -1."""
+    """Return the name of a class. Rows without a label have null or, by a convention of `datasets`, -1."""
     return None if value is None or value < 0 else str(class_label.int2str(value))
 
 
-# ----- Sources that contain answers of a teacher. `ratchet select` writes a card next to them, which identifies them.
+# ----- Sources that contain answers of a teacher: `ratchet select` writes a card next to such a file
 
 
 def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> SelectionCard | None:
-    """Return the selection card of a source that contains teacher answers, or None.
+    """Return the selection card of a source that contains teacher answers; None for other sources.
 
     Args:
         source: an entry of prepare.sources.
@@ -153,200 +352,3 @@ def describe_teacher_data(card: SelectionCard, training_rows: int) -> TeacherPro
         filters=tuple((report.name, report.dropped) for report in card.filters if report.dropped),
         training_rows=training_rows,
     )
-
-
-# ----- Rows of prepare.sources, and texts of evaluation sets
-
-_SOURCE_FOLDERS = ("data/raw", "data/distilled")
-"""The second is the output of the optional DVC stage `select`."""
-_EVALUATION_FOLDERS = ("data/raw", "data/tasks")
-_GLOB_CHARACTERS = "*?["
-_MAX_FILES_SHOWN = 20
-
-
-class SourceReader:
-    """Reads the rows of prepare.sources, in order."""
-
-    files: list[dict[str, Path]]
-    """For each source: sorted mapping from name relative to the project to path; {} for a hub dataset."""
-    teacher_cards: list[SelectionCard | None]
-    """For each source: the selection card if its rows are teacher answers, else None."""
-    schema_descriptions: list[str]
-    """For each source: the detected schema in words; "" until its first record is read."""
-
-    def __init__(self, root: Path, settings: Prepare) -> None:
-        """Find the files without reading them.
-
-        Raises:
-            DataError: a file is missing, has an unsupported format, belongs to two sources, or is outside the folders
-                that DVC tracks.
-            DamagedFileError: a file of `ratchet select` changed since it was written.
-        """
-        self._settings = settings
-        self.files = [
-            _find_files(root, source.files, _SOURCE_FOLDERS, "prepare.sources") if source.files else {}
-            for source in settings.sources
-        ]
-        self.schema_descriptions = [""] * len(settings.sources)
-        seen: dict[str, int] = {}
-        for number, names in enumerate(self.files):
-            for name in names:
-                if name in seen:
-                    raise DataError(
-                        f"params.yaml: prepare.sources: {name} belongs to both {settings.sources[seen[name]].label} "
-                        f"and {settings.sources[number].label}; name it once, with a weight if it should count more"
-                    )
-                seen[name] = number
-        self.teacher_cards = [find_teacher_card(*pair) for pair in zip(settings.sources, self.files, strict=True)]
-
-    def rows(self) -> Iterator[SourceRow | MalformedRecord]:
-        """Yield all rows of all sources; may be called more than once. Labels are stripped of white space.
-
-        Raises:
-            DataError: a file cannot be read, a source has no rows, or the schema of its records is not recognized.
-        """
-        for number, source in enumerate(self._settings.sources):
-            rows = self._source_rows(number, source)
-            yield from map(_strip_label, rows) if self._settings.task == "labels" else rows
-
-    def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
-        records = self._read_source(number, source)
-        reader: RecordReader | None = None
-        has_records = False
-        while reader is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
-            has_records = True
-            if fields := [record[1] for record in head if not isinstance(record, MalformedRecord)]:
-                reader = self._detect_reader(number, source, fields)
-            yield from self._convert_records(head, reader, number)
-        if reader is None:
-            self.schema_descriptions[number] = "nothing: no record could be read"
-        if not has_records:
-            raise DataError(f"{source.label}: no rows; add rows, or remove the source from prepare.sources")
-        yield from self._convert_records(records, reader, number)
-
-    def _read_source(self, number: int, source: SourceSettings) -> Iterator[Record]:
-        if source.dataset:
-            yield from read_hub_records(source)
-        for name, path in self.files[number].items():
-            yield from readers.read_records(path, name)
-
-    def _detect_reader(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
-        shape = source.record_schema if source.record_schema != "auto" else self._settings.record_schema
-        columns = source.columns or self._settings.columns
-        setting = f"prepare.sources[{number}]" if source.columns else "prepare"
-        if self.teacher_cards[number] is None:
-            require_teacher_card(source, fields)
-        elif source.record_schema == "auto" and source.columns is None:
-            shape, columns = "messages", ColumnSettings(messages="messages")
-        reader = schema_detection.detect_schema(fields, shape, columns, source.label, setting)
-        self.schema_descriptions[number] = reader.description
-        return reader
-
-    def _convert_records(
-        self, records: Iterable[Record], reader: RecordReader | None, number: int
-    ) -> Iterator[SourceRow | MalformedRecord]:
-        split = self._settings.split
-        split_field = split.group or split.stratify or split.time
-        for record in records:
-            if isinstance(record, MalformedRecord):
-                yield replace(record, source=number)
-            elif reader:
-                where, fields = record
-                value = fields.get(split_field) if split_field else None
-                if isinstance(value, str) and (problem := find_text_flaw(value)):
-                    yield MalformedRecord(where, f"field {split_field!r} {problem}", number)
-                else:
-                    yield from reader.rows(where, fields, number)
-
-
-def _strip_label(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
-    if isinstance(row, MalformedRecord) or row.conversation.response == row.conversation.response.strip():
-        return row
-    *before, answer = row.conversation.messages
-    answer = {**answer, "content": row.conversation.response.strip()}
-    return replace(row, conversation=replace(row.conversation, messages=[*before, answer]))
-
-
-def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Read the texts of evaluation sets, for the leakage check.
-
-    Args:
-        root: the project.
-        names: files or globs below data/raw or data/tasks.
-
-    Returns:
-        For each file, all texts of each record joined by line breaks.
-
-    Raises:
-        DataError: a file or a record cannot be read. No record is skipped, since it could then leak undetected.
-    """
-    texts: dict[str, list[str]] = {}
-    for pattern in names:
-        for name, path in _find_files(root, pattern, _EVALUATION_FOLDERS, "prepare.leakage.files").items():
-            texts[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
-            if not texts[name]:
-                raise DataError(f"{name}: no records; add records, or remove the file from prepare.leakage.files")
-    return texts
-
-
-def _join_record_texts(record: Record) -> str:
-    if isinstance(record, MalformedRecord):
-        raise DataError(f"{record.where}: {record.detail}; fix or remove the record")
-    where, fields = record
-    text = join_leaf_texts(fields)
-    if problem := find_text_flaw(text):
-        raise DataError(f"{where}: a text {problem}; fix or remove the record")
-    return text
-
-
-def require_watched_path(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
-    """Resolve a path below one of the folders that DVC tracks for a stage. Raises DataError for any other path."""
-    path = (root / name).absolute()
-    # Links are not resolved: data/raw may hold a link to a large file elsewhere.
-    if ".." in Path(name).parts or not any(path.is_relative_to((root / folder).absolute()) for folder in folders):
-        raise DataError(
-            f"params.yaml: {setting}: {name} is not below {' or '.join(folders)}, so DVC would not detect changes; "
-            "move it there, or add a link to it there"
-        )
-    return path
-
-
-def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
-    """Find the files that match a name or glob; return their paths by name relative to the project, sorted."""
-    path = require_watched_path(root, pattern, folders, setting)
-    relative = path.relative_to(root.absolute()).as_posix()
-    try:
-        names = [relative] if path.is_file() else _glob_files(root, relative)
-        if not names:
-            raise DataError(_describe_missing(root, path, pattern))
-    except (OSError, ValueError) as error:
-        raise DataError(f"params.yaml: {setting}: {pattern}: cannot search for files ({error})") from None
-    for name in names:
-        readers.check_ending(name)
-    return {name: root / name for name in names}
-
-
-def _glob_files(root: Path, pattern: str) -> list[str]:
-    if not any(character in pattern for character in _GLOB_CHARACTERS):
-        return []
-    files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
-    files = (path for path in files if not _is_card(path))
-    return sorted(path.relative_to(root).as_posix() for path in files)
-
-
-def _is_card(path: Path) -> bool:
-    """Return whether a file is the card of another file in the same folder."""
-    described_file = path.with_name(path.name.removesuffix(CARD_ENDING))
-    return described_file != path and described_file.is_file()
-
-
-def _describe_missing(root: Path, path: Path, pattern: str) -> str:
-    if path.is_dir():
-        return f"{pattern}: found a folder, expected files; write for example {pattern}/*.jsonl"
-    if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
-        return f"{pattern}: the content is not in the workspace; fetch it with dvc pull"
-    raw = root / "data" / "raw"
-    files = (file for file in raw.rglob("*") if file.is_file() and not file.name.startswith("."))
-    names = sorted(file.relative_to(root).as_posix() for file in files) if raw.is_dir() else []
-    shown = ", ".join(names[:_MAX_FILES_SHOWN]) + (" ..." if len(names) > _MAX_FILES_SHOWN else "")
-    return f"{pattern}: no such file; data/raw holds {shown or 'no files'}"

@@ -1,9 +1,9 @@
 """Assigns each row to a split: train, validation or test.
 
-By default the split depends only on the row's prompt (or group) and the seed: adding or removing rows never moves
-another row. With prepare.split.stratify or prepare.split.time it depends on the rank among the other rows, so that the
-fractions hold exactly or the newest rows are the test rows; rows near a boundary may then move when rows are added.
-Rows with the same prompt (or group) stay in one split, so that a test row cannot also be a training row.
+By default the split depends only on the row's prompt (or group) and the seed, so a row never moves when other rows are
+added or removed. With prepare.split.stratify or prepare.split.time it depends on the rank among all rows, so that the
+fractions are exact, or the newest rows are the test rows. Rows near a boundary may then move when rows are added. Rows
+with the same prompt (or group) stay in one split, so that a test row cannot also be a training row.
 """
 
 import math
@@ -26,13 +26,13 @@ TRAIN, VALIDATION, TEST = range(3)
 _UNASSIGNED = -1
 
 _MAX_BLANK_LINES = 32
-"""Number of blank lines after which the user's prompt may begin, if a system message was merged into it."""
+"""Maximum number of blank lines before the user's own prompt, if a system message was merged into it."""
 
 LENGTH = "length"
 """Value of prepare.split.stratify that selects the length of the text, in powers of two of characters."""
 
 SMALLEST_STRATUM = 3
-"""A stratum with fewer prompts cannot be in all three splits; all its rows are training rows, which the card notes."""
+"""A stratum with fewer prompts cannot be in all three splits. All its rows are training rows; the card has a note."""
 
 
 def normalize_text(text: str) -> str:
@@ -58,10 +58,11 @@ def split_fractions(settings: Prepare) -> dict[SplitName, float]:
 
 
 class SplitAssigner:
-    """Assigns splits to many rows: call `add` for each row, then `assign`. Needs a few dozen bytes per row."""
+    """Assigner of splits: call `add` for each row, then `assign`. It needs a few dozen bytes per row."""
 
     def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = ()) -> None:
-        """
+        """Start with no rows.
+
         Args:
             settings: section `prepare`.
             teacher_sources: for each source, whether it contains teacher answers; empty if none does.
@@ -70,7 +71,7 @@ class SplitAssigner:
         self.fractions = split_fractions(settings)
         self._teacher_rows = _TeacherRows(teacher_sources)
         self.strata: list[str] = []
-        """Names of the strata, by code; in order of first appearance."""
+        """Names of the strata by code, in order of first appearance."""
         self._source_splits = [
             SPLITS.index(source.split) if source.split else _UNASSIGNED for source in settings.sources
         ]
@@ -88,7 +89,7 @@ class SplitAssigner:
         return len(self._positions)
 
     def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a row cannot be assigned (a missing or unusable field), or None."""
+        """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can."""
         for setting in ("group", "stratify", "time"):
             name = getattr(self.settings, setting)
             if name is None or (setting == "stratify" and name == LENGTH):
@@ -145,8 +146,8 @@ class SplitAssigner:
     def assign(self) -> NDArray[np.int8]:
         """Return the split of each row, as index into SPLITS.
 
-        Teacher rows never change the split of other rows. A teacher row gets the split of the other rows with the same
-        prompt, if these are not training rows.
+        Teacher rows never change the split of other rows. If other rows with the same prompt are held out, a teacher
+        row gets their split.
 
         Raises:
             DataError: the time field holds dates in some rows and numbers in others.
@@ -171,9 +172,8 @@ class SplitAssigner:
     def _assign_stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
         """In each stratum, assign the lowest positions to test and the next to validation, in exact numbers."""
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
-        name_order = np.argsort(
-            np.argsort(np.array(self.strata))
-        )  # a prompt in two strata counts for the first by name
+        # A prompt in two strata counts for the one whose name comes first.
+        name_order = np.argsort(np.argsort(np.array(self.strata)))
         stratum = np.full(len(prompts), len(self.strata))
         np.minimum.at(stratum, row_to_prompt, name_order[codes])
         split = np.full(len(prompts), TRAIN, dtype=np.int8)
@@ -207,12 +207,12 @@ class SplitAssigner:
 
 
 class _TeacherRows:
-    """Finds teacher rows whose prompt also belongs to other rows, and copies the split of these."""
+    """Teacher rows, which get the split of other rows with the same prompt."""
 
     def __init__(self, sources: Sequence[bool]) -> None:
         self._sources = sources if any(sources) else ()
         self._row_count = 0
-        # Index 0: rows of other sources. Index 1: teacher rows, once for each prompt that they may have had.
+        # Index 0: rows of other sources. Index 1: teacher rows, once for each possible prompt.
         self._rows = array("q"), array("q")
         self._prompt_keys = array("Q"), array("Q")
 
@@ -241,9 +241,9 @@ class _TeacherRows:
         held_out_keys, key_index = np.unique(keys[is_held_out], return_inverse=True)
         key_splits = np.zeros(len(held_out_keys) + 1, dtype=np.int8)  # the last entry is for keys that are not found
         np.maximum.at(key_splits, key_index, splits[rows[is_held_out]])
-        at = np.searchsorted(held_out_keys, teacher_keys)
-        is_found = (np.append(held_out_keys, np.uint64(0))[at] == teacher_keys) & (at < len(held_out_keys))
-        np.maximum.at(splits, teacher_rows, np.where(is_found, key_splits[at], TRAIN).astype(np.int8))
+        index = np.searchsorted(held_out_keys, teacher_keys)
+        is_found = (np.append(held_out_keys, np.uint64(0))[index] == teacher_keys) & (index < len(held_out_keys))
+        np.maximum.at(splits, teacher_rows, np.where(is_found, key_splits[index], TRAIN).astype(np.int8))
 
 
 def _parse_time(value: Any) -> float | None:
@@ -267,7 +267,7 @@ def _finite_number(value: Any) -> float | None:
 
 
 def assign_split(prompt: str, split: SplitSettings) -> SplitName:
-    """Return the split of a prompt if neither groups, strata, times nor sources decide it."""
+    """Return the split of a prompt for settings without groups, strata, times and sources with a split."""
     position = np.array([hash_position(normalize_text(prompt), split.seed)])
     return SPLITS[int(_split_positions(position, split.test, split.validation)[0])]
 

@@ -1,6 +1,6 @@
 """Stores prepared rows as Arrow files: a spool during preparation, then one memory-mapped file per split.
 
-Rows go through the spool because their order and their split are known only after all rows have been read, and they may
+Rows go through the spool because their order and split are known only after all rows have been read, and all rows may
 not fit in memory. The spool is divided into buckets by the first digits of the row id, so that sorting one bucket at a
 time sorts all rows.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ID_DIGITS = 16
 BUCKETS = 64
-"""Number of buckets of a spool. A million rows of 250 tokens need 3 GB, 50 MB per bucket."""
+"""Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
 
 _TOKENS = pa.list_(pa.int32())
 _FIELDS = ("group", "fields")
@@ -46,7 +46,7 @@ class PreparedRow:
     """A row ready for training."""
 
     id: str
-    """Digest of the conversation; scores of two models are paired by it."""
+    """Digest of the conversation, by which scores of two models are paired."""
     text: str
     """The conversation as JSON."""
     encoded: EncodedConversation
@@ -105,7 +105,7 @@ class PreparedRowSpool:
             writer.close()
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield all rows sorted by id, some thousands at a time; column `row` has the row indices."""
+        """Yield all rows sorted by id, one bucket at a time; column `row` has the row indices."""
         self.close()
         for path in self._paths:
             with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
@@ -124,7 +124,7 @@ class SplitFingerprints(NamedTuple):
 
 
 class SplitWriters:
-    """Writes the files of all splits and computes their fingerprints."""
+    """Writer of the files of all splits, which also computes their fingerprints."""
 
     def __init__(self, folder: Path) -> None:
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
@@ -155,7 +155,7 @@ def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
     """Open a split as a dataset with the columns of SCHEMA; `conversation` and `fields` are JSON.
 
     Raises:
-        DataError: an earlier version of Ratchet prepared the split, without one of the columns.
+        DataError: an earlier version of Ratchet prepared the split, and a column is missing.
     """
     dataset: datasets.Dataset = _import_datasets().Dataset.from_file(str(_split_path(data, split)))
     _require_columns(data, dataset.column_names)
@@ -168,7 +168,7 @@ def load_rows(data: Path, split: SplitName) -> TokenRows:
 
 
 def read_lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Return the tokens of each row without loading the rows into memory. Raises DataError like `open_split`."""
+    """Return the number of tokens of each row, without loading the rows. Raises DataError like `open_split`."""
     column = _map_table(data, split).column("input_ids")
     # Arrow's own `to_numpy` imports pandas.
     offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
@@ -191,7 +191,7 @@ def _require_columns(data: Path, names: Sequence[str]) -> None:
 
 
 def _import_datasets() -> Any:
-    """Import `datasets` lazily: the import takes a third of a second, and training does not need it."""
+    """Import `datasets` lazily, because the import takes a third of a second, and training does not need it."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -200,7 +200,7 @@ def _import_datasets() -> Any:
 
 @contextmanager
 def use_fresh_cache() -> Iterator[None]:
-    """Give `datasets` an empty cache: its own cache is keyed by file name and time, and may return outdated rows."""
+    """Give `datasets` an empty cache, because its own is keyed by file name and time, and may return outdated rows."""
     settings = _import_datasets().config
     previous = settings.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:

@@ -1,7 +1,7 @@
 """Encodes conversations as token ids with a mask of the trained tokens, and verifies the mask of every row.
 
 The text that the chat template writes is aligned with the template's skeleton (`chat_template`), which gives the
-trained spans in characters. The whole text is tokenized once, and the spans are converted to tokens. No prompt token is
+trained spans in characters. The text is tokenized once, and the spans are converted to tokens. No prompt token is
 trained on, and no answer token is left out.
 """
 
@@ -35,15 +35,23 @@ from ratchet.data.conversation import (
 )
 from ratchet.errors import DataError
 
+Turns = Literal["all", "last", "flagged"]
+
+_BATCH_ROWS = 512
+_MAX_SKELETONS = 4096
+"""Size limit of the skeleton cache, because each conversation with tools may have a skeleton of its own."""
 _MAX_PROMPTS_CHECKED = 64
-"""Number of rows whose prompt is also tokenized separately and compared, for each ending of a prompt."""
+"""For each ending of prompts: number of rows whose prompt is also tokenized separately, for comparison."""
 _PROMPT_END_CHARACTERS = 60
 """Length of such an ending."""
+_SAMPLE_CONVERSATION = Conversation(
+    [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}]
+)
 
 
 @dataclass
 class ConversationDraft:
-    """A rendered conversation with its trained spans."""
+    """A rendered conversation with its trained spans, while it is encoded."""
 
     where: str
     conversation: Conversation
@@ -79,232 +87,13 @@ class ConversationDraft:
         return EncodedConversation(self.ids, labels)
 
 
-class DraftTokenizer:
-    """Tokenizes drafts and verifies their masks."""
-
-    def __init__(self, tokenizer: Any, chat: ChatTemplate, control_ids: frozenset[int]) -> None:
-        self._tokens = tokenizer.backend_tokenizer
-        self._bos = tokenizer.bos_token_id
-        self._chat, self._control_ids = chat, control_ids
-        self._checked: Counter[str] = Counter()
-
-    def reset(self) -> None:
-        """Turn off truncation and padding, which an earlier user of the tokenizer may have enabled."""
-        self._tokens.no_truncation()
-        self._tokens.no_padding()
-
-    def prompt_ids(self, context: Conversation) -> list[int]:
-        """Return the token ids of a prompt for the next assistant turn. Raises TemplateRenderError."""
-        text = self._chat.render(context.messages, context.tools, prompt=True)
-        return list(self._tokens.encode(text, add_special_tokens=False).ids)
-
-    def tokenize(self, drafts: Sequence[ConversationDraft]) -> None:
-        """Set the ids of drafts. Offsets of tokens are computed only where needed, since they take 50 % longer."""
-        for offsets in (False, True):
-            selected = [draft for draft in drafts if draft.needs_offsets == offsets]
-            encode = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
-            encodings = encode([draft.text for draft in selected], add_special_tokens=False) if selected else []
-            for draft, encoding in zip(selected, encodings, strict=True):
-                draft.ids, draft.encoding = encoding.ids, encoding if offsets else None
-
-    def verify(self, drafts: Sequence[ConversationDraft]) -> list[EncodedConversation | RefusedConversation]:
-        """Locate the trained tokens of tokenized drafts and verify them.
-
-        Raises:
-            DataError: prompt and answer share a token, the prompt has other tokens without its answer, or the text
-                begins with two BOS tokens.
-        """
-        failed = self._locate_by_anchors([draft for draft in drafts if draft.encoding is None])
-        for draft in failed:
-            draft.needs_offsets = True
-        self.tokenize(failed)
-        refused = self._locate_by_offsets([draft for draft in drafts if draft.encoding is not None])
-        results: list[EncodedConversation | RefusedConversation] = []
-        for draft in drafts:
-            if refusal := refused.get(id(draft)):
-                results.append(refusal)
-            else:
-                self._check_prompt_tokens(draft)
-                results.append(draft.to_encoded())
-        return results
-
-    def _locate_by_anchors(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
-        """Locate spans by counting tokens from control tokens, as in earlier rows; return the drafts that fail.
-
-        A draft fails unless its tokens decode exactly to the characters of the span.
-        """
-        for draft in drafts:
-            draft.token_spans = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
-        failed = []
-        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
-            is_correct = texts == [draft.text[start:end] for start, end in draft.char_spans]
-            if draft.skeleton:
-                draft.skeleton.record_anchor_result(is_correct)
-            if not is_correct:
-                failed.append(draft)
-        return failed
-
-    def _locate_by_offsets(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
-        """Locate spans by the offsets of tokens; return refusals, by `id(draft)`, where tokens and text differ."""
-        for draft in drafts:
-            if draft.skeleton:
-                spans = zip(draft.char_spans, draft.skeleton.spans, strict=True)
-                draft.token_spans = [
-                    _locate_span_tokens(draft, start, end - len(span.end_token)) for (start, end), span in spans
-                ]
-            draft.encoding = None
-        refused = {}
-        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
-            for (start, end), decoded in zip(draft.char_spans, texts, strict=True):
-                if not self._is_same_text(decoded, draft.text[start:end]):
-                    refused[id(draft)] = RefusedConversation(
-                        "refused", _describe_difference(draft.text[start:end], decoded)
-                    )
-            if draft.skeleton and draft.skeleton.anchors is None and id(draft) not in refused:
-                draft.skeleton.anchors = self._anchors(draft)
-        return refused
-
-    def _anchors(self, draft: ConversationDraft) -> list[SpanAnchor]:
-        """Describe the spans of a draft relative to its control tokens."""
-        anchors, ids, origin = [], draft.ids, 0
-        for first, last in draft.token_spans:
-            inside = ids[first:last].count(ids[last])
-            control = next((i for i in range(first - 1, origin - 1, -1) if ids[i] in self._control_ids), None)
-            if control is None:
-                anchors.append(SpanAnchor(None, 0, first - origin, ids[last], inside))
-            else:
-                occurrence = ids[origin:control].count(ids[control])
-                anchors.append(SpanAnchor(ids[control], occurrence, first - control, ids[last], inside))
-            origin = last + 1
-        return anchors
-
-    def _decode(self, drafts: list[ConversationDraft]) -> list[list[str]]:
-        pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.token_spans]
-        decoded = iter(self._tokens.decode_batch(pieces, skip_special_tokens=False) if pieces else [])
-        return [[next(decoded) for _ in draft.token_spans] for draft in drafts]
-
-    def _is_same_text(self, decoded: str, expected: str) -> bool:
-        """Compare texts up to outer white space and the tokenizer's normalizer (for example NFC)."""
-        decoded, expected = decoded.strip(), expected.strip()
-        if decoded == expected:
-            return True
-        if self._tokens.normalizer is None:
-            return False
-        normalized = self._tokens.normalizer.normalize_str(expected)
-        if "▁" not in expected:
-            normalized = normalized.replace("▁", " ")  # SentencePiece writes a space as ▁
-        return bool(normalized.strip() == decoded)
-
-    def _check_prompt_tokens(self, draft: ConversationDraft) -> None:
-        """Raise DataError if the prompt of the last answer has other tokens in inference than in training."""
-        ids, skeleton = draft.ids, draft.skeleton
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
-            raise DataError(f"{draft.where}: the chat template writes the BOS token twice; remove one")
-        if (
-            skeleton is None
-            or not skeleton.spans
-            or not skeleton.last_turn_trained
-            or skeleton.spans[-1].has_thinking_gap
-        ):
-            return
-        literal, offset = skeleton.spans[-1].start
-        ending = skeleton.literals[literal][:offset][-_PROMPT_END_CHARACTERS:]
-        if self._checked[ending] >= _MAX_PROMPTS_CHECKED and not draft.shares_token_with_prompt:
-            return
-        self._checked[ending] += 1
-        first = draft.token_spans[-1][0]
-        prompt = self.prompt_ids(draft.conversation.context)
-        if prompt == ids[:first]:
-            return
-        equal = _find_first_difference(prompt, ids[:first])
-        alone, with_answer = self._tokens.decode_batch([prompt[equal:], ids[equal:first]], skip_special_tokens=False)
-        if alone.strip() or with_answer.strip():
-            raise DataError(
-                f"{draft.where}: the tokenizer splits the prompt differently if an answer follows ({alone[:40]!r}, "
-                f"{with_answer[:40]!r}), so the model would be trained on prompts that it never gets; change the chat "
-                "template so that prompts end with a control token or a line break"
-            )
-
-
-def _follow_anchors(anchors: list[SpanAnchor], ids: list[int]) -> list[tuple[int, int]]:
-    """Return the first and last token of each span; [] if a control token is missing."""
-    token_spans = []
-    at = 0
-    try:
-        for anchor in anchors:
-            if anchor.token is not None:
-                at = _find_nth(ids, anchor.token, anchor.occurrence, at)
-            first = at + anchor.distance
-            last = _find_nth(ids, anchor.end_token, anchor.end_tokens_inside, first)
-            token_spans.append((first, last))
-            at = last + 1
-    except ValueError:
-        return []
-    return token_spans
-
-
-def _find_nth(ids: list[int], token: int, occurrence: int, at: int) -> int:
-    """Return the position of an occurrence (from 0) of a token, searching from `at`. Raises ValueError."""
-    position = ids.index(token, at)
-    for _ in range(occurrence):
-        position = ids.index(token, position + 1)
-    return position
-
-
-def _locate_span_tokens(draft: ConversationDraft, start: int, last_start: int) -> tuple[int, int]:
-    """Return first and last token of a span that begins at `start` and whose last token begins at `last_start`."""
-    encoding = draft.encoding
-    at = start
-    while (first := encoding.char_to_token(at)) is None and at < last_start:
-        at += 1  # white space that belongs to no token's offsets
-    last = encoding.char_to_token(last_start)
-    if first is None or last is None:
-        raise DataError(f"{draft.where}: the tokenizer has no token for the end of a turn; use another tokenizer")
-    while first > 0 and (before := encoding.token_to_chars(first - 1)) is not None and before[0] >= start:
-        first -= 1
-    shared = draft.text[encoding.token_to_chars(first)[0] : start]
-    if shared.strip():
-        raise DataError(
-            f"{draft.where}: one token holds the end of the prompt and the beginning of the answer ({shared[-20:]!r} "
-            f"and {draft.text[start : start + 20]!r}); change the chat template so that a space or a line break is "
-            "between them"
-        )
-    draft.shares_token_with_prompt |= bool(shared)
-    return first, last
-
-
-def _find_first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _describe_difference(expected: str, decoded: str) -> str:
-    """Describe the first difference between a text and the decoded text of its tokens."""
-    expected, decoded = expected.strip(), decoded.strip()
-    at = _find_first_difference(expected, decoded)
-    shown = slice(max(0, at - 10), at + 30)
-    return f"the tokenizer loses characters: {expected[shown]!r} becomes {decoded[shown]!r}"
-
-
-# ----- Encoding
-
-Turns = Literal["all", "last", "flagged"]
-
-_BATCH_ROWS = 512
-_MAX_SKELETONS = 4096
-"""Size limit of the skeleton cache: each conversation with tools may have a skeleton of its own."""
-_SAMPLE_CONVERSATION = Conversation(
-    [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}]
-)
-
-
 class ConversationEncoder:
-    """Encodes conversations with one tokenizer and its chat template, and verifies every mask.
+    """Encoder of conversations with one tokenizer and its chat template; verifies every mask.
 
     The trained tokens are those that the model must generate after the generation prompt: the assistant's text,
     reasoning and tool calls, and the token that ends the turn. If the template opens a thinking block for an answer
-    (Qwen3's is empty if there is no reasoning), the block is trained on too, since the model is expected to generate
-    it; a part that the prompt already contains (DeepSeek-R1's prompt ends with `<think>`) is not.
+    (Qwen3's is empty if there is no reasoning), the block is trained on too, because the model must generate it. A part
+    that the prompt already contains (DeepSeek-R1's prompt ends with `<think>`) is not trained on.
     """
 
     end_of_turn: str
@@ -344,7 +133,7 @@ class ConversationEncoder:
         """Encode rows, each given as (position in its source, conversation).
 
         Raises:
-            DataError: the template cannot be used for training; the message names the first row that shows it.
+            DataError: the template cannot be used for training; the message names the first row that fails.
         """
         self._tokens.reset()
         batches = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
@@ -438,7 +227,7 @@ class ConversationEncoder:
     ) -> ConversationDraft | RefusedConversation:
         """Align a conversation with a skeleton of its own, which contains the texts of turns that are not trained on.
 
-        Some templates test the content of texts: Qwen3's tests whether a user message is a tool result.
+        This is necessary for templates that test texts: Qwen3's tests whether a user message is a tool result.
         """
         conversation = draft.conversation
         outline = build_outline(conversation, frozenset(trained))
@@ -491,7 +280,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _is_text_written(part: str, text: str) -> bool:
-    """Return whether a rendered text contains a part, plainly or as a JSON string."""
+    """Return whether a rendered text contains a part, as it is or as a JSON string."""
     return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
 
 
@@ -539,10 +328,10 @@ def _prepend_texts(message: Message, texts: list[str]) -> Message:
 
 
 def truncate_conversation(encoded: EncodedConversation, max_tokens: int) -> EncodedConversation | None:
-    """Truncate a conversation to at most `max_tokens`.
+    """Truncate a conversation to at most `max_tokens`; return None if no answer fits.
 
     The result ends with the last answer of which at least one token fits, complete or cut, and with its end-of-turn
-    token. None if no answer fits.
+    token.
     """
     ids, labels = encoded.input_ids, encoded.labels
     if len(ids) <= max_tokens:
@@ -559,3 +348,215 @@ def truncate_conversation(encoded: EncodedConversation, max_tokens: int) -> Enco
                 [*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]]
             )
     return None
+
+
+# ----- Tokens of drafts
+
+
+class DraftTokenizer:
+    """Tokenizer of drafts, which also verifies their masks."""
+
+    def __init__(self, tokenizer: Any, chat: ChatTemplate, control_ids: frozenset[int]) -> None:
+        self._tokens = tokenizer.backend_tokenizer
+        self._bos = tokenizer.bos_token_id
+        self._chat, self._control_ids = chat, control_ids
+        self._checked: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        """Turn off truncation and padding, which an earlier user of the tokenizer may have enabled."""
+        self._tokens.no_truncation()
+        self._tokens.no_padding()
+
+    def prompt_ids(self, context: Conversation) -> list[int]:
+        """Return the token ids of a prompt for the next assistant turn. Raises TemplateRenderError."""
+        text = self._chat.render(context.messages, context.tools, prompt=True)
+        return list(self._tokens.encode(text, add_special_tokens=False).ids)
+
+    def tokenize(self, drafts: Sequence[ConversationDraft]) -> None:
+        """Set the ids of drafts. Offsets of tokens take 50 % longer, so they are computed only if needed."""
+        for offsets in (False, True):
+            selected = [draft for draft in drafts if draft.needs_offsets == offsets]
+            encode = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
+            encodings = encode([draft.text for draft in selected], add_special_tokens=False) if selected else []
+            for draft, encoding in zip(selected, encodings, strict=True):
+                draft.ids, draft.encoding = encoding.ids, encoding if offsets else None
+
+    def verify(self, drafts: Sequence[ConversationDraft]) -> list[EncodedConversation | RefusedConversation]:
+        """Locate the trained tokens of tokenized drafts and verify them.
+
+        Raises:
+            DataError: prompt and answer share a token, the prompt alone has other tokens than before its answer, or the
+                text begins with two BOS tokens.
+        """
+        failed = self._locate_by_anchors([draft for draft in drafts if draft.encoding is None])
+        for draft in failed:
+            draft.needs_offsets = True
+        self.tokenize(failed)
+        refused = self._locate_by_offsets([draft for draft in drafts if draft.encoding is not None])
+        results: list[EncodedConversation | RefusedConversation] = []
+        for draft in drafts:
+            if refusal := refused.get(id(draft)):
+                results.append(refusal)
+            else:
+                self._check_prompt_tokens(draft)
+                results.append(draft.to_encoded())
+        return results
+
+    def _locate_by_anchors(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
+        """Locate spans by counting tokens from control tokens, as in earlier rows; return the drafts that fail.
+
+        A draft fails if the located tokens do not decode exactly to the characters of the spans.
+        """
+        for draft in drafts:
+            draft.token_spans = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
+        failed = []
+        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
+            is_correct = texts == [draft.text[start:end] for start, end in draft.char_spans]
+            if draft.skeleton:
+                draft.skeleton.record_anchor_result(is_correct)
+            if not is_correct:
+                failed.append(draft)
+        return failed
+
+    def _locate_by_offsets(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
+        """Locate spans by the offsets of tokens; return refusals, by `id(draft)`, of drafts whose tokens lose text."""
+        for draft in drafts:
+            if draft.skeleton:
+                spans = zip(draft.char_spans, draft.skeleton.spans, strict=True)
+                draft.token_spans = [
+                    _locate_span_tokens(draft, start, end - len(span.end_token)) for (start, end), span in spans
+                ]
+            draft.encoding = None
+        refused = {}
+        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
+            for (start, end), decoded in zip(draft.char_spans, texts, strict=True):
+                if not self._is_same_text(decoded, draft.text[start:end]):
+                    refused[id(draft)] = RefusedConversation(
+                        "refused", _describe_difference(draft.text[start:end], decoded)
+                    )
+            if draft.skeleton and draft.skeleton.anchors is None and id(draft) not in refused:
+                draft.skeleton.anchors = self._anchors(draft)
+        return refused
+
+    def _anchors(self, draft: ConversationDraft) -> list[SpanAnchor]:
+        """Describe the spans of a draft relative to its control tokens."""
+        anchors, ids, origin = [], draft.ids, 0
+        for first, last in draft.token_spans:
+            inside = ids[first:last].count(ids[last])
+            control = next((i for i in range(first - 1, origin - 1, -1) if ids[i] in self._control_ids), None)
+            if control is None:
+                anchors.append(SpanAnchor(None, 0, first - origin, ids[last], inside))
+            else:
+                occurrence = ids[origin:control].count(ids[control])
+                anchors.append(SpanAnchor(ids[control], occurrence, first - control, ids[last], inside))
+            origin = last + 1
+        return anchors
+
+    def _decode(self, drafts: list[ConversationDraft]) -> list[list[str]]:
+        pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.token_spans]
+        decoded = iter(self._tokens.decode_batch(pieces, skip_special_tokens=False) if pieces else [])
+        return [[next(decoded) for _ in draft.token_spans] for draft in drafts]
+
+    def _is_same_text(self, decoded: str, expected: str) -> bool:
+        """Compare texts without outer white space, after the tokenizer's normalizer (for example NFC)."""
+        decoded, expected = decoded.strip(), expected.strip()
+        if decoded == expected:
+            return True
+        if self._tokens.normalizer is None:
+            return False
+        normalized = self._tokens.normalizer.normalize_str(expected)
+        if "▁" not in expected:
+            normalized = normalized.replace("▁", " ")  # SentencePiece writes a space as ▁
+        return bool(normalized.strip() == decoded)
+
+    def _check_prompt_tokens(self, draft: ConversationDraft) -> None:
+        """Raise DataError if the prompt of the last answer has other tokens in inference than in training."""
+        ids, skeleton = draft.ids, draft.skeleton
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            raise DataError(f"{draft.where}: the chat template writes the BOS token twice; remove one")
+        if (
+            skeleton is None
+            or not skeleton.spans
+            or not skeleton.last_turn_trained
+            or skeleton.spans[-1].has_thinking_gap
+        ):
+            return
+        literal, offset = skeleton.spans[-1].start
+        ending = skeleton.literals[literal][:offset][-_PROMPT_END_CHARACTERS:]
+        if self._checked[ending] >= _MAX_PROMPTS_CHECKED and not draft.shares_token_with_prompt:
+            return
+        self._checked[ending] += 1
+        first = draft.token_spans[-1][0]
+        prompt = self.prompt_ids(draft.conversation.context)
+        if prompt == ids[:first]:
+            return
+        equal = _find_first_difference(prompt, ids[:first])
+        without_answer, with_answer = self._tokens.decode_batch(
+            [prompt[equal:], ids[equal:first]], skip_special_tokens=False
+        )
+        if without_answer.strip() or with_answer.strip():
+            raise DataError(
+                f"{draft.where}: the tokenizer splits the prompt differently if an answer follows "
+                f"({without_answer[:40]!r}, {with_answer[:40]!r}), so the model would be trained on prompts that it "
+                "never gets; change the chat template so that prompts end with a control token or a line break"
+            )
+
+
+def _follow_anchors(anchors: list[SpanAnchor], ids: list[int]) -> list[tuple[int, int]]:
+    """Return the first and last token of each span; [] if a control token is missing."""
+    token_spans = []
+    position = 0
+    try:
+        for anchor in anchors:
+            if anchor.token is not None:
+                position = _find_nth(ids, anchor.token, anchor.occurrence, position)
+            first = position + anchor.distance
+            last = _find_nth(ids, anchor.end_token, anchor.end_tokens_inside, first)
+            token_spans.append((first, last))
+            position = last + 1
+    except ValueError:
+        return []
+    return token_spans
+
+
+def _find_nth(ids: list[int], token: int, occurrence: int, start: int) -> int:
+    """Return the position of an occurrence (from 0) of a token, from `start` on. Raises ValueError if there is none."""
+    position = ids.index(token, start)
+    for _ in range(occurrence):
+        position = ids.index(token, position + 1)
+    return position
+
+
+def _locate_span_tokens(draft: ConversationDraft, start: int, last_start: int) -> tuple[int, int]:
+    """Return the first and the last token of a span from `start` to the token that begins at `last_start`."""
+    encoding = draft.encoding
+    position = start
+    while (first := encoding.char_to_token(position)) is None and position < last_start:
+        position += 1  # white space that belongs to no token's offsets
+    last = encoding.char_to_token(last_start)
+    if first is None or last is None:
+        raise DataError(f"{draft.where}: the tokenizer has no token for the end of a turn; use another tokenizer")
+    while first > 0 and (previous := encoding.token_to_chars(first - 1)) is not None and previous[0] >= start:
+        first -= 1
+    shared = draft.text[encoding.token_to_chars(first)[0] : start]
+    if shared.strip():
+        raise DataError(
+            f"{draft.where}: one token holds the end of the prompt and the beginning of the answer ({shared[-20:]!r} "
+            f"and {draft.text[start : start + 20]!r}); change the chat template so that a space or a line break is "
+            "between them"
+        )
+    draft.shares_token_with_prompt |= bool(shared)
+    return first, last
+
+
+def _find_first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _describe_difference(expected: str, decoded: str) -> str:
+    """Describe the first difference between a text and the decoded text of its tokens."""
+    expected, decoded = expected.strip(), decoded.strip()
+    position = _find_first_difference(expected, decoded)
+    shown = slice(max(0, position - 10), position + 30)
+    return f"the tokenizer loses characters: {expected[shown]!r} becomes {decoded[shown]!r}"

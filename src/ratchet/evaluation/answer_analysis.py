@@ -1,4 +1,4 @@
-"""Analysis of a generation's answers: accuracy, labels, confusion, calibration, agreement; and its terminal report."""
+"""Analyzes the answers of a generation (accuracy, labels, confusion, calibration, agreement) and formats a report."""
 
 import json
 import math
@@ -30,18 +30,37 @@ from ratchet.inference.spec import FINISH_REASONS, GenerationCard
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.evaluation import MetricValue
 
+MAX_UNPARSEABLE = 10
+"""Maximum number of unparseable answers that are listed."""
+MAX_FIELD_VALUES = 30
+"""Maximum number of values of a field for which error rates are computed."""
+EXACT = "exact_match"
+MIN_WIDTH = 1e-9
+"""Smallest width of an interval, relative to the range of the metric, that is not a rounding error."""
+BINS = 10
+"""Number of bins of equal width, each including its upper edge: (0, 0.1], ..., (0.9, 1]."""
+NAME_WIDTH, MAX_LABEL_CHARACTERS = 30, 24
+"""Width of a metric's name with its indentation, and of a label."""
+MAX_LABELS_LISTED, MAX_MATRIX_LABELS, MAX_PAIRS_LISTED, MAX_VALUES_LISTED = 20, 10, 10, 12
+"""Maximum number of worst labels with metrics, labels of a confusion matrix, confused pairs, and values of a field."""
+PLACES = 3
+"""Decimal places of metrics, here and on the HTML page."""
+OTHER = "(other)"
+NO_REFERENCE = "answers that are not the reference of any prompt, possible or not"
+Lines = Iterator[str]
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
     """One answer."""
 
     text: str
-    """Without reasoning, and stripped, as stage evaluate compares answers."""
+    """Stripped text without reasoning, as stage evaluate compares answers."""
     finish: str
-    """Reason why the answer ended."""
+    """Finish reason."""
     tokens: int | None
     mean_log_probability: float | None
-    """Mean log-probability of its tokens in nats."""
+    """Mean log-probability of the answer's tokens in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +69,17 @@ class AnsweredPrompt:
 
     id: str
     reference: str | None
-    """Stripped; None if the prompt has no reference."""
+    """Stripped reference; None if the prompt has no reference."""
     fields: Mapping[str, FieldValue]
     answers: Sequence[GeneratedAnswer]
-    """At least one, in the order of their numbers."""
+    """At least one answer, in the order of samples."""
     label_log_probabilities: "array[float] | None"
     """Log-probability in nats of each label of the generation as the complete answer; NaN if unknown."""
 
     @property
     def accuracy(self) -> float:
-        """Share of its answers that equal the reference."""
-        return math.fsum(one.text == self.reference for one in self.answers) / len(self.answers)
+        """Share of the answers that equal the reference."""
+        return math.fsum(answer.text == self.reference for answer in self.answers) / len(self.answers)
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ class GenerationAnswers:
     @property
     def with_reference(self) -> Sequence[AnsweredPrompt]:
         """Prompts with a reference."""
-        return [one for one in self.prompts if one.reference is not None]
+        return [prompt for prompt in self.prompts if prompt.reference is not None]
 
     @cached_property
     def possible_answers(self) -> tuple[str, ...]:
@@ -84,17 +103,18 @@ class GenerationAnswers:
         if not self.is_labels:
             return ()
         labels = self.card.spec.generate.labels
-        return (*labels, *sorted({one.reference for one in self.prompts if one.reference is not None} - set(labels)))
+        references = {prompt.reference for prompt in self.prompts if prompt.reference is not None}
+        return (*labels, *sorted(references - set(labels)))
 
     @cached_property
     def unknown_references(self) -> Sequence[AnsweredPrompt]:
-        """Prompts whose reference is not in generate.labels, if there are generate.labels."""
+        """Prompts with a reference that is not in generate.labels; empty without generate.labels."""
         labels = set(self.card.spec.generate.labels)
-        return [one for one in self.with_reference if one.reference not in labels] if labels else []
+        return [prompt for prompt in self.with_reference if prompt.reference not in labels] if labels else []
 
 
 def is_output(name: str) -> bool:
-    """Return whether a file name is that of a generation's output."""
+    """Return whether a generation's output may have this file name."""
     return Path(name).suffix in output.OUTPUT_ENDINGS
 
 
@@ -156,16 +176,7 @@ def _parse_prompt(
     return AnsweredPrompt(str(record["id"]), text, record.get("fields") or {}, tuple(answers), nats)
 
 
-# Metrics of the answers: by label, by field, by reason of the end.
-
-MAX_UNPARSEABLE = 10
-"""Unparseable answers that are listed."""
-MAX_FIELD_VALUES = 30
-"""Values of a field for which error rates are computed."""
-EXACT = "exact_match"
-
-MIN_WIDTH = 1e-9
-"""Width of an interval, relative to the range of the metric, below which it is a rounding error."""
+# Metrics of the answers: by label, by field, by finish reason.
 
 
 @dataclass(frozen=True)
@@ -187,12 +198,12 @@ class UnparseableAnswers:
     count: int
     total: int
     first: Sequence[tuple[str, str, str]]
-    """Id of the prompt, answer, and reason of its end."""
+    """Id of the prompt, answer, and finish reason."""
 
 
 @dataclass(frozen=True)
 class LikelihoodAnalysis:
-    """Analysis of the log-probabilities of labels, whatever was answered."""
+    """Analysis of the log-probabilities of labels, independent of the answers."""
 
     n: int
     skipped: int
@@ -214,7 +225,7 @@ class LabelAnalysis:
     """Precision, recall, F1, support and average precision of each label that is a reference."""
     confusion: ConfusionMatrix
     confused_pairs: Counter[tuple[str, str]]
-    """Reference and first answer, if they differ."""
+    """Counts of pairs of reference and first answer that differ."""
     likelihoods: LikelihoodAnalysis | None
     """None without log-probabilities of labels."""
 
@@ -239,7 +250,7 @@ class AnswerAnalysis:
 
     answers: GenerationAnswers
     finishes: Mapping[str, tuple[int, MetricValue | None]]
-    """By reason of the end: number of answers, and accuracy of those with a reference."""
+    """By finish reason: number of answers, and accuracy of answers with a reference."""
     tokens: DistributionSummary | None
     log_probabilities: DistributionSummary | None
     """Distribution of the answers' mean log-probabilities."""
@@ -264,19 +275,19 @@ def analyze_answers(answers: GenerationAnswers, seed: int) -> AnswerAnalysis:
         seed: Seed of bootstrap intervals.
     """
     prompts = answers.with_reference
-    categories, many = _score_categories(answers, prompts)
+    categories, value_counts = _score_categories(answers, prompts)
     all_answers = [answer for prompt in answers.prompts for answer in prompt.answers]
     return AnswerAnalysis(
         answers=answers,
         finishes=_count_finishes(answers),
-        tokens=summarize_distribution([one.tokens for one in all_answers if one.tokens is not None]),
+        tokens=summarize_distribution([answer.tokens for answer in all_answers if answer.tokens is not None]),
         log_probabilities=summarize_distribution(
-            [one.mean_log_probability for one in all_answers if one.mean_log_probability is not None]
+            [answer.mean_log_probability for answer in all_answers if answer.mean_log_probability is not None]
         ),
         text_metrics=_score_free_text(prompts) if prompts and not answers.is_labels else {},
         labels=_analyze_labels(answers, prompts, seed) if prompts and answers.is_labels else None,
         categories=categories,
-        fields_with_many_values=many,
+        fields_with_many_values=value_counts,
         unparseable=find_unparseable(answers) if answers.possible_answers else None,
         agreement=_measure_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
     )
@@ -288,10 +299,10 @@ def compute_accuracy(accuracies: Sequence[float]) -> MetricValue:
 
 
 def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
-    """Use Wilson's interval if the normal interval has no width because all samples are equal, which is not certainty.
+    """Use Wilson's interval if the normal interval has no width: equal samples do not make their mean certain.
 
-    For their mean, numbers between 0 and `maximum` vary most if each of them is 0 or `maximum`: a proportion. So the
-    interval of a proportion is never too narrow for them.
+    Numbers between 0 and `maximum` vary most if each of them is 0 or `maximum`, that is, if their mean is a proportion.
+    So the interval of a proportion is never too narrow for their mean.
 
     Args:
         metric: Mean of samples between 0 and `maximum`.
@@ -305,7 +316,7 @@ def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
 
 
 def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
-    """Find the answers that are not possible, and list the first of them."""
+    """Find the answers that are not among the possible answers."""
     possible = set(answers.possible_answers)
     unparseable = [
         (prompt.id, answer.text, answer.finish)
@@ -343,7 +354,7 @@ def _score_free_text(prompts: Sequence[AnsweredPrompt]) -> dict[str, MetricValue
     expected = [str(prompt.reference) for prompt in prompts]
     texts = [[answer.text for answer in prompt.answers] for prompt in prompts]
     scored = answer_metrics.score_answers(expected, texts, Evaluate(metrics=("token_f1",)), EXACT)
-    return {one.name: widen_interval(one.metric) for one in scored}
+    return {result.name: widen_interval(result.metric) for result in scored}
 
 
 def _analyze_labels(answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt], seed: int) -> LabelAnalysis:
@@ -388,22 +399,22 @@ def _analyze_likelihoods(
 def _score_categories(
     answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt]
 ) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:
-    """Return error rates by field and value, and the number of values of fields with too many."""
-    categories, many = {}, {}
+    """Return error rates by field and value, and the number of values of each field with too many values."""
+    categories, value_counts = {}, {}
     for name in answers.card.spec.generate.extra_fields:
         errors: dict[str, list[float]] = {}
         for prompt in prompts:
             if name in prompt.fields:
                 errors.setdefault(format_field(prompt.fields[name]), []).append(1.0 - prompt.accuracy)
         if len(errors) > MAX_FIELD_VALUES:
-            many[name] = len(errors)
+            value_counts[name] = len(errors)
         elif errors:
             categories[name] = {value: _error_rate(errors[value]) for value in sorted(errors)}
-    return categories, many
+    return categories, value_counts
 
 
 def format_field(value: FieldValue) -> str:
-    """Format the value of a field: texts as they are, other values as JSON."""
+    """Format the value of a field: text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -425,15 +436,12 @@ def _measure_agreement(answers: GenerationAnswers) -> SampleAgreement:
     return SampleAgreement(samples, agreement, proportion_metric(unanimous), proportion_metric(hits) if hits else None)
 
 
-# Calibration: whether the probability of a label is the frequency with which it is right.
+# Calibration: the agreement of a label's probability with the frequency at which the label is right.
 #
 # A label's probability is its share of the probability of all labels (softmax over their log-probabilities); all other
 # answers are ignored. Expected calibration error: M. P. Naeini, G. F. Cooper and M. Hauskrecht, AAAI 2015, of the
 # likeliest label as in C. Guo et al., "On Calibration of Modern Neural Networks", ICML 2017, equation 3. Brier score:
-# G. W. Brier, Monthly Weather Review 78, 1950: over all labels, so from 0 to 2.
-
-BINS = 10
-"""Number of bins of equal width, each including its upper edge: (0, 0.1], ..., (0.9, 1]."""
+# G. W. Brier, Monthly Weather Review 78, 1950, over all labels, so it is between 0 and 2.
 
 
 @dataclass(frozen=True)
@@ -455,7 +463,7 @@ class LabelCalibration:
     bins: Sequence[CalibrationBin]
     """Bins that are not empty, in ascending order."""
     error: float
-    """Expected calibration error: mean difference of probability and share, weighted by the prompts of the bins."""
+    """Expected calibration error: mean difference of confidence and accuracy, weighted by the prompts of the bins."""
     brier: MetricValue
     confidence: float
     """Mean probability of the likeliest label."""
@@ -483,7 +491,7 @@ def compute_calibration(
     probabilities = label_probabilities(nats)
     index = {label: k for k, label in enumerate(labels)}
     true = np.array([index[label] for label in expected])
-    hits = probabilities.argmax(axis=1) == true  # Of equally likely labels, the first.
+    hits = probabilities.argmax(axis=1) == true  # The first of equally likely labels.
     confidence = probabilities.max(axis=1)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     bin_of_prompt = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
@@ -497,7 +505,7 @@ def compute_calibration(
         for k in range(BINS)
         if (bin_of_prompt == k).any()
     ]
-    error = sum(one.accuracy.n * abs(one.accuracy.value - one.confidence) for one in bins) / len(true)
+    error = sum(bin_.accuracy.n * abs(bin_.accuracy.value - bin_.confidence) for bin_ in bins) / len(true)
     target = np.zeros_like(probabilities)
     target[np.arange(len(true)), true] = 1.0
     squares = ((probabilities - target) ** 2).sum(axis=1).tolist()
@@ -544,21 +552,11 @@ def summarize_generation(path: Path, task: str) -> list[str]:
 
 
 def _count_unparseable(path: Path, card: GenerationCard, possible: Set[str]) -> int:
-    """Count the answers that are not possible, in a second pass: the references are only known after the first."""
+    """Count the answers that are not possible, in a second pass, because the first pass collects the references."""
     return sum(answer.text not in possible for prompt in read_answers(path, card) for answer in prompt.answers)
 
 
 # Report for the terminal.
-
-NAME_WIDTH, MAX_LABEL_CHARACTERS = 30, 24
-"""Width of a metric's name with its indentation, and of a label."""
-MAX_LABELS_LISTED, MAX_MATRIX_LABELS, MAX_PAIRS_LISTED, MAX_VALUES_LISTED = 20, 10, 10, 12
-"""Worst labels with their own metrics, labels of a confusion matrix, confused pairs, and values of a field."""
-PLACES = 3
-"""Decimal places of metrics, here and on the HTML page."""
-OTHER = "(other)"
-NO_REFERENCE = "answers that are not the reference of any prompt, possible or not"
-Lines = Iterator[str]
 
 
 def format_analysis(analysis: AnswerAnalysis) -> str:
@@ -582,7 +580,7 @@ def format_analysis(analysis: AnswerAnalysis) -> str:
 
 def format_metric(metric: MetricValue) -> str:
     """Format value, 95 % interval and number of samples."""
-    value, low, high = (f"{one:.{PLACES}f}" for one in (metric.value, metric.low, metric.high))
+    value, low, high = (f"{number:.{PLACES}f}" for number in (metric.value, metric.low, metric.high))
     chance = "" if metric.chance is None else f"; always the most frequent label: {metric.chance:.{PLACES}f}"
     return f"{value} ({low} to {high}), n {metric.n:,}{chance}"
 
@@ -599,7 +597,7 @@ def truncate_text(text: str, maximum: int = MAX_LABEL_CHARACTERS) -> str:
 
 
 def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
-    """Return notes about what the metrics leave out, and why."""
+    """Return notes about prompts and values that the metrics leave out, and why."""
     answers, notes = analysis.answers, []
     missing = len(answers.prompts) - len(answers.with_reference)
     if not answers.with_reference:
@@ -610,7 +608,7 @@ def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
             "them out."
         )
     if answers.unknown_references:
-        references = sorted({str(one.reference) for one in answers.unknown_references})[:5]
+        references = sorted({str(prompt.reference) for prompt in answers.unknown_references})[:5]
         notes.append(
             f"References that are none of the {len(answers.card.spec.generate.labels):,} generate.labels: "
             f"{len(answers.unknown_references):,} ({', '.join(repr(truncate_text(text)) for text in references)}). "
@@ -628,7 +626,7 @@ def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
 
 
 def count_card_finishes(analysis: AnswerAnalysis, finish: str) -> int:
-    """Count the answers that ended for this reason."""
+    """Return the number of answers with this finish reason."""
     return analysis.finishes.get(finish, (0, None))[0]
 
 

@@ -26,7 +26,7 @@ EXTENSION_UNIT = "score, mean of samples"
 """Unit of metrics of installed packages."""
 
 PATTERN_TIMEOUT_S = 20.0
-"""Time limit of a regular expression on all answers together; ordinary ones take microseconds per answer."""
+"""Time limit of a regular expression on all answers together; most expressions take microseconds per answer."""
 
 BLEU_RESAMPLES = 1000
 """Bootstrap samples of the interval of corpus BLEU."""
@@ -72,7 +72,7 @@ def score_answers(
     """Score generated answers.
 
     Args:
-        expected: Reference of each row; rows after the last answered one are ignored.
+        expected: Reference of each row; rows after the last answered row are ignored.
         answers: Answers to each row; the same number for every row, at least one.
         settings: `metrics`, `answer_format` and `seed` are read.
         exact_name: Name of the share of exactly right answers (`accuracy` for labels).
@@ -108,7 +108,7 @@ class _AnswerPairs:
         self.expected = [text for text, row in zip(expected, answers, strict=True) for _ in row]
 
     def average_rows(self, name: str, values: Sequence[float], kind: tuple[Better, str]) -> AnswerMetricResult:
-        """Average over rows. Several answers to a row are one sample with a more precise score."""
+        """Average over rows. Several answers to a row count as one sample with a more precise score."""
         k = self.answers_per_row
         rows = [sum(values[i : i + k]) / k for i in range(0, len(values), k)]
         return AnswerMetricResult(name, rows, mean_score_metric(rows, *kind))
@@ -197,14 +197,16 @@ def compute_bleu(
 
     scorer = sacrebleu.BLEU(effective_order=True)
     scores = [scorer.sentence_score(a, [b]) for a, b in zip(answers, references, strict=True)]
-    counts = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in scores], dtype=np.int64)
+    counts = np.array(
+        [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores], dtype=np.int64
+    )
     rows = counts.reshape(-1, answers_per_row, counts.shape[1]).sum(axis=1)
     rng = np.random.default_rng(seed)
     resampled = [
         _compute_corpus_bleu(rows[rng.integers(0, len(rows), len(rows))].sum(axis=0)) for _ in range(BLEU_RESAMPLES)
     ]
     low, high = np.percentile(resampled, [2.5, 97.5])
-    return [one.score for one in scores], _compute_corpus_bleu(rows.sum(axis=0)), float(low), float(high)
+    return [score.score for score in scores], _compute_corpus_bleu(rows.sum(axis=0)), float(low), float(high)
 
 
 def _compute_corpus_bleu(counts: Any) -> float:
@@ -233,7 +235,7 @@ def score_rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, 
     kinds = ("rouge1", "rouge2", "rougeL")
     scorer = rouge_scorer.RougeScorer(list(kinds), tokenizer=_RougeTokenizer())
     scores = [scorer.score(target=b, prediction=a) for a, b in zip(answers, references, strict=True)]
-    return {kind: [float(one[kind].fmeasure) for one in scores] for kind in kinds}
+    return {kind: [float(score[kind].fmeasure) for score in scores] for kind in kinds}
 
 
 class _RougeTokenizer:
@@ -285,10 +287,10 @@ def score_format_validity(answers: Sequence[str], answer_format: str, timeout_s:
     request = json.dumps({"pattern": answer_format, "texts": texts})
     command = [sys.executable, "-I", "-c", MATCH_SCRIPT]
     try:
-        done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=timeout_s, check=True)
+        process = subprocess.run(command, input=request, capture_output=True, text=True, timeout=timeout_s, check=True)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{answer_format!r} took more than {timeout_s:g} s on {len(texts)} answers") from None
-    return [float(one) for one in json.loads(done.stdout)]
+    return [float(is_match) for is_match in json.loads(process.stdout)]
 
 
 def _is_json(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Contracts: everything that can make two models' scores incomparable, by name, so that a difference can be named.
+"""Contracts: everything that can make two models' scores incomparable, by name, so that messages can name a difference.
 
 Scores change with the number type, the batch size and the kernels of a library (EleutherAI/lm-evaluation-harness issues
 704, 1625, 2851), and the data of a task can change while its name stays. Scores under equal contracts are comparable.
@@ -28,7 +28,7 @@ OWN_TEMPLATE = "each model's own"
 
 @dataclass(frozen=True)
 class NumericsSpec:
-    """How a model computes on this machine: all that its scores depend on apart from weights and inputs."""
+    """Conditions of a computation: everything that scores depend on apart from weights and inputs."""
 
     model_format: ModelFormat
     weights: str
@@ -95,7 +95,7 @@ def comparison_terms(
 
 
 def template_terms(tokenizer: Any, rows: TestRows, end_tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the terms of a model's prompts: template, end tokens, and the first prompt (it shows a doubled BOS)."""
+    """Return the terms of a model's prompts: template, end tokens, and the first prompt (which shows a doubled BOS)."""
     first = tokenization.encode_prompt(tokenizer, rows.conversations[0].context)
     return {
         "chat_template": digests.hash_bytes(str(tokenizer.chat_template).encode()),

@@ -42,7 +42,7 @@ class EvaluationSubject:
     model_digest: str
     """Digest of the scored model: base, adapter, or exported files."""
     identity: str
-    """Digest of all weights in use; stored scores are keyed by it."""
+    """Digest of all weights in use; part of the key of stored scores."""
     model_format: ModelFormat
     measures_cost: bool = False
     """Whether latency and memory of answering are measured."""
@@ -84,7 +84,7 @@ class Evaluator:
     """Terms of the contract that all models share (comparability.comparison_terms)."""
     progress: Progress
     use_cache: bool = True
-    """Whether stored scores are reused, and new ones are stored."""
+    """Whether stored scores are reused and new scores are stored."""
 
     def evaluate(
         self, subject: EvaluationSubject, model: Any, tokenizer: Any, numerics: comparability.NumericsSpec
@@ -92,9 +92,9 @@ class Evaluator:
         """Evaluate a loaded model.
 
         Raises:
-            Exception: Memory is exhausted (models.oom.is_out_of_memory). Evaluate all models again in smaller batches,
+            Exception: memory is exhausted (models.oom.is_out_of_memory). Evaluate all models again in smaller batches,
                 because scores depend on the batch size.
-            SettingsError: A harness task cannot be run.
+            SettingsError: a harness task cannot be run.
         """
         end_tokens = scoring.list_end_tokens(model, tokenizer, self.card.end_of_turn)
         template: Any = comparability.template_terms(tokenizer, self.rows, end_tokens)
@@ -176,7 +176,7 @@ class _ModelEvaluation:
         self.result.add_metric(name, metric, samples)
 
     def _add_perplexity(self, name: str, ids: Sequence[str], scores: Sequence[tuple[float, int]]) -> None:
-        """Add a perplexity from nats and tokens of each sample; samples without tokens (empty prompts) are left out."""
+        """Add a perplexity from nats and tokens of each sample; leave out samples without tokens (empty prompts)."""
         samples = [
             SampleScore(id=key, value=nll, weight=tokens)
             for key, (nll, tokens) in zip(ids, scores, strict=True)
@@ -184,7 +184,7 @@ class _ModelEvaluation:
         ]
         if not samples:
             return
-        metric = metrics.perplexity_metric([one.value for one in samples], [one.weight for one in samples])
+        metric = metrics.perplexity_metric([s.value for s in samples], [s.weight for s in samples])
         self.result.add_metric(name, metric, samples)
 
     def score_answers(self) -> None:
@@ -245,11 +245,11 @@ class _ModelEvaluation:
             return
         self._show_progress(f"lm-evaluation-harness on {', '.join((*settings.tasks, *settings.builtin_tasks))}")
         results = harness.run(model, self.tokenizer, settings, layout.root, layout.tasks, self.scorer.batch_rows, store)
-        self.result.contract["harness"] = {one.task: one.digest for one in results}
-        for one in results:
-            self.result.documents[one.task] = one.documents
-            for scores in one.scores:
-                self._add_harness_metric(f"harness/{one.task}/{scores.metric}", scores, one.chance)
+        self.result.contract["harness"] = {result.task: result.digest for result in results}
+        for result in results:
+            self.result.documents[result.task] = result.documents
+            for scores in result.scores:
+                self._add_harness_metric(f"harness/{result.task}/{scores.metric}", scores, result.chance)
 
     def _add_harness_metric(self, name: str, scores: HarnessScores, chance: float | None) -> None:
         if scores.aggregate is not None:
@@ -260,7 +260,7 @@ class _ModelEvaluation:
             metric = metrics.perplexity_metric(values, [int(weights[key]) for key in scores.values])
         else:
             metric = metrics.mean_score_metric(values, scores.better)
-        # The chance level is the share of right choices by guessing; other metrics have no known chance level.
+        # The chance level is the share of right choices by guessing; only accuracies have a known chance level.
         if chance is not None and scores.metric.startswith("acc"):
             metric = metric.model_copy(update={"chance": chance})
         samples = [

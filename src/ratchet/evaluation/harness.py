@@ -49,15 +49,19 @@ PYTHON_SEED, NUMPY_SEED = 0, 1234
 """Seeds that the harness command sets before it loads tasks; some tasks shuffle their documents."""
 
 CHUNK_BATCHES = 4
-"""Batches that are stored together; a kill loses at most this many."""
+"""Batches that are stored together; a kill loses at most this many batches."""
 
 DIRECTIONS: dict[Any, Better] = {True: "higher", False: "lower"}
+
+DIGESTS = ("doc_hash", "prompt_hash", "target_hash")
+"""Fields of a sample that the harness computes as digests."""
+
 
 Request = tuple[list[int], Any]
 """Tokens of the prompt, and tokens of the continuation or generation settings."""
 
 Items = Mapping[str, Any]
-"""Per-document output of a harness metric by document name: a number, or input of the metric's aggregation."""
+"""Output of a harness metric for each document, by document name: a number, or input of the metric's aggregation."""
 
 
 class HarnessResultCache(Protocol):
@@ -123,9 +127,9 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
     """
     from ratchet.data import token_files  # Imports `datasets`, which task digests do not need.
 
-    if both := set(settings.tasks) & set(settings.builtin_tasks):
+    if duplicates := set(settings.tasks) & set(settings.builtin_tasks):
         raise SettingsError(
-            f"evaluate.harness: {min(both)!r} is in tasks and in builtin_tasks; rename the project's own task"
+            f"evaluate.harness: {min(duplicates)!r} is in tasks and in builtin_tasks; rename the project's own task"
         )
     results: list[HarnessTaskResult] = []
     with contextlib.chdir(root), _seed_random_state():
@@ -157,7 +161,7 @@ def read_documents(names: Sequence[str], root: Path, tasks_dir: Path, excluded_f
         SettingsError: A task is not defined, or its data are missing.
     """
     folder = re.escape(f"{excluded_folder.relative_to(root).as_posix()}/")
-    # The folder as a YAML value, not in a comment.
+    # Matches the folder as a YAML value, not in a comment.
     uses_folder = re.compile(rf"^[^#\n]*(?:[-:\[,])\s*[\"']?(?:\./)?{folder}", re.MULTILINE)
     texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in find_task_files(tasks_dir)}
     included = [name for name in names if not uses_folder.search(texts.get(name, ""))]
@@ -201,7 +205,7 @@ class _HarnessTaskLoader:
     """Loads tasks of the project's folder or, without a folder, the tasks that come with the harness."""
 
     def __init__(self, setting: str, folder: Path | None) -> None:
-        # Its warnings are about options of the harness command.
+        # The warnings of the harness are about options of its command.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         from lm_eval.tasks import TaskManager
 
@@ -246,13 +250,14 @@ def _run_task_or_group(
     if name in loaded["tasks"]:
         return _run_task(language_model, name, loaded["tasks"][name], loader, settings)
     group = loaded.get("groups", {}).get(name)
-    metrics = [one.metric for one in (group and group.aggregate_metric_list) or () if one.weight_by_size]
+    aggregates = (group and group.aggregate_metric_list) or ()
+    metrics = [aggregate.metric for aggregate in aggregates if aggregate.weight_by_size]
     if not metrics:
         raise SettingsError(
             f"{loader.setting}: {name} is a group without a mean over all documents; "
             f"name its tasks instead: {', '.join(loaded['tasks'])}"
         )
-    parts = [_run_task(language_model, inner, task, loader, settings) for inner, task in loaded["tasks"].items()]
+    parts = [_run_task(language_model, part, task, loader, settings) for part, task in loaded["tasks"].items()]
     return merge_tasks(name, parts, metrics)
 
 
@@ -306,8 +311,6 @@ def _serialize_value(value: Any) -> str:
 
 
 # Per-document scores from the samples that the harness logs.
-
-DIGESTS = ("doc_hash", "prompt_hash", "target_hash")
 
 
 def mean(items: Sequence[Any]) -> Any:
@@ -416,7 +419,7 @@ class HarnessSamples:
             "prompt": str(sample["arguments"][0][0]),
             "target": str(target),
             "answers": [response for response in responses if isinstance(response, str)],
-            "scores": {one.metric: one.values[name] for one in scores if name in one.values},
+            "scores": {score.metric: score.values[name] for score in scores if name in score.values},
         }
         nats = [
             float(response[0]) if isinstance(response, tuple | list) else float(response)
@@ -451,15 +454,15 @@ def merge_tasks(name: str, parts: Sequence[HarnessTaskResult], metrics: Sequence
     for metric in dict.fromkeys(
         scores.metric for part in parts for scores in part.scores if scores.metric.split(".", maxsplit=1)[0] in metrics
     ):
-        inner = [scores for part in parts for scores in part.scores if scores.metric == metric]
-        if len(inner) < len(parts) or any(scores.kind != "mean" for scores in inner):
+        metric_scores = [scores for part in parts for scores in part.scores if scores.metric == metric]
+        if len(metric_scores) < len(parts) or any(scores.kind != "mean" for scores in metric_scores):
             raise SettingsError(
                 f"task group {name}: {metric} is not a mean over documents in all of its tasks; "
                 f"name the tasks instead: {', '.join(part.task for part in parts)}"
             )
-        values = {f"{scores.task}/{key}": value for scores in inner for key, value in scores.values.items()}
-        merged.append(replace(inner[0], task=name, values=values))
-    documents = [{**one, "id": f"{part.task}/{one['id']}"} for part in parts for one in part.documents]
+        values = {f"{scores.task}/{key}": value for scores in metric_scores for key, value in scores.values.items()}
+        merged.append(replace(metric_scores[0], task=name, values=values))
+    documents = [{**document, "id": f"{part.task}/{document['id']}"} for part in parts for document in part.documents]
     chances = [(part.chance, len(part.documents)) for part in parts if part.chance is not None]
     chance = sum(c * n for c, n in chances) / sum(n for _, n in chances) if len(chances) == len(parts) else None
     digest = digests.hash_json({part.task: part.digest for part in parts})
@@ -488,7 +491,7 @@ def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, results_c
             if pairs:
                 scores = likelihoods.score_pairs(model, pairs, limits(self), results_cache.get_or_compute)
                 if scores is not None:
-                    return [(one.nats, one.is_greedy) for one in scores]
+                    return [(score.nats, score.is_greedy) for score in scores]
 
             def compute(chunk: list[int], key: str) -> Any:
                 results = super(CachedLanguageModel, self)._loglikelihood_tokens(
@@ -533,9 +536,9 @@ def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, results_c
 
 @contextlib.contextmanager
 def _prevent_embedding_tying(model: Any) -> Iterator[None]:
-    """Prevent that the embeddings of a loaded model are tied again.
+    """Prevent lm-eval from tying the embeddings of a loaded model again.
 
-    lm-eval 0.4.13 ties them when it wraps a model, which fails where peft trains some embedding rows.
+    Version 0.4.13 ties them when it wraps a model, which fails if peft trains some embedding rows.
     """
     model.tie_weights = lambda *_, **__: None
     try:

@@ -29,10 +29,10 @@ LABEL_RESAMPLES = 1000
 """Resamples of rows for label metrics; percentiles of this many are accurate to about the third digit."""
 
 MAX_WEIGHTS_PER_CHUNK = 2**23
-"""Row weights of the resamples that are computed together: 64 MiB, plus some copies."""
+"""Maximum number of row weights of resamples that are computed together: 64 MiB, plus some copies."""
 
 MAX_CURVE_POINTS = 200
-"""Points of a precision-recall curve that are drawn; average precision uses all points."""
+"""Maximum number of points of a precision-recall curve that are drawn; average precision uses all points."""
 
 LABEL_UNIT = "share, over labels"
 
@@ -45,7 +45,10 @@ def proportion_metric(hits: Sequence[float]) -> MetricValue:
     n, p = len(hits), math.fsum(hits) / len(hits)
     middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
-    low, high = min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))  # With rounding, n of n must reach 1.
+    low, high = (
+        min(p, max(0.0, middle - half)),
+        max(p, min(1.0, middle + half)),
+    )  # In spite of rounding, n of n must reach 1.
     return MetricValue(value=p, n=n, low=low, high=high, better="higher", unit="proportion")
 
 
@@ -148,28 +151,28 @@ def score_classes(
 def compute_label_metrics(expected: Sequence[str], answered: Sequence[str], seed: int) -> dict[str, MetricValue]:
     """Compute macro F1, micro F1 and balanced accuracy over the true labels, with bootstrap intervals over rows.
 
-    These metrics are not means of rows: macro F1 weighs a rare label like a frequent one. A resample leaves out the
-    labels that were not drawn, as the metrics themselves leave out labels without rows.
+    These metrics are not means of rows: macro F1 weighs a rare label like a frequent one. A resample leaves out labels
+    that were not drawn, as the metrics leave out labels without rows.
     """
     labels = sorted(set(expected))
     index = {label: i for i, label in enumerate(labels)}
     true = np.array([index[label] for label in expected])
-    given = np.array([index.get(answer, len(labels)) for answer in answered])
+    answer_labels = np.array([index.get(answer, len(labels)) for answer in answered])
     rng = np.random.default_rng(seed)
-    draws = (rng.integers(0, len(true), len(true)) for _ in range(LABEL_RESAMPLES))  # One by one to save memory.
-    resampled = [_compute_label_values(true[rows], given[rows], len(labels)) for rows in draws]
-    values = _compute_label_values(true, given, len(labels))
+    draws = (rng.integers(0, len(true), len(true)) for _ in range(LABEL_RESAMPLES))  # Lazily, to save memory.
+    resampled = [_compute_label_values(true[rows], answer_labels[rows], len(labels)) for rows in draws]
+    values = _compute_label_values(true, answer_labels, len(labels))
     return {
-        name: _with_bootstrap_interval(value, len(true), [one[name] for one in resampled], LABEL_UNIT)
+        name: _with_bootstrap_interval(value, len(true), [resample[name] for resample in resampled], LABEL_UNIT)
         for name, value in values.items()
     }
 
 
-def _compute_label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
+def _compute_label_values(true: Any, answered: Any, labels: int) -> dict[str, float]:
     """Compute the metrics from label indices of each row; index `labels` stands for an answer that is not a label."""
     support = np.bincount(true, minlength=labels)
-    answers = np.bincount(given, minlength=labels + 1)[:labels]
-    right = np.bincount(true[true == given], minlength=labels)
+    answers = np.bincount(answered, minlength=labels + 1)[:labels]
+    right = np.bincount(true[true == answered], minlength=labels)
     has_rows = support > 0
     f1 = 2 * right[has_rows] / (support[has_rows] + answers[has_rows])  # = 2PR / (P + R), always defined
     return {

@@ -34,7 +34,7 @@ class EvaluationReference:
     bundle: ModelBundle
 
     def fits(self, base: BaseCard, settings: Settings) -> bool:
-        """Return whether its adapter can be loaded on the current base in its current form."""
+        """Return whether the adapter can be loaded on the current base in its current form."""
         is_same = (
             self.bundle.base_digest == base.digest
             and self.bundle.base_weight_format == settings.train.base_weight_format
@@ -77,7 +77,7 @@ class EvaluationModelLoader:
     base: BaseCard
     trained: TrainReport
     model_digest: str | None
-    """Digest of the verified export of this adapter; None without an export."""
+    """Digest of the verified export of the adapter; None without an export."""
     opponents: dict[ModelRole, EvaluationReference]
     device: torch.device
 
@@ -88,7 +88,7 @@ class EvaluationModelLoader:
 
     @property
     def needs_export(self) -> bool:
-        """Whether any model, and then also the candidate, is scored as plain weights."""
+        """Whether any model is scored as plain weights; the candidate then is too."""
         return "merged" in self.settings.evaluate.formats or any(self._incompatible_opponents())
 
     def require_export(self) -> str:
@@ -104,7 +104,7 @@ class EvaluationModelLoader:
         return self.model_digest
 
     def _incompatible_opponents(self) -> Iterator[ModelRole]:
-        """Yield the opponents that cannot be loaded as an adapter on this base."""
+        """Yield the opponents that cannot be loaded as adapters on this base."""
         return (role for role, opponent in self.opponents.items() if not opponent.fits(self.base, self.settings))
 
     def evaluate_models(self, evaluator: Evaluator, size: EvaluationBatchSize) -> dict[ModelRole, EvaluationResult]:
@@ -131,7 +131,7 @@ class EvaluationModelLoader:
         return evaluator.evaluate(subject, model, self._load_tokenizer(), numerics)
 
     def find_identical(self, role: ModelRole) -> ModelRole | None:
-        """Return the role of the same model that is evaluated anyway, so that this opponent need not be."""
+        """Return the role of an identical model that is evaluated anyway; None if this opponent must be evaluated."""
         opponent = self.opponents[role]
         if opponent.champion.model_digest == self.model_digest:
             return "candidate"

@@ -18,60 +18,13 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluatedRow
 
 TEXT = Path(__file__).with_name("general.txt")
-"""About eighty short pieces of prose, written for this purpose, so that no model was trained on them before."""
+"""About eighty short pieces of prose, written for this purpose, so that no model was trained on them."""
 
 MIN_BLOCKS = 2
 """Minimum number of blocks; a single sample has no variance."""
 
-
-def read_bundled_text() -> str:
-    """Return the bundled English prose; its pieces are separated by blank lines."""
-    return TEXT.read_text(encoding="utf-8")
-
-
-def split_into_blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[list[int]]:
-    """Tokenize a text and split it into blocks of equal length; deterministic.
-
-    If the tokenizer adds tokens before a text (the BOS of Llama and Gemma), each block begins with them too, since such
-    models never see a text without them. An incomplete last block is left out.
-
-    Args:
-        text: the text.
-        tokenizer: a Hugging Face tokenizer.
-        block_tokens: text tokens per block, at least 2: the first token has no context to be predicted from.
-        blocks: limit of the number of blocks, from the beginning of the text.
-
-    Raises:
-        DataError: the text is too short for two blocks, or `block_tokens` is less than 2.
-    """
-    if block_tokens < 2:
-        raise DataError(
-            f"evaluate.general_text.block_tokens: found {block_tokens}; expected at least 2, since a token is scored "
-            "given those before it"
-        )
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    complete = len(ids) // block_tokens
-    if min(complete, blocks) < MIN_BLOCKS:
-        raise DataError(
-            f"evaluate.general_text: the text has {len(ids):,} tokens, enough for {complete} blocks of {block_tokens} "
-            f"(block_tokens), of which at most {blocks} are used (max_blocks); expected at least {MIN_BLOCKS} blocks, "
-            "or 100 to show a change of a few per cent: name a longer text, or set shorter or more blocks"
-        )
-    prefix = _prefix_ids(tokenizer)
-    starts = range(0, min(complete, blocks) * block_tokens, block_tokens)
-    return [[*prefix, *ids[start : start + block_tokens]] for start in starts]
-
-
-def _prefix_ids(tokenizer: Any) -> Sequence[int]:
-    """Return the ids that the tokenizer adds before any text."""
-    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    with_special: list[int] = tokenizer("a")["input_ids"]
-    start = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
-    return with_special[:start]
-
-
 MAX_SLICES_PER_FIELD = 50
-"""Most frequent values of a field of evaluate.slice_by that get a slice. A field with more values is probably text."""
+"""Maximum number of slices of a field of evaluate.slice_by, by its most frequent values; text has more values."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +120,42 @@ def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
     except DataError:
         return False
     return all(
-        isinstance(one, EncodedConversation) and one.input_ids[: len(ids) - 1] == ids[:-1]
-        for one, ids in zip(encoded, rows.input_ids, strict=True)
+        isinstance(row, EncodedConversation) and row.input_ids[: len(ids) - 1] == ids[:-1]
+        for row, ids in zip(encoded, rows.input_ids, strict=True)
     )
+
+
+def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
+    """Encode each label as a complete answer, including the end of the turn.
+
+    Returns:
+        Token ids by label. None if the template does not append the answer to the prompt, or appends it differently in
+        different rows, because the likelihood of an answer is then undefined.
+    """
+    answers_of_rows: list[list[list[int]]] = []
+    for conversation in (rows.conversations[0], rows.conversations[-1]):
+        prompt = tokenization.encode_prompt(tokenizer, conversation.context)
+        answered = [
+            (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))
+            for label in labels
+        ]
+        answers = []
+        for encoded in tokenization.ConversationEncoder(tokenizer, "last").encode(answered):
+            if not isinstance(encoded, EncodedConversation) or encoded.input_ids[: len(prompt)] != prompt:
+                return None
+            last = max(i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX)
+            answers.append(encoded.input_ids[len(prompt) : last + 1])
+        answers_of_rows.append(answers)
+    return answers_of_rows[0] if answers_of_rows[0] == answers_of_rows[1] else None
+
+
+def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
+    """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
+    tasks = {name: sorted(document_ids) for name, document_ids in documents.items()}
+    return digests.hash_json({"rows": sorted(ids), "tasks": tasks})
+
+
+# General text.
 
 
 def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
@@ -186,31 +172,47 @@ def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
         raise SettingsError(f"evaluate.general_text.file: {path} is not a UTF-8 text file ({error})") from None
 
 
-def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
-    """Encode each label as a complete answer, including the end of the turn.
+def read_bundled_text() -> str:
+    """Return the bundled English prose; its pieces are separated by blank lines."""
+    return TEXT.read_text(encoding="utf-8")
 
-    Returns:
-        Token ids by label. None if the template does not append the answer to the prompt, or appends it differently in
-        different rows: then answers have no likelihood of their own.
+
+def split_into_blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[list[int]]:
+    """Tokenize a text and split it into blocks of equal length, the same every time.
+
+    If the tokenizer adds tokens before a text (the BOS of Llama and Gemma), each block begins with them too, because
+    such models never see a text without them. An incomplete last block is left out.
+
+    Args:
+        text: the text.
+        tokenizer: a Hugging Face tokenizer.
+        block_tokens: text tokens per block, at least 2: the first token has no context to be predicted from.
+        blocks: limit of the number of blocks, from the beginning of the text.
+
+    Raises:
+        DataError: the text is too short for two blocks, or `block_tokens` is less than 2.
     """
-    answers_of_rows: list[list[list[int]]] = []
-    for conversation in (rows.conversations[0], rows.conversations[-1]):
-        prompt = tokenization.encode_prompt(tokenizer, conversation.context)
-        answered = [
-            (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))
-            for label in labels
-        ]
-        answers = []
-        for one in tokenization.ConversationEncoder(tokenizer, "last").encode(answered):
-            if not isinstance(one, EncodedConversation) or one.input_ids[: len(prompt)] != prompt:
-                return None
-            last = max(i for i, label in enumerate(one.labels) if label != IGNORE_INDEX)
-            answers.append(one.input_ids[len(prompt) : last + 1])
-        answers_of_rows.append(answers)
-    return answers_of_rows[0] if answers_of_rows[0] == answers_of_rows[1] else None
+    if block_tokens < 2:
+        raise DataError(
+            f"evaluate.general_text.block_tokens: found {block_tokens}; expected at least 2, since a token is scored "
+            "given those before it"
+        )
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    complete = len(ids) // block_tokens
+    if min(complete, blocks) < MIN_BLOCKS:
+        raise DataError(
+            f"evaluate.general_text: the text has {len(ids):,} tokens, enough for {complete} blocks of {block_tokens} "
+            f"(block_tokens), of which at most {blocks} are used (max_blocks); expected at least {MIN_BLOCKS} blocks, "
+            "or 100 to show a change of a few per cent: name a longer text, or set shorter or more blocks"
+        )
+    prefix = _prefix_ids(tokenizer)
+    starts = range(0, min(complete, blocks) * block_tokens, block_tokens)
+    return [[*prefix, *ids[start : start + block_tokens]] for start in starts]
 
 
-def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
-    """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
-    tasks = {name: sorted(document_ids) for name, document_ids in documents.items()}
-    return digests.hash_json({"rows": sorted(ids), "tasks": tasks})
+def _prefix_ids(tokenizer: Any) -> Sequence[int]:
+    """Return the ids that the tokenizer adds before any text."""
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    with_special: list[int] = tokenizer("a")["input_ids"]
+    start = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
+    return with_special[:start]

@@ -25,14 +25,29 @@ Tokens = Sequence[int]
 Batch = list[int]
 """Indices of rows that are computed together."""
 
+JSON = Any
+"""JSON values, NaN and infinities."""
+
+MAX_BATCH_ROWS = 64
+"""Maximum rows of a batch; larger batches are not faster, and pad short rows more."""
+MEMORY_SHARE = 0.5
+"""Share of the memory after the weights that rows may use: other processes need memory, and allocations leave gaps.
+Free memory is not measured, because scores change with the batch size, if only by rounding."""
+
+# Format of a line: {"sha256":"<64 hex digits>","key":...,"value":...}
+_HEAD, _MIDDLE = b'{"sha256":"', b'",'
+_BODY = len(_HEAD) + 64 + len(_MIDDLE)
+_NONFINITE_KEY = "\0float"
+"""Only key of an object that represents NaN or an infinity."""
+
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores any model in exactly the same way.
+    """Scores rows with one model.
 
     Batches are planned over all rows before the first is computed, so a restarted evaluation continues with the same
-    batches. A key of the store contains every token of the batch and every setting of the request: results of other
-    rows, settings or batch sizes are never reused.
+    batches. A key of the store contains every token of the batch and every setting of the request, so results of
+    other rows, settings or batch sizes are never reused.
     """
 
     model: Model
@@ -40,7 +55,7 @@ class Scorer:
     """Token that fills the rows of a batch to the same length."""
     batch_rows: int
     store: "ScoreStore"
-    """Results of this model with these numerics; neither of them is in the keys."""
+    """Stored results of this model with these numerics, neither of which is in the keys."""
     progress: Callable[[int, int], None]
     """Called with the number of finished rows and of all rows."""
 
@@ -54,7 +69,7 @@ class Scorer:
             scores = scoring.score_rows(
                 self.model, [input_ids[i] for i in batch], [labels[i] for i in batch], self.pad_token_id
             )
-            return [(one.nll, one.tokens, one.prompt_nll, one.prompt_tokens) for one in scores]
+            return [(row.nll, row.tokens, row.prompt_nll, row.prompt_tokens) for row in scores]
 
         batches = split_micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
         return [RowLikelihood(*values) for values in self._compute_batches("likelihoods", batches, request, compute)]
@@ -178,15 +193,8 @@ def _unique_prompt_keys(prompts: Sequence[Tokens]) -> list[str]:
     return keys
 
 
-MAX_BATCH_ROWS = 64
-"""Larger batches are not faster, and pad short rows to longer ones."""
-MEMORY_SHARE = 0.5
-"""Share of the memory after the weights that rows may use: other processes need memory, and allocations leave gaps. The
-free memory of the moment is ignored, because scores change with the batch size, if only by rounding."""
-
-
 def choose_batch_rows(setting: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
-    """Return the rows of a batch; `auto` is the largest power of two for which rows of maximum length should fit.
+    """Return the rows of a batch; `auto` is the largest power of two whose rows should fit at full length.
 
     The result depends only on machine and model, so it is the same every time.
 
@@ -237,14 +245,7 @@ def _largest_layer_size(config: Any, name: str, default: int) -> int:
     return int(max(size) if isinstance(size, list | tuple) else size or default)
 
 
-JSON = Any
-"""JSON values, and the floats that JSON does not have: NaN and the infinities."""
-
-# Format of a line: {"sha256":"<64 hex digits>","key":...,"value":...}
-_HEAD, _MIDDLE = b'{"sha256":"', b'",'
-_BODY = len(_HEAD) + 64 + len(_MIDDLE)
-_NONFINITE_KEY = "\0float"
-"""Only key of an object that represents NaN or an infinity."""
+# Storage of scores.
 
 
 class ScoreStore:
@@ -252,7 +253,7 @@ class ScoreStore:
 
     A line is durable before its result is used and has its own digest. A line that a kill truncated or a disk damaged
     counts as missing, and only this line is computed again. Two processes may share a file: lines are appended by
-    single writes, and each process computes what it has not read.
+    single writes, and each process computes results that it has not read.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -290,7 +291,7 @@ class ScoreStore:
         return line[1] if line is not None and line[0] == key else None
 
     def _index_lines(self, path: Path) -> None:
-        """Index the valid lines; of two with the same key, the first."""
+        """Index the valid lines; if two have the same key, the first."""
         try:
             stream = path.open("rb")
         except FileNotFoundError:
@@ -306,14 +307,14 @@ class ScoreStore:
 
 
 def _encode_body(key: str, value: JSON) -> bytes:
-    """Encode a line from its key on, in ASCII: texts of a data set may have half a surrogate pair (invalid UTF-8)."""
+    """Encode a line after its digest, in ASCII, because texts may have half a surrogate pair (invalid UTF-8)."""
     return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
 
 
 def _decode_line(line: bytes) -> tuple[str, JSON] | None:
     """Decode key and value of a line; None if it is truncated or damaged."""
-    sha, body = line[len(_HEAD) : _BODY - len(_MIDDLE)], line[_BODY:]
-    if not line.startswith(_HEAD) or sha != digests.hash_bytes(body).encode():
+    digest, body = line[len(_HEAD) : _BODY - len(_MIDDLE)], line[_BODY:]
+    if not line.startswith(_HEAD) or digest != digests.hash_bytes(body).encode():
         return None
     return _decode_body(body)
 
@@ -329,9 +330,9 @@ def _to_json_value(value: JSON) -> JSON:
     if isinstance(value, dict):
         if _NONFINITE_KEY in value:
             raise ValueError(f"cannot store an object with the reserved key {_NONFINITE_KEY!r}")
-        return {key: _to_json_value(one) for key, one in value.items()}
+        return {key: _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json_value(one) for one in value]
+        return [_to_json_value(item) for item in value]
     return value
 
 
@@ -374,6 +375,6 @@ def _write_at_end(fd: int, data: bytes) -> int:
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
         data = b"\n" + data
-    while data:  # An almost full disk takes a part; the next write raises the error.
+    while data:  # An almost full disk writes a part; the next write raises the error.
         data = data[os.write(fd, data) :]
     return os.lseek(fd, 0, os.SEEK_CUR)

@@ -1,4 +1,4 @@
-"""Scores the adapters of finished runs on validation rows. Each base form is loaded once, and its adapters swapped."""
+"""Scores the adapters of finished runs on validation rows. A form of the base is loaded once; adapters are swapped."""
 
 import math
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[Validati
     Raises:
         DamagedFileError: A run has no sealed result, or data or base were changed after they were written.
         DataError: A run was trained on other data or another base than the project has now.
-        SettingsError: These data do not have a requested metric.
+        SettingsError: A requested metric is not defined for these data.
         DivergenceError: The scores of some rows are not finite.
         MemoryExhaustedError: Not even a single row fits.
         StorageError: A run directory cannot be written.
@@ -91,7 +91,7 @@ def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[Validati
             with storage_errors(run.paths.root):
                 new.save(validation_scores_path(run.paths.root, digest))
             scores[run.paths.root.name] = new
-    return [one for run_id in launch.job.run_ids if (one := scores[run_id]) is not None]
+    return [run_scores for run_id in launch.job.run_ids if (run_scores := scores[run_id]) is not None]
 
 
 def _read_run_adapter(paths: RunPaths, card: DatasetCard) -> RunAdapter:
@@ -135,7 +135,7 @@ class _ValidationScoringSession:
         return cls(layout, launch, base, card, rows, tokenizer, device)
 
     def score_all(self, runs: Sequence[RunAdapter]) -> list[ValidationScores]:
-        """Score every run with the same batch size; if one does not fit, score all again in smaller batches."""
+        """Score every run with the same batch size; if a run does not fit, score all again in smaller batches."""
         longest = max(map(len, self.rows.input_ids)) + (self.launch.max_new_tokens if self._needs_answers else 0)
         size = EvaluationBatchSize(self.launch.machine.evaluation_batch_size, longest)
         while True:
@@ -159,7 +159,7 @@ class _ValidationScoringSession:
 
     @cached_property
     def _prompts(self) -> list[list[int]]:
-        return [tokenization.encode_prompt(self.tokenizer, one.context) for one in self.rows.conversations]
+        return [tokenization.encode_prompt(self.tokenizer, row.context) for row in self.rows.conversations]
 
     def _score_in_batches(self, runs: Sequence[RunAdapter], size: EvaluationBatchSize) -> list[ValidationScores]:
         scores: dict[str, ValidationScores] = {}
@@ -175,7 +175,7 @@ class _ValidationScoringSession:
                     model = adapters.swap(model, folder)
                 scores[run.paths.root.name] = self._score_run(run, model, size)
             del model
-            oom.release_memory()  # Only one base form at a time must fit.
+            oom.release_memory()  # Only one form of the base must fit into memory at a time.
         return [scores[run.paths.root.name] for run in runs]
 
     def _score_run(self, run: RunAdapter, model: loading.Model, size: EvaluationBatchSize) -> ValidationScores:
@@ -221,7 +221,7 @@ class _ValidationScoringSession:
             end_tokens = scoring.list_end_tokens(scorer.model, self.tokenizer, self.card.end_of_turn)
             answers = scorer.generate_answers(self.tokenizer, self._prompts, end_tokens, settings)
             scored = answer_metrics.score_answers(self.rows.expected, answers, settings, EXACT)
-            scores |= {one.name: one.values for one in scored}
+            scores |= {result.name: result.values for result in scored}
             scores["accuracy"] = scores[EXACT]  # The same metric has two names: for labels, and for free text.
         return {metric: tuple(values) for metric in metrics if (values := scores[metric]) is not None}
 

@@ -1,9 +1,9 @@
 """Process that scores adapters: `python -m ratchet.evaluation.validation_worker PROJECT LAUNCH [PARENT_PID]`.
 
-It scores the adapters of finished runs on validation rows, never on test rows. LAUNCH is a ValidationLaunch as JSON.
-The scores are stored in the run directories (validation_scores_path), complete or not at all. The exit codes are those
-of the command line. After a failure, the last line on stderr is `class of ratchet.errors: reason`. With PARENT_PID, the
-process ends with its parent.
+The process scores the adapters of finished runs on validation rows, never on test rows. LAUNCH is a ValidationLaunch as
+JSON. The scores are stored in the run directories (validation_scores_path), complete or not at all. The exit codes are
+those of the command line. After a failure, the last line on stderr is `class of ratchet.errors: reason`. With
+PARENT_PID, the process ends with its parent.
 """
 
 import os

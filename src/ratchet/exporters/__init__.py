@@ -1,1 +1,1 @@
-"""From an adapter to models that others can run: Hugging Face, GGUF and ONNX, each verified in its own runtime."""
+"""Exports an adapter as models for other runtimes: Hugging Face, GGUF and ONNX, each verified in its runtime."""

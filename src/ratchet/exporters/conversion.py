@@ -1,4 +1,4 @@
-"""Converts the merged model to other formats, and verifies each in the runtime that uses it."""
+"""Converts the merged model to other formats, and verifies each format in the runtime that uses it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ READER_ROWS = 4
 
 @dataclass(frozen=True)
 class ExportVerifier:
-    """The probe inputs and base + adapter's outputs that every exported format is compared with."""
+    """Verifies exported formats against base + adapter's outputs for the probe inputs."""
 
     job: ExportJob
     tokenizer: Any
@@ -44,6 +44,8 @@ class ExportVerifier:
         """Run all probe inputs in a format's runtime, and compare the outputs with the reference.
 
         Args:
+            runtime: the format, opened in its runtime.
+            exported: the format on disk.
             fields: further fields of the record, such as probes and notes.
         """
         result = parity.compare_format(
@@ -85,31 +87,32 @@ class ExportedFormat:
 
     @property
     def name(self) -> str:
-        """Its name in the bundle, such as `gguf/q8_0`."""
+        """Name of the format in the bundle, such as `gguf/q8_0`."""
         return "hf" if self.kind == "hf" else f"{self.kind}/{self.type}"
 
 
 def format_fingerprint(path: Path) -> str:
-    """Digest of a format's files and their relative names; for a single file, of the file and its name."""
+    """Return the digest of a format's files and their relative names; for a single file, of the file and its name."""
     if path.is_file():
         return digests.hash_tree(path.parent, [path.name])
     return digests.hash_tree(path, sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
 
 
 def format_size_bytes(path: Path) -> int:
-    """Total size of a format's files."""
+    """Return the total size of a format's files."""
     return sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
 
 
 def convert_formats(
     verifier: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
 ) -> Iterator[ExportArtifact]:
-    """Write and verify every requested format, one after the other; one is in memory at a time.
+    """Write and verify every requested format, one after the other, so that one at a time is in memory.
 
     Args:
+        verifier: verifies each format.
         merged: Hugging Face directory of the merged model.
-        scratch: directory of the whole export; each format gets a path in it.
-        logits: computes the merged model's logits, for transformers' GGUF loader to be compared with.
+        scratch: directory of the complete export, which contains a path for each format.
+        logits: computes the merged model's logits, which those of transformers' GGUF loader are compared with.
 
     Raises:
         BaseModelError, SettingsError: a format does not support the model, or its runtime cannot open the result.
@@ -128,7 +131,7 @@ def convert_formats(
 
 
 def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
-    """Write a GGUF file with our writer, or with llama.cpp's tools if only they can.
+    """Write a GGUF file with our writer, or with llama.cpp's tools if the writer cannot.
 
     Returns:
         Notes for users of the file.
@@ -139,7 +142,7 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
     if not is_supported and gguf_type in llama_cpp_tools.CONVERTED:
         llama_cpp_tools.convert_to_gguf(job.tools, merged, path, gguf_type)
         return ("written by llama.cpp's converter",)
-    unquantized = path.with_name("whole.gguf")
+    unquantized = path.with_name("unquantized.gguf")
     notes: tuple[str, ...] = ()
     if is_supported:
         notes = writer.write_gguf(merged, unquantized, "f32", job.progress)
@@ -154,7 +157,7 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
 def _verify_gguf(
     verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
 ) -> ExportArtifact:  # fmt: skip
-    """Collect the probes with an f16 cache, as servers use it; verify with an f32 cache, which adds no rounding."""
+    """Collect the probes with an f16 cache, as in servers, and verify with an f32 cache, which adds no rounding."""
     difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
     with llama_server.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
         probes = runtime.probes(probe_inputs.PROBES, PROBE_TOKENS)
@@ -163,7 +166,7 @@ def _verify_gguf(
             runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
             second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
-    prompts = [tuple(prompt_ids(verifier.tokenizer, one)) for one in probe_inputs.PROBES]
+    prompts = [tuple(prompt_ids(verifier.tokenizer, question)) for question in probe_inputs.PROBES]
     same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
     return artifact.model_copy(
         update={
@@ -179,9 +182,7 @@ def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportAr
         return verifier.verify(runtime, exported, probes=probes)
 
 
-# --------------------------------------------------------------------------------------------------------------- probes
-#
-# Probes are short fixed prompts with their greedy answers. Deployment repeats them before a server may use the model.
+# Probes: short fixed prompts with their greedy answers. Deployment repeats them before a server may use the model.
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
@@ -194,7 +195,7 @@ def collect_probes(
 ) -> tuple[ExportProbe, ...]:
     """Answer each question greedily.
 
-    Each probe records for every answer token its log-probability above the second most likely token, in nats.
+    Each probe records for every answer token how far its log-probability is above the second highest, in nats.
     """
     probes = []
     for question in questions:
@@ -211,7 +212,7 @@ def collect_probes(
                 prompt_ids=tuple(prompt),
                 answer_ids=tuple(answer),
                 answer=tokenizer.decode(
-                    [one for one in answer if one not in end_ids], skip_special_tokens=True
+                    [token for token in answer if token not in end_ids], skip_special_tokens=True
                 ).strip(),
                 margins=tuple(float(best - second) for second, best in top_two),
             )

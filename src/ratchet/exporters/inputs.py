@@ -1,4 +1,4 @@
-"""Collects and checks everything that an export needs before any long work starts."""
+"""Collects and checks the inputs of an export before any long work starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,9 @@ from ratchet.storage.records.export import Progress
 
 
 def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
-    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if it contains none."""
-    named = settings.machine.llama_cpp
-    directory = None if named is None else root / Path(named).expanduser()
+    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if it contains no tools."""
+    setting = settings.machine.llama_cpp
+    directory = None if setting is None else root / Path(setting).expanduser()
     return directory, llama_cpp_tools.find_tools(directory)
 
 
@@ -35,11 +35,12 @@ def require_exportable(model: Path, settings: Settings, root: Path) -> None:
     """Check that every requested format supports the model, from its config and tokenizer alone.
 
     Args:
-        model: directory of the base; the exported model has its architecture and its tokenizer.
+        model: directory of the base, whose architecture and tokenizer the exported model has.
+        settings: all settings of the project.
         root: directory of the project.
 
     Raises:
-        SettingsError: a format does not support the architecture or type; the message lists what it supports.
+        SettingsError: a format does not support the architecture or type; the message lists the supported ones.
         BaseModelError: GGUF cannot represent the tokenizer.
     """
     export = settings.export
@@ -67,7 +68,7 @@ class ExportJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the merged weights."""
+        """Data type of the merged weights."""
         return loading.pick_dtype(self.settings.export.dtype, self.device)
 
     @property
@@ -85,7 +86,7 @@ class ExportJob:
 
     @property
     def merge_bases(self) -> tuple[MergeBase, ...]:
-        """Weights to merge into; if several are tried, the ones that the adapter was trained on come last."""
+        """Base weights to merge into. If both are tried, the weights that the adapter was trained on come last."""
         merge_base = self.settings.export.merge_base
         if merge_base != "auto":
             return (merge_base,)
@@ -93,14 +94,14 @@ class ExportJob:
         return ("dequantized",) if has_one_base else ("original", "dequantized")
 
     def recipe(self, merge_base: MergeBase) -> MergeRecipe:
-        """The merge of all adapters into these weights of the base."""
+        """Return the recipe that merges all adapters into these weights of the base."""
         export = self.settings.export
-        own = WeightedAdapter(self.layout.adapter, export.weight)
-        others = tuple(
-            WeightedAdapter(self.layout.root / one.adapter, one.weight) for one in export.additional_adapters
+        trained = WeightedAdapter(self.layout.adapter, export.weight)
+        additional = tuple(
+            WeightedAdapter(self.layout.root / entry.adapter, entry.weight) for entry in export.additional_adapters
         )
         return MergeRecipe(
-            base=self.base_path, card=self.base, train=self.settings.train, adapters=(own, *others),
+            base=self.base_path, card=self.base, train=self.settings.train, adapters=(trained, *additional),
             modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
             shard_bytes=export.max_shard_size,
         )  # fmt: skip
@@ -115,7 +116,7 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     """Read and check all inputs of an export.
 
     Raises:
-        DamagedFileError: the adapter on disk is not the one in the training report.
+        DamagedFileError: the adapter on disk differs from the adapter in the training report.
         DataError: an earlier stage has not run, or ran with other settings.
         BaseModelError: the base is missing or changed, or an adapter belongs to another base.
         SettingsError: a format does not support this model.
@@ -131,13 +132,13 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     )  # fmt: skip
     job.spec.require(trained)
     _check_adapter(layout, trained)
-    for one in settings.export.additional_adapters:
-        if not (layout.root / one.adapter / "adapter_config.json").is_file():
+    for entry in settings.export.additional_adapters:
+        if not (layout.root / entry.adapter / "adapter_config.json").is_file():
             raise SettingsError(
-                f"export.additional_adapters: {one.adapter}: found no adapter_config.json; expected "
+                f"export.additional_adapters: {entry.adapter}: found no adapter_config.json; expected "
                 "the directory of a saved adapter, relative to the project"
             )
-        pickle_scan.scan_directory(layout.root / one.adapter)
+        pickle_scan.scan_directory(layout.root / entry.adapter)
     for merge_base in job.merge_bases:
         plan_merge(job.recipe(merge_base))
     require_exportable(base_path, settings, layout.root)
@@ -158,8 +159,8 @@ def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
 
 
 def _required_bytes(job: ExportJob) -> int:
-    """Disk space for all files that exist at the same time: every merge, and every other format."""
+    """Return the disk space for all files that exist at the same time: every merged model, and every other format."""
     export = job.settings.export
-    merged = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
-    format_bytes: int = round(merged[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format
-    return sum(merged) + format_bytes * (len(export.gguf.types) + len(export.onnx.types))
+    merged_bytes = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
+    format_bytes: int = round(merged_bytes[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format
+    return sum(merged_bytes) + format_bytes * (len(export.gguf.types) + len(export.onnx.types))

@@ -1,4 +1,4 @@
-"""Merges the adapters, verifies each merged model against base + adapter, and keeps the closest one."""
+"""Merges the adapters, verifies each merged model against base + adapter, and keeps the closest merged model."""
 
 import json
 import shutil
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ratchet.data import token_files
-from ratchet.data import tokenization as chat_template
+from ratchet.data import token_files, tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedFileError
 from ratchet.exporters import conversion
@@ -32,112 +31,9 @@ from ratchet.storage.records.training import AdapterAnalysis
 
 MODEL_CARD = "README.md"
 _PATH_KEYS = ("_name_or_path", "name_or_path")
-"""Config keys with the path of the model on one machine; an export does not contain them."""
-
-
-def complete_directory(directory: Path, tokenizer: Any, end_ids: Sequence[int], card: str) -> None:
-    """Add tokenizer, card and final configs to merged weights, so that `AutoModelForCausalLM` and servers can load it.
-
-    Loading needs neither peft nor bitsandbytes nor this package.
-
-    Args:
-        directory: contains weights, config.json and perhaps generation_config.json; both configs are rewritten.
-        tokenizer: the tokenizer used in training; its chat template and added tokens are written.
-        end_ids: token ids that end an answer; they become the model's eos_token_id, so that every runtime stops there.
-        card: text of the model card.
-    """
-    config = _read_json(directory / "config.json")
-    config = {key: value for key, value in config.items() if key not in _PATH_KEYS} | {"use_cache": True}
-    config.pop("quantization_config", None)
-    _write_json(directory / "config.json", config)
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
-        _write_json(generation, _read_json(generation) | {"eos_token_id": end})
-    tokenizer.name_or_path = ""
-    tokenizer.save_pretrained(str(directory))
-    files.write_atomic(directory / MODEL_CARD, card)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_bytes())
-    return document
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON in transformers' layout, so that diffs against other configs stay readable."""
-    files.write_atomic(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-
-
-def reopen_model(
-    directory: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False
-) -> tuple[Model, Any]:
-    """Load model and tokenizer from disk as a user would. `remote_code` allows code in the directory to run."""
-    model = loading.load_plain(directory, dtype, device, remote_code)
-    return model, base_model.load_tokenizer(directory, remote_code=remote_code)
-
-
+"""Config keys that contain the path of the model on one machine; an export does not contain them."""
 Logits = NDArray[np.float32]
 """[positions, vocabulary]."""
-
-
-def reference_logits(model: Model, inputs: ProbeInputs, progress: Progress) -> list[Logits]:
-    """Compute the trained model's (base + adapter) logits of each row at its positions."""
-    total, logits = len(inputs.rows), []
-    for row, (ids, positions) in enumerate(zip(inputs.rows, inputs.positions, strict=True)):
-        progress("logits", row, total)
-        logits.append(logits_at(model, ids, positions))
-    progress("logits", total, total)
-    return logits
-
-
-def measure_merge(
-    merge_base: Literal["dequantized", "original"],
-    merged: Model,
-    dtype: torch.dtype,
-    trained: Sequence[Logits],
-    recording: ActivationRecording,
-    inputs: ProbeInputs,
-) -> MergeTrial:
-    """Measure a merged model that was loaded from disk.
-
-    Args:
-        merge_base: the weights that the updates were added to.
-        merged: the plain model.
-        dtype: type of its stored weights.
-        trained: logits of the trained model from `reference_logits`, whatever the merge base.
-        recording: recording of `reference.load_adapted_model(recipe, merge_base)`.
-        inputs: rows and positions.
-
-    Raises:
-        DamagedFileError: a module of the merged model deviates, or its vocabulary differs.
-    """
-    check = check_merge(recording, merged, dtype)
-    max_difference, sum_difference, elements, agreements, tokens, kl = 0.0, 0.0, 0, 0, 0, 0.0
-    for ids, positions, targets, expected in zip(
-        inputs.rows, inputs.positions, inputs.targets, trained, strict=True
-    ):  # fmt: skip
-        logits = logits_at(merged, ids, positions)
-        if logits.shape != expected.shape:
-            raise DamagedFileError(
-                f"the merged model has {logits.shape[-1]} logits; expected {expected.shape[-1]} as in the trained model"
-            )
-        differences = np.abs(logits.astype(np.float64) - expected)
-        max_difference = max(max_difference, float(differences.max()))
-        sum_difference += float(differences.sum())
-        elements += differences.size
-        distance = measure_distance([log_softmax(expected)], [log_softmax(logits)], [targets])
-        agreements += round(distance.greedy_agreement * distance.positions)
-        kl += distance.kl * distance.positions
-        tokens += distance.positions
-    parity = MergeParity(
-        rows=len(inputs.rows),
-        tokens=tokens,
-        max_logit_difference=max_difference,
-        mean_logit_difference=sum_difference / elements,
-        greedy_agreement=agreements / tokens,
-    )
-    return MergeTrial(merge_base=merge_base, parity=parity, kl=kl / tokens, check=check)
 
 
 @dataclass(frozen=True)
@@ -145,7 +41,7 @@ class MergedModel:
     """The merged model on disk and its measurements."""
 
     verifier: ExportVerifier
-    """Verifies the other formats, too."""
+    """Verifier of this model and of the other formats."""
     artifact: ExportArtifact
     selected: MergeTrial
     merge: MergeReport
@@ -154,7 +50,7 @@ class MergedModel:
 
 @dataclass(frozen=True)
 class ReloadedModelLogits:
-    """Loads the merged model again to compute its logits, when a second reader of a format is compared with it."""
+    """Loads the merged model again and computes its logits, with which a second reader of a format is compared."""
 
     job: ExportJob
     directory: Path
@@ -177,17 +73,17 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
         DamagedFileError: a merged module computes other values than base + adapter, or the tokenizer changed.
     """
     trained = _measure_trained_model(job, score)
-    results = {one: _run_trial(job, trained, one, scratch / f"merged-{one}") for one in job.merge_bases}
-    selected = min(results, key=lambda one: (results[one].trial.kl, one))
-    for other in results:
-        if other != selected:
-            shutil.rmtree(scratch / f"merged-{other}")
+    results = {base: _run_trial(job, trained, base, scratch / f"merged-{base}") for base in job.merge_bases}
+    selected = min(results, key=lambda base: (results[base].trial.kl, base))
+    for base in results:
+        if base != selected:
+            shutil.rmtree(scratch / f"merged-{base}")
     directory = scratch / job.layout.merged_model.name
     (scratch / f"merged-{selected}").rename(directory)
     result = results[selected]
     merge = MergeReport(
         adapters=_adapter_weights(job), modules=job.settings.export.modules, changed=result.changed,
-        streamed=result.is_streamed, trials=tuple(one.trial for one in results.values()),
+        streamed=result.is_streamed, trials=tuple(merged.trial for merged in results.values()),
     )  # fmt: skip
     artifact = _verify_merged(job, trained, directory)
     return MergedModel(trained.verifier, artifact, result.trial, merge, ReloadedModelLogits(job, directory))
@@ -195,7 +91,7 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
 
 @dataclass(frozen=True)
 class _TrainedModelReference:
-    """Outputs of base + adapter, kept after the model has left memory."""
+    """Outputs of base + adapter, which remain after the model has left memory."""
 
     verifier: ExportVerifier
     logits: list[Logits]
@@ -261,10 +157,10 @@ def _record_unquantized(job: ExportJob, verifier: ExportVerifier) -> ActivationR
 
 
 def _check_tokenizer(job: ExportJob, verifier: ExportVerifier, tokenizer: object) -> None:
-    """Check that the exported tokenizer encodes a test row as the training tokenizer does."""
+    """Check that the exported tokenizer encodes a test row like the tokenizer of the training."""
     row = token_files.open_split(job.layout.data, "test")[0]
     context = Conversation.from_json(row["conversation"]).context
-    if chat_template.encode_prompt(verifier.tokenizer, context) != chat_template.encode_prompt(tokenizer, context):
+    if tokenization.encode_prompt(verifier.tokenizer, context) != tokenization.encode_prompt(tokenizer, context):
         raise DamagedFileError(
             "export: the exported tokenizer encodes a test row differently from the base's tokenizer; report this as a "
             "bug, with the name of the base"
@@ -282,10 +178,117 @@ def _verify_merged(job: ExportJob, trained: _TrainedModelReference, directory: P
 
 
 def _adapter_weights(job: ExportJob) -> dict[str, float]:
-    """Weights by adapter digest; the weights of an adapter that is named twice are added."""
+    """Return the weight of each adapter by its digest; if an adapter is named twice, its weights are added."""
     weights: dict[str, float] = {}
     for part in job.recipe("dequantized").adapters:
         names = sorted(p.name for p in part.adapter.iterdir() if p.is_file())
         key = digests.hash_tree(part.adapter, names)
         weights[key] = weights.get(key, 0.0) + part.weight
     return weights
+
+
+# Measuring a merged model.
+
+
+def reference_logits(model: Model, inputs: ProbeInputs, progress: Progress) -> list[Logits]:
+    """Compute the trained model's (base + adapter) logits of each row at its positions."""
+    total, logits = len(inputs.rows), []
+    for row, (ids, positions) in enumerate(zip(inputs.rows, inputs.positions, strict=True)):
+        progress("logits", row, total)
+        logits.append(logits_at(model, ids, positions))
+    progress("logits", total, total)
+    return logits
+
+
+def measure_merge(
+    merge_base: Literal["dequantized", "original"],
+    merged: Model,
+    dtype: torch.dtype,
+    trained: Sequence[Logits],
+    recording: ActivationRecording,
+    inputs: ProbeInputs,
+) -> MergeTrial:
+    """Measure a merged model that was loaded from disk.
+
+    Args:
+        merge_base: the base weights that the updates were added to.
+        merged: the plain model.
+        dtype: type of the model's stored weights.
+        trained: logits of the trained model from `reference_logits`, which do not depend on the merge base.
+        recording: recording of `reference.load_adapted_model(recipe, merge_base)`.
+        inputs: rows and positions.
+
+    Raises:
+        DamagedFileError: a module of the merged model deviates, or its vocabulary differs.
+    """
+    check = check_merge(recording, merged, dtype)
+    max_difference, sum_difference, elements, agreements, tokens, kl = 0.0, 0.0, 0, 0, 0, 0.0
+    for ids, positions, targets, expected in zip(
+        inputs.rows, inputs.positions, inputs.targets, trained, strict=True
+    ):  # fmt: skip
+        logits = logits_at(merged, ids, positions)
+        if logits.shape != expected.shape:
+            raise DamagedFileError(
+                f"the merged model has {logits.shape[-1]} logits; expected {expected.shape[-1]} as in the trained model"
+            )
+        differences = np.abs(logits.astype(np.float64) - expected)
+        max_difference = max(max_difference, float(differences.max()))
+        sum_difference += float(differences.sum())
+        elements += differences.size
+        distance = measure_distance([log_softmax(expected)], [log_softmax(logits)], [targets])
+        agreements += round(distance.greedy_agreement * distance.positions)
+        kl += distance.kl * distance.positions
+        tokens += distance.positions
+    logit_parity = MergeParity(
+        rows=len(inputs.rows),
+        tokens=tokens,
+        max_logit_difference=max_difference,
+        mean_logit_difference=sum_difference / elements,
+        greedy_agreement=agreements / tokens,
+    )
+    return MergeTrial(merge_base=merge_base, parity=logit_parity, kl=kl / tokens, check=check)
+
+
+# The directory of a merged model.
+
+
+def complete_directory(directory: Path, tokenizer: Any, end_ids: Sequence[int], card: str) -> None:
+    """Add tokenizer, card and final configs to merged weights, so that transformers and servers can load the model.
+
+    Loading needs neither peft nor bitsandbytes nor Ratchet.
+
+    Args:
+        directory: contains weights, config.json and perhaps generation_config.json; both configs are rewritten.
+        tokenizer: the tokenizer used in training; its chat template and added tokens are written.
+        end_ids: ids of tokens that end an answer; they become the model's eos_token_id, so that all runtimes use them.
+        card: text of the model card.
+    """
+    config = _read_json(directory / "config.json")
+    config = {key: value for key, value in config.items() if key not in _PATH_KEYS} | {"use_cache": True}
+    config.pop("quantization_config", None)
+    _write_json(directory / "config.json", config)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
+        _write_json(generation, _read_json(generation) | {"eos_token_id": end})
+    tokenizer.name_or_path = ""
+    tokenizer.save_pretrained(str(directory))
+    files.write_atomic(directory / MODEL_CARD, card)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    return document
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON in transformers' layout, so that diffs against other configs stay readable."""
+    files.write_atomic(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def reopen_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False
+) -> tuple[Model, Any]:
+    """Load model and tokenizer from disk as a user would; `remote_code` allows code in the directory to run."""
+    model = loading.load_plain(directory, dtype, device, remote_code)
+    return model, base_model.load_tokenizer(directory, remote_code=remote_code)

@@ -1,4 +1,4 @@
-"""Exports a merged model to a directory for onnxruntime: one graph for prompt and answer with a cache, and a tokenizer.
+"""Exports a merged model to a directory for onnxruntime: a graph of the decoding step, its weights, and a tokenizer.
 
     model.onnx              the decoding step: input_ids [batch, length], attention_mask [batch, past + length],
                             position_ids [batch, length], past_key_values.N.key and .value [batch, heads, past, head
@@ -6,25 +6,23 @@
     model.onnx.data         its weights as ONNX external data, each aligned to a page
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja   as in `hf`
 
-The past may be empty, and rows may be padded on the left. The files do not depend on the machine or the time.
+One graph serves prefill and decoding: batch, length and past are dynamic. The past may be empty, and rows may be padded
+on the left. An export traces the decoding step to a graph without weights, cleans the graph, quantizes it if requested,
+and writes it with its weights.
 
-Traces a model's decoding step to an ONNX graph without weights, cleans the graph, and writes it with its weights.
+Tracing: torch.export traces the real transformers class on example tensors. The parameters are memory that is reserved
+but never touched. They become inputs of the traced graph, so that no optimization of the graph can fold their values
+into it. The weights that replace them come from the model's files, tensor by tensor.
 
-torch.export traces the real transformers class on example tensors. The parameters are memory that is reserved but never
-touched, and become inputs of the traced graph, so that no optimization of the graph can fold their values into it. The
-weights that replace them come from the model's files, tensor by tensor.
+Cleaning: the same model gives the same bytes on any machine at any time. Debugging data of torch (stack traces with
+paths, names of symbols, shapes of intermediate results) is removed, and tensors are stored in the order in which the
+graph reads them.
 
-One graph serves prefill and decoding: batch, length and past are dynamic, and the past may be empty.
-
-The same model gives the same bytes: debugging data of torch (stack traces with paths, names of symbols, shapes of
-intermediate results) is removed, and tensors are stored in the order in which the graph reads them.
-
-Quantizes the matrices of an ONNX graph to 8 bits, in blocks of 32 numbers with a float32 scale each.
-
-The graph uses standard operators (DequantizeLinear of opset 21 before each product), so every ONNX runtime computes the
-same. onnxruntime fuses the two into one kernel that also quantizes activations in blocks at run time. onnxruntime's own
-quantization tool (one scale per column, and one for all activations of a product) was ten times less accurate: on the
-bundled project its mean divergence is 8e-4 nats, with blocks of 32 it is 8e-5.
+Quantizing: matrices get 8 bits per number, in blocks of 32 numbers with a float32 scale each. The graph uses standard
+operators (DequantizeLinear of opset 21 before each product), so every ONNX runtime computes the same. onnxruntime fuses
+the two operators into one kernel that also quantizes activations in blocks at run time. onnxruntime's own quantization
+tool (one scale per column, and one for all activations of a product) was ten times less accurate: on the bundled
+project its mean divergence is 8e-4 nats; with blocks of 32 it is 8e-5.
 
 The matrices of all products, including the head, and the token embedding are quantized. A head that is tied to the
 embedding is stored a second time, because a transposed read is not fused, and answers took four times as long.
@@ -57,218 +55,132 @@ from ratchet.models import base_model, loading, model_spec, weights
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress
 
+SUPPORTED_MODEL_TYPES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "apertus",
+    "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "glm", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "mpt", "nemotron", "olmo",
+    "olmo2", "olmo3", "opt", "persimmon", "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
+)  # fmt: skip
+"""Model types whose exported step was compared with transformers in onnxruntime, with and without a past."""
+OPSET = 21
+"""ONNX 1.16 of 2024: the first version whose DequantizeLinear supports blocks."""
 GRAPH_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 BATCH, LENGTH, PAST, TOTAL = "batch", "length", "past", "past + length"
 """Names of the dynamic dimensions."""
-
+BLOCK = 32
+"""Numbers that share a scale; half of this if the width is not a multiple of it."""
+_TOKENIZER = "tokenizer.json"
+_COMPANION_FILES = ("config.json", "generation_config.json", _TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
+_NODE_BYTES = 6000
+"""Upper bound of the graph's size in bytes, per tensor of the model."""
 _ALIGNMENT_BYTES = 4096
 """Alignment of tensors, so that a runtime can map them into memory: one page (ONNX's external data)."""
 _INLINE_BYTES = 1024
 """Tensors up to this size are stored in the graph itself."""
-
-
-@dataclass(frozen=True)
-class OnnxTensor:
-    """A tensor to be written; its values are computed when they are written, and then released."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: Any
-    """numpy type of its values."""
-    values: Callable[[], NDArray[Any]]
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the data in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * int(np.dtype(self.type).itemsize)
-
-
-def clean_graph(model: ModelProto) -> None:
-    """Remove debugging data and facts about the machine, and name the dynamic dimensions of inputs and outputs."""
-    graph = model.graph
-    del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
-    model.doc_string = graph.doc_string = ""
-    model.domain, graph.name = "", "step"
-    for function in model.functions:
-        _clean_nodes(function.node)
-        del function.metadata_props[:], function.value_info[:]
-        function.doc_string = ""
-    _clean_nodes(graph.node)
-    for tensor in graph.initializer:
-        tensor.doc_string = ""
-        del tensor.metadata_props[:]
-    for value in (*graph.input, *graph.output):
-        value.doc_string = ""
-        del value.metadata_props[:]
-        _name_dimensions(value)
-
-
-def _clean_nodes(nodes: Iterable[NodeProto]) -> None:
-    for node in nodes:
-        node.doc_string = ""
-        del node.metadata_props[:]
-        for attribute in node.attribute:
-            attribute.doc_string = ""
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPH_TYPES else ():
-                del inner.metadata_props[:], inner.value_info[:]
-                inner.doc_string = ""
-                _clean_nodes(inner.node)
-
-
-_GRAPH_TYPES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-
-
-def _name_dimensions(value: ValueInfoProto) -> None:
-    names: dict[int, str] = {0: BATCH, 1: LENGTH}
-    if value.name == "attention_mask":
-        names = {0: BATCH, 1: TOTAL}
-    elif value.name.startswith("past_key_values."):
-        names = {0: BATCH, 2: PAST}
-    elif value.name.startswith("present."):
-        names = {0: BATCH, 2: TOTAL}
-    for index, dimension in enumerate(value.type.tensor_type.shape.dim):
-        if index in names:
-            dimension.dim_param = names[index]
-
-
-def remove_weight_inputs(model: ModelProto, names: Iterable[str]) -> None:
-    """Remove weights from a graph's inputs, because the graph will contain them as tensors."""
-    removed = set(names)
-    remaining = [value for value in model.graph.input if value.name not in removed]
-    del model.graph.input[:]
-    model.graph.input.extend(remaining)
-
-
-def index_readers(graph: GraphProto) -> dict[str, list[NodeProto]]:
-    """Map each value to the nodes that read it, in order."""
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in dict.fromkeys(node.input):
-            readers.setdefault(name, []).append(node)
-    return readers
-
-
-def fold_transpositions(graph: GraphProto, weights: Iterable[str]) -> set[str]:
-    """Remove the transposition of matrices that are only read transposed; these are stored transposed instead.
-
-    torch's linear layers multiply with the transpose. A transposition in the graph would run at every start of a
-    runtime and hold all weights twice. A head that is tied to the embedding stays unchanged, because the embedding is
-    read by rows.
-
-    Returns:
-        Names of the weights to be stored transposed.
-    """
-    readers = index_readers(graph)
-    outputs_by_weight = {}
-    for name in weights:
-        nodes = readers.get(name, [])
-        if nodes and all(node.op_type == "Transpose" and _read_permutation(node) == [1, 0] for node in nodes):
-            outputs_by_weight[name] = [node.output[0] for node in nodes]
-    renamed = {output: name for name, outputs in outputs_by_weight.items() for output in outputs}
-    remaining = [node for node in graph.node if node.output[0] not in renamed]
-    for node in remaining:
-        for index, name in enumerate(node.input):
-            node.input[index] = renamed.get(name, name)
-    replace_nodes(graph, remaining)
-    return set(outputs_by_weight)
-
-
-def _read_permutation(node: NodeProto) -> list[int]:
-    return list(next((one.ints for one in node.attribute if one.name == "perm"), ()))
-
-
-def split_products(graph: GraphProto, weights: Iterable[str]) -> None:
-    """Replace each `Gemm` of a weight, as in the layers of GPT-2, by a product and a sum."""
-    names = set(weights)
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        is_plain_gemm = node.op_type == "Gemm" and all(
-            (one.name in ("alpha", "beta") and one.f == 1.0) or (one.name in ("transA", "transB") and one.i == 0)
-            for one in node.attribute
-        )
-        if is_plain_gemm and node.input[1] in names and len(node.input) == 3:
-            product = f"{node.output[0]}_product"
-            nodes.append(helper.make_node("MatMul", list(node.input[:2]), [product], f"{node.name}_product"))
-            nodes.append(helper.make_node("Add", [product, node.input[2]], list(node.output), node.name))
-        else:
-            nodes.append(node)
-    replace_nodes(graph, nodes)
-
-
-def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
-    """Replace all nodes of a graph, in order."""
-    copies = []
-    for node in nodes:
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        copies.append(copy)
-    del graph.node[:]
-    graph.node.extend(copies)
-
-
-def sort_tensors(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
-    """Return the tensors that the graph reads, in the order of reading."""
-    order: dict[str, int] = {}
-    for node in graph.node:
-        for name in node.input:
-            order.setdefault(name, len(order))
-    return sorted((one for one in tensors if one.name in order), key=lambda one: order[one.name])
-
-
-def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Path, progress: Progress) -> None:
-    """Write the graph and a file with its weights; one tensor is in memory at a time."""
-    offset = 0
-    for tensor in tensors:
-        entry = model.graph.initializer.add()
-        entry.name = tensor.name
-        entry.data_type = helper.np_dtype_to_tensor_dtype(np.dtype(tensor.type))
-        entry.dims.extend(tensor.shape)
-        if tensor.size_bytes <= _INLINE_BYTES:
-            entry.raw_data = _tensor_bytes(tensor)
-            continue
-        offset = _align_offset(offset)
-        entry.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", DATA_FILE), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
-            entry.external_data.add(key=key, value=value)
-        offset += tensor.size_bytes
-    files.write_blocks(directory / DATA_FILE, _blocks(tensors, offset, progress))
-    files.write_blocks(directory / GRAPH_FILE, [[model.SerializeToString(deterministic=True)]])
-
-
-def _blocks(
-    tensors: Sequence[OnnxTensor], total_bytes: int, progress: Progress
-) -> Iterator[Sequence[bytes | memoryview]]:
-    written = 0
-    for tensor in tensors:
-        if tensor.size_bytes <= _INLINE_BYTES:
-            continue
-        gap = _align_offset(written) - written
-        written += gap + tensor.size_bytes
-        yield [bytes(gap), _tensor_bytes(tensor)]
-        progress("writing weights for onnxruntime", written, total_bytes)
-
-
-def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
-    """The values as little-endian bytes, as the format requires."""
-    values = np.asarray(tensor.values(), dtype=np.dtype(tensor.type).newbyteorder("<"), order="C")
-    if values.shape != tensor.shape:
-        raise ValueError(f"{tensor.name}: found shape {values.shape}; the graph expects {tensor.shape}")
-    return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
-
-
-def _align_offset(offset: int) -> int:
-    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-# ---------------------------------------------------------------------------------------------------------- tracing
-
-OPSET = 21
-"""ONNX 1.16 of 2024: the first version whose DequantizeLinear supports blocks."""
-
+_SLICE_NUMBERS = 2**22
+"""Numbers quantized at once, to limit temporary memory."""
 _STEP = "step."
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
 """Above 1 and all different; otherwise tracing treats them as constants, or as the same dimension."""
+_GRAPH_TYPES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+
+def require_exportable(directory: Path) -> None:
+    """Check from config.json alone that the model can be exported.
+
+    Raises:
+        SettingsError: the model type is not supported; the message lists the supported ones.
+        BaseModelError: config.json is missing or invalid.
+    """
+    config = _read_config(directory)
+    kind = str(config.get("model_type"))
+    if kind not in SUPPORTED_MODEL_TYPES:
+        named = ", ".join(config.get("architectures") or ()) or "no class named"
+        raise SettingsError(
+            f"export.onnx.types: {directory / 'config.json'}: found model type {kind} ({named}); ONNX export supports "
+            f"{', '.join(sorted(SUPPORTED_MODEL_TYPES))}; remove all types from export.onnx.types"
+        )
+    if "dynamic" in _rope_types(config):
+        raise SettingsError(
+            f"export.onnx.types: {directory / 'config.json'}: found rope_type dynamic, whose frequencies depend on the "
+            "length of the input, which an ONNX graph cannot express; remove all types from export.onnx.types"
+        )
+
+
+def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress) -> None:
+    """Export a merged model, with one weight at a time in memory.
+
+    Args:
+        directory: config, weights of any type, and tokenizer, as in the export's `hf` directory.
+        target: the directory to create. It may be incomplete after an error, so create it in a directory that is sealed
+            later.
+        type: type of the weights: `fp32` or `int8`.
+        progress: called during tracing, and with the bytes written and their total.
+
+    Raises:
+        SettingsError: the model type is not supported.
+        BaseModelError: the model cannot be traced, its files are incomplete, or tokenizer.json is missing.
+    """
+    require_exportable(directory)
+    if not (directory / _TOKENIZER).is_file():
+        raise BaseModelError(
+            f"{directory}: found no {_TOKENIZER}, which tools other than transformers need; use a base with a fast "
+            "tokenizer, or remove all types from export.onnx.types"
+        )
+    progress("tracing the model for ONNX", 0, 1)
+    traced = trace_model(directory)
+    progress("tracing the model for ONNX", 1, 1)
+    tensors = _clean_traced_graph(traced, OnnxWeightReader(directory, traced))
+    if type == "int8":
+        tensors = quantize_graph(traced.model, tensors)
+    files.make_directory(target)
+    write_graph(traced.model, sort_tensors(traced.model.graph, tensors), target, progress)
+    for name in _COMPANION_FILES:
+        if (directory / name).is_file():
+            files.write_blocks(target / name, [[(directory / name).read_bytes()]])
+
+
+def onnx_size_bytes(directory: Path, type: OnnxType) -> int:
+    """Return an upper bound of the size of the files of `write_onnx`, from the headers of the model's files."""
+    shapes = base_model.read_tensor_shapes(directory)
+    size_bytes = sum(_stored_bytes(shape, type) for shape in shapes.values())
+    if type == "int8" and _read_config(directory).get("tie_word_embeddings", True):
+        matrices = [shape for shape in shapes.values() if len(shape) == 2]
+        size_bytes += max((_stored_bytes(shape, type) for shape in matrices), default=0)
+    size_bytes += sum(path.stat().st_size for name in _COMPANION_FILES if (path := directory / name).is_file())
+    return size_bytes + _NODE_BYTES * len(shapes)
+
+
+def _stored_bytes(shape: tuple[int, ...], type: OnnxType) -> int:
+    count = int(np.prod(shape, dtype=np.int64))
+    block = block_width(shape[-1]) if len(shape) == 2 else None
+    return 4 * count if type == "fp32" or block is None else count + 4 * (count // block)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"{path}: cannot be read ({error}); restore the model's original config.json") from None
+    if not isinstance(config, dict):
+        raise BaseModelError(f"{path}: expected a JSON object; restore the model's original config.json")
+    return config
+
+
+def _rope_types(config: Mapping[str, Any]) -> list[Any]:
+    """Return the types of rotary positions in a config: one for all layers, or one for each kind of layer."""
+    types = []
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        for parameters in (value, *value.values()) if isinstance(value, dict) else ():
+            if isinstance(parameters, dict):
+                types.append(parameters.get("rope_type", parameters.get("type")))
+    return types
+
+
+# Tracing.
 
 
 @dataclass(frozen=True)
@@ -276,20 +188,20 @@ class TracedGraph:
     """A traced decoding step without weights."""
 
     model: ModelProto
-    """Its inputs include weights and buffers under their names in the model."""
+    """The graph; its inputs include weights and buffers under their names in the model."""
     weights: dict[str, tuple[int, ...]]
     """Shapes of the model's parameters; tied parameters appear once."""
     buffers: dict[str, torch.Tensor]
     """Values that the model computes once, such as the frequencies of positions."""
     names: dict[str, str]
-    """Every name of a parameter, mapped to its name in `weights`; tied parameters have several names."""
+    """Name in `weights` of each name of a parameter; tied parameters have several names."""
 
 
 class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is untyped
     """The model with a cache of plain tensors: key and value of each layer, [batch, heads, past, head size].
 
-    The cache keeps positions that have left a sliding window. Masks are made for absolute positions, so the step is
-    correct beyond the window, and one graph serves layers of both kinds.
+    The cache keeps positions that have left a sliding window. Masks use absolute positions, so the step is correct
+    beyond the window, and one graph serves layers with and without a window.
     """
 
     def __init__(self, model: Any, takes_positions: bool) -> None:
@@ -315,10 +227,10 @@ class _DecodingStepModule(nn.Module):  # type: ignore[misc]  # torch is untyped
 
 
 def trace_model(directory: Path) -> TracedGraph:
-    """Trace the decoding step of the model whose config is in a directory, in float32.
+    """Trace the decoding step of the model in a directory, in float32, from its config alone.
 
     Raises:
-        BaseModelError: torch cannot trace the model; the message contains the first line of the reason.
+        BaseModelError: torch cannot trace the model; the message contains the first line of torch's error.
     """
     spec = model_spec.load(directory)
     spec.require_causal()
@@ -354,7 +266,7 @@ def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
     graph = written.model.graph
     input_names = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
     input_names |= {f"{_STEP}{name}": first for name, first in names.items()}
-    for name in [name for name in graph.initializers if name in input_names]:  # others are constants of the code
+    for name in [name for name in graph.initializers if name in input_names]:  # the others are constants of the code
         value = graph.initializers.pop(name)
         value.const_value = None
         value.name = input_names[name]
@@ -362,7 +274,7 @@ def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
     written.optimize()
     return TracedGraph(
         model=written.model_proto,
-        weights={name: tuple(one.shape) for name, one in model.named_parameters()},
+        weights={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         buffers=dict(model.named_buffers()),
         names=names,
     )
@@ -370,12 +282,12 @@ def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
 
 def _canonical_names(model: Any) -> dict[str, str]:
     """Map every name of a parameter to its first name; tied parameters have several names."""
-    first = {id(one): name for name, one in model.named_parameters()}
-    return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first_names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _build_unloaded_model(spec: model_spec.ModelSpec) -> Any:
-    """Build the model with computed buffers; its parameters are reserved address space that is never written."""
+    """Build the model with computed buffers. Its parameters are reserved address space that is never written."""
     with no_init_weights(), model_spec.use_plain_linears(spec.config):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(spec.config), dtype=torch.float32, attn_implementation="eager"
@@ -385,12 +297,12 @@ def _build_unloaded_model(spec: model_spec.ModelSpec) -> Any:
 
 
 def _cache_shapes(spec: model_spec.ModelSpec) -> list[list[tuple[int, int]]]:
-    """Heads and head size of keys and values in each layer, from the cache of a step on the meta device."""
+    """Return heads and head size of keys and values in each layer, from the cache of a step on the meta device."""
     cache = DynamicCache()
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     model = spec.model(torch.float32, "eager")
     model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
-    return [[(one.shape[1], one.shape[3]) for one in (layer.keys, layer.values)] for layer in cache.layers]
+    return [[(tensor.shape[1], tensor.shape[3]) for tensor in (layer.keys, layer.values)] for layer in cache.layers]
 
 
 def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -414,16 +326,16 @@ def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any]
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:
-    """Names of the cache's tensors, as in other exporters and servers."""
+    """Return the names of the cache's tensors, which are the same in other exporters and servers."""
     return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
 
 
 @contextmanager
 def _silence_tracing() -> Iterator[None]:
-    """Suppress developer messages of torch and transformers; errors stay.
+    """Suppress developer messages of torch and transformers, but not their errors.
 
-    torch lists missing torchvision operators, and warns about a deprecated class that it uses itself and about long
-    frequencies that Phi-3 stores besides the short ones (both are constants). transformers warns that the attention
+    torch lists missing torchvision operators. It warns about a deprecated class that it uses itself, and about Phi-3,
+    which stores long frequencies in addition to short ones (both are constants). transformers warns that the attention
     implementation cannot be changed later.
     """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "transformers")]
@@ -442,31 +354,228 @@ def _silence_tracing() -> Iterator[None]:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The first line of the innermost cause, without color codes."""
+    """Return the first line of the innermost cause, without color codes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return _COLORS.sub("", first_line(error))
 
 
-BLOCK = 32
-"""Numbers that share a scale; half of this if the width is not a multiple of it."""
-
-_SLICE_NUMBERS = 2**22
-"""Numbers quantized at once, to limit temporary memory."""
+# Weights.
 
 
-def block_width(inner: int) -> int | None:
-    """Numbers that share a scale in a matrix with this inner width; None: the matrix stays float32."""
-    return next((size for size in (BLOCK, BLOCK // 2) if inner % size == 0), None)
+@dataclass(frozen=True)
+class OnnxTensor:
+    """A tensor to be written. Its values are computed when they are written, and then released."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Any
+    """numpy type of the values."""
+    values: Callable[[], NDArray[Any]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the data in the file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * int(np.dtype(self.type).itemsize)
+
+
+class OnnxWeightReader:
+    """Reads parameters from the model's files when they are needed.
+
+    If names of tensors in the files differ from names of parameters, as in old checkpoints, the complete model is
+    loaded, because only transformers knows the mapping.
+    """
+
+    def __init__(self, directory: Path, traced: TracedGraph) -> None:
+        names: dict[str, list[str]] = {name: [] for name in traced.weights}
+        for name, canonical_name in traced.names.items():
+            names[canonical_name].append(name)
+        self._parameters: dict[str, Any] = {}
+        stored = weights.WeightReader(directory).tensors()
+        for canonical_name, all_names in names.items():
+            stored_name = next((name for name in all_names if name in stored), None)
+            if stored_name is not None and tuple(stored[stored_name].get_shape()) == traced.weights[canonical_name]:
+                self._parameters[canonical_name] = stored[stored_name]
+        self.is_streamed = len(self._parameters) == len(names)
+        if not self.is_streamed:
+            model = loading.load_plain(directory, torch.float32, torch.device("cpu"))
+            self._parameters = dict(model.named_parameters())
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Read one parameter in float32."""
+        values: NDArray[Any] = self._parameters[name][...].detach().to(torch.float32).numpy()
+        return values
+
+
+def _clean_traced_graph(traced: TracedGraph, reader: OnnxWeightReader) -> list[OnnxTensor]:
+    """Clean the traced graph; return the weights and buffers that it reads."""
+    graph = traced.model.graph
+    inputs = {value.name for value in graph.input}
+    names = [name for name in traced.weights if name in inputs]
+    buffers = {name: buffer.numpy() for name, buffer in traced.buffers.items() if name in inputs}
+    clean_graph(traced.model)
+    remove_weight_inputs(traced.model, {*names, *buffers})
+    split_products(graph, names)
+    transposed = fold_transpositions(graph, names)
+    return [
+        *(_weight_tensor(name, traced.weights[name], reader, name in transposed) for name in names),
+        *(_buffer_tensor(name, buffer) for name, buffer in buffers.items()),
+    ]
+
+
+def _weight_tensor(name: str, shape: tuple[int, ...], reader: OnnxWeightReader, is_transposed: bool) -> OnnxTensor:
+    if is_transposed:
+        return OnnxTensor(name, shape[::-1], np.float32, lambda: reader.array(name).T)
+    return OnnxTensor(name, shape, np.float32, lambda: reader.array(name))
+
+
+def _buffer_tensor(name: str, values: NDArray[Any]) -> OnnxTensor:
+    return OnnxTensor(name, values.shape, values.dtype, lambda: values)
+
+
+# Cleaning the graph.
+
+
+def clean_graph(model: ModelProto) -> None:
+    """Remove debugging data and data about the machine, and name the dynamic dimensions of inputs and outputs."""
+    graph = model.graph
+    del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
+    model.doc_string = graph.doc_string = ""
+    model.domain, graph.name = "", "step"
+    for function in model.functions:
+        _clean_nodes(function.node)
+        del function.metadata_props[:], function.value_info[:]
+        function.doc_string = ""
+    _clean_nodes(graph.node)
+    for tensor in graph.initializer:
+        tensor.doc_string = ""
+        del tensor.metadata_props[:]
+    for value in (*graph.input, *graph.output):
+        value.doc_string = ""
+        del value.metadata_props[:]
+        _name_dimensions(value)
+
+
+def _clean_nodes(nodes: Iterable[NodeProto]) -> None:
+    for node in nodes:
+        node.doc_string = ""
+        del node.metadata_props[:]
+        for attribute in node.attribute:
+            attribute.doc_string = ""
+            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPH_TYPES else ():
+                del inner.metadata_props[:], inner.value_info[:]
+                inner.doc_string = ""
+                _clean_nodes(inner.node)
+
+
+def _name_dimensions(value: ValueInfoProto) -> None:
+    names: dict[int, str] = {0: BATCH, 1: LENGTH}
+    if value.name == "attention_mask":
+        names = {0: BATCH, 1: TOTAL}
+    elif value.name.startswith("past_key_values."):
+        names = {0: BATCH, 2: PAST}
+    elif value.name.startswith("present."):
+        names = {0: BATCH, 2: TOTAL}
+    for index, dimension in enumerate(value.type.tensor_type.shape.dim):
+        if index in names:
+            dimension.dim_param = names[index]
+
+
+def remove_weight_inputs(model: ModelProto, names: Iterable[str]) -> None:
+    """Remove weights and buffers from a graph's inputs, because the graph will contain them as tensors."""
+    removed = set(names)
+    remaining = [value for value in model.graph.input if value.name not in removed]
+    del model.graph.input[:]
+    model.graph.input.extend(remaining)
+
+
+def split_products(graph: GraphProto, weight_names: Iterable[str]) -> None:
+    """Replace each `Gemm` of a weight, as in the layers of GPT-2, by a product and a sum."""
+    names = set(weight_names)
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        is_plain_gemm = node.op_type == "Gemm" and all(
+            (attribute.name in ("alpha", "beta") and attribute.f == 1.0)
+            or (attribute.name in ("transA", "transB") and attribute.i == 0)
+            for attribute in node.attribute
+        )
+        if is_plain_gemm and node.input[1] in names and len(node.input) == 3:
+            product = f"{node.output[0]}_product"
+            nodes.append(helper.make_node("MatMul", list(node.input[:2]), [product], f"{node.name}_product"))
+            nodes.append(helper.make_node("Add", [product, node.input[2]], list(node.output), node.name))
+        else:
+            nodes.append(node)
+    replace_nodes(graph, nodes)
+
+
+def fold_transpositions(graph: GraphProto, weight_names: Iterable[str]) -> set[str]:
+    """Remove the transposition of matrices that are only read transposed; they are stored transposed instead.
+
+    torch's linear layers multiply with the transpose. A transposition in the graph would run at every start of a
+    runtime, with all weights in memory twice. A head that is tied to the embedding stays unchanged, because the
+    embedding is read by rows.
+
+    Returns:
+        Names of the weights to be stored transposed.
+    """
+    readers = index_readers(graph)
+    outputs_by_weight = {}
+    for name in weight_names:
+        nodes = readers.get(name, [])
+        if nodes and all(node.op_type == "Transpose" and _read_permutation(node) == [1, 0] for node in nodes):
+            outputs_by_weight[name] = [node.output[0] for node in nodes]
+    renamed = {output: name for name, outputs in outputs_by_weight.items() for output in outputs}
+    remaining = [node for node in graph.node if node.output[0] not in renamed]
+    for node in remaining:
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+    replace_nodes(graph, remaining)
+    return set(outputs_by_weight)
+
+
+def _read_permutation(node: NodeProto) -> list[int]:
+    return list(next((attribute.ints for attribute in node.attribute if attribute.name == "perm"), ()))
+
+
+def index_readers(graph: GraphProto) -> dict[str, list[NodeProto]]:
+    """Map each value to the nodes that read it, in order."""
+    readers: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        for name in dict.fromkeys(node.input):
+            readers.setdefault(name, []).append(node)
+    return readers
+
+
+def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
+    """Replace all nodes of a graph, in order."""
+    copies = []
+    for node in nodes:
+        copied_node = NodeProto()
+        copied_node.CopyFrom(node)
+        copies.append(copied_node)
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def sort_tensors(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
+    """Return the tensors that the graph reads, in the order of reading."""
+    order: dict[str, int] = {}
+    for node in graph.node:
+        for name in node.input:
+            order.setdefault(name, len(order))
+    return sorted((tensor for tensor in tensors if tensor.name in order), key=lambda tensor: order[tensor.name])
+
+
+# Quantizing the graph.
 
 
 def quantize_graph(model: ModelProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
     """Quantize the matrices of a float32 graph in place.
 
     Returns:
-        The tensors that the graph then reads, and unused ones.
+        The tensors that the graph then reads, and tensors that it no longer reads.
     """
-    by_name = {one.name: one for one in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
     transposed = {
         node.output[0]: node.input[0]
         for node in model.graph.node
@@ -476,7 +585,7 @@ def quantize_graph(model: ModelProto, tensors: Iterable[OnnxTensor]) -> list[Onn
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if node.op_type == "Transpose" and node.output[0] in transposed:
-            continue  # inserted again below if a node still reads it
+            continue  # `_insert_transpositions` inserts it again if a node still reads it
         source = _matrix_name(node, by_name, transposed)
         if source is None:
             nodes.append(node)
@@ -488,13 +597,13 @@ def quantize_graph(model: ModelProto, tensors: Iterable[OnnxTensor]) -> list[Onn
             else _quantize_embedding(node, matrix)
         )
         nodes += new_nodes
-        quantized |= {one.name: one for one in new_tensors}
+        quantized |= {tensor.name: tensor for tensor in new_tensors}
     replace_nodes(model.graph, _insert_transpositions(nodes, transposed))
     return [*by_name.values(), *quantized.values()]
 
 
 def _matrix_name(node: NodeProto, by_name: dict[str, OnnxTensor], transposed: dict[str, str]) -> str | None:
-    """Name of the weight that a product or the token lookup reads, if it can be quantized."""
+    """Return the name of the weight that a product or the token lookup reads; None if it cannot be quantized."""
     if node.op_type == "MatMul":
         name = transposed.get(node.input[1], node.input[1])
         inner = -1 if node.input[1] in transposed else 0
@@ -543,9 +652,9 @@ def _quantize_embedding(node: NodeProto, matrix: OnnxTensor) -> tuple[list[NodeP
     numbers, scales = _quantized_tensors(f"{matrix.name}.rows", matrix.shape, 1, matrix.values)
     gathers = [
         helper.make_node(
-            "Gather", [one.name, node.input[1]], [f"{node.output[0]}_{part}"], f"{node.name}_{part}", axis=0
+            "Gather", [tensor.name, node.input[1]], [f"{node.output[0]}_{part}"], f"{node.name}_{part}", axis=0
         )
-        for part, one in (("rows", numbers), ("scales", scales))
+        for part, tensor in (("rows", numbers), ("scales", scales))
     ]
     dequantize = helper.make_node(
         "DequantizeLinear",
@@ -561,7 +670,7 @@ def _quantize_embedding(node: NodeProto, matrix: OnnxTensor) -> tuple[list[NodeP
 def _quantized_tensors(
     name: str, shape: tuple[int, ...], axis: int, values: Callable[[], NDArray[Any]]
 ) -> tuple[OnnxTensor, OnnxTensor]:
-    """Numbers and scales of a matrix; both are computed when the numbers are written."""
+    """Return the numbers and scales of a matrix; both are computed when the numbers are written."""
     block = block_width(shape[axis]) or BLOCK
     scale_shape = tuple(size // block if index == axis else size for index, size in enumerate(shape))
     quantizer = _LazyQuantizer(values, axis, block)
@@ -572,7 +681,7 @@ def _quantized_tensors(
 
 
 class _LazyQuantizer:
-    """Quantizes when the numbers are requested, and stores the scales, which are small, until they are requested."""
+    """Quantizes a matrix when its numbers are requested, and keeps the small scales until they are requested."""
 
     def __init__(self, values: Callable[[], NDArray[Any]], axis: int, block: int) -> None:
         self._values = values
@@ -617,162 +726,54 @@ def quantize_matrix(matrix: NDArray[Any], axis: int, block: int) -> tuple[NDArra
     return (numbers, scales) if axis == 1 else (numbers.T, scales.T)
 
 
-class OnnxWeightReader:
-    """Reads parameters from the model's files when they are needed.
-
-    If tensors in the files have other names than parameters of the model, as in old checkpoints, the model is loaded as
-    a whole, because only transformers knows the mapping.
-    """
-
-    def __init__(self, directory: Path, traced: TracedGraph) -> None:
-        names: dict[str, list[str]] = {name: [] for name in traced.weights}
-        for name, first in traced.names.items():
-            names[first].append(name)
-        self._parameters: dict[str, Any] = {}
-        stored = weights.WeightReader(directory).tensors()
-        for first, all_names in names.items():
-            stored_name = next((name for name in all_names if name in stored), None)
-            if stored_name is not None and tuple(stored[stored_name].get_shape()) == traced.weights[first]:
-                self._parameters[first] = stored[stored_name]
-        self.is_streamed = len(self._parameters) == len(names)
-        if not self.is_streamed:
-            model = loading.load_plain(directory, torch.float32, torch.device("cpu"))
-            self._parameters = dict(model.named_parameters())
-
-    def array(self, name: str) -> NDArray[Any]:
-        """Read one parameter in float32."""
-        values: NDArray[Any] = self._parameters[name][...].detach().to(torch.float32).numpy()
-        return values
+def block_width(inner: int) -> int | None:
+    """Return how many numbers share a scale in a matrix with this inner width; None: the matrix stays float32."""
+    return next((size for size in (BLOCK, BLOCK // 2) if inner % size == 0), None)
 
 
-SUPPORTED_MODEL_TYPES = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "apertus",
-    "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "glm", "glm4", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "mpt", "nemotron", "olmo",
-    "olmo2", "olmo3", "opt", "persimmon", "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
-)  # fmt: skip
-"""Model types whose exported step was compared with transformers in onnxruntime, with and without a past."""
-
-_TOKENIZER = "tokenizer.json"
-_COMPANION_FILES = ("config.json", "generation_config.json", _TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
-_NODE_BYTES = 6000
-"""Upper bound of the graph's size per tensor of the model."""
+# Writing the graph.
 
 
-def require_exportable(directory: Path) -> None:
-    """Check from config.json alone that the model can be exported.
-
-    Raises:
-        SettingsError: the model type is not supported; the message lists the supported ones.
-        BaseModelError: config.json is missing or invalid.
-    """
-    config = _read_config(directory)
-    kind = str(config.get("model_type"))
-    if kind not in SUPPORTED_MODEL_TYPES:
-        named = ", ".join(config.get("architectures") or ()) or "no class named"
-        raise SettingsError(
-            f"export.onnx.types: {directory / 'config.json'}: found model type {kind} ({named}); ONNX export supports "
-            f"{', '.join(sorted(SUPPORTED_MODEL_TYPES))}; remove all types from export.onnx.types"
-        )
-    if any(one == "dynamic" for one in _rope_types(config)):
-        raise SettingsError(
-            f"export.onnx.types: {directory / 'config.json'}: found rope_type dynamic, whose frequencies depend on the "
-            "length of the input, which an ONNX graph cannot express; remove all types from export.onnx.types"
-        )
+def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Path, progress: Progress) -> None:
+    """Write the graph and a file with its weights, with one tensor at a time in memory."""
+    offset = 0
+    for tensor in tensors:
+        entry = model.graph.initializer.add()
+        entry.name = tensor.name
+        entry.data_type = helper.np_dtype_to_tensor_dtype(np.dtype(tensor.type))
+        entry.dims.extend(tensor.shape)
+        if tensor.size_bytes <= _INLINE_BYTES:
+            entry.raw_data = _tensor_bytes(tensor)
+            continue
+        offset = _align_offset(offset)
+        entry.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", DATA_FILE), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
+            entry.external_data.add(key=key, value=value)
+        offset += tensor.size_bytes
+    files.write_blocks(directory / DATA_FILE, _blocks(tensors, offset, progress))
+    files.write_blocks(directory / GRAPH_FILE, [[model.SerializeToString(deterministic=True)]])
 
 
-def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress) -> None:
-    """Export a merged model; one weight is in memory at a time.
-
-    Args:
-        directory: config, weights of any type, and tokenizer, as in the export's `hf` directory.
-        target: the directory to create. It may be incomplete after an error, so create it inside a sealed one.
-        type: type of the weights: `fp32` or `int8`.
-        progress: called during tracing, and with the bytes written and their total.
-
-    Raises:
-        SettingsError: the model type is not supported.
-        BaseModelError: the model cannot be traced, its files are incomplete, or tokenizer.json is missing.
-    """
-    require_exportable(directory)
-    if not (directory / _TOKENIZER).is_file():
-        raise BaseModelError(
-            f"{directory}: found no {_TOKENIZER}, which other tools than transformers need; use a base with a fast "
-            "tokenizer, or remove all types from export.onnx.types"
-        )
-    progress("tracing the model for ONNX", 0, 1)
-    traced = trace_model(directory)
-    progress("tracing the model for ONNX", 1, 1)
-    tensors = _clean_traced_graph(traced, OnnxWeightReader(directory, traced))
-    if type == "int8":
-        tensors = quantize_graph(traced.model, tensors)
-    files.make_directory(target)
-    write_graph(traced.model, sort_tensors(traced.model.graph, tensors), target, progress)
-    for name in _COMPANION_FILES:
-        if (directory / name).is_file():
-            files.write_blocks(target / name, [[(directory / name).read_bytes()]])
+def _blocks(
+    tensors: Sequence[OnnxTensor], total_bytes: int, progress: Progress
+) -> Iterator[Sequence[bytes | memoryview]]:
+    written = 0
+    for tensor in tensors:
+        if tensor.size_bytes <= _INLINE_BYTES:
+            continue
+        gap = _align_offset(written) - written
+        written += gap + tensor.size_bytes
+        yield [bytes(gap), _tensor_bytes(tensor)]
+        progress("writing weights for onnxruntime", written, total_bytes)
 
 
-def _clean_traced_graph(traced: TracedGraph, weights: OnnxWeightReader) -> list[OnnxTensor]:
-    """Clean the traced graph, and return the tensors that it reads and that are not its inputs."""
-    graph = traced.model.graph
-    inputs = {value.name for value in graph.input}
-    names = [name for name in traced.weights if name in inputs]
-    buffers = {name: buffer.numpy() for name, buffer in traced.buffers.items() if name in inputs}
-    clean_graph(traced.model)
-    remove_weight_inputs(traced.model, {*names, *buffers})
-    split_products(graph, names)
-    transposed = fold_transpositions(graph, names)
-    return [
-        *(_weight_tensor(name, traced.weights[name], weights, name in transposed) for name in names),
-        *(_buffer_tensor(name, buffer) for name, buffer in buffers.items()),
-    ]
+def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
+    """Return the values as little-endian bytes, as the format requires."""
+    values = np.asarray(tensor.values(), dtype=np.dtype(tensor.type).newbyteorder("<"), order="C")
+    if values.shape != tensor.shape:
+        raise ValueError(f"{tensor.name}: found shape {values.shape}; expected {tensor.shape} as in the graph")
+    return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
 
 
-def _weight_tensor(name: str, shape: tuple[int, ...], weights: OnnxWeightReader, is_transposed: bool) -> OnnxTensor:
-    if is_transposed:
-        return OnnxTensor(name, shape[::-1], np.float32, lambda: weights.array(name).T)
-    return OnnxTensor(name, shape, np.float32, lambda: weights.array(name))
-
-
-def _buffer_tensor(name: str, values: NDArray[Any]) -> OnnxTensor:
-    return OnnxTensor(name, values.shape, values.dtype, lambda: values)
-
-
-def onnx_size_bytes(directory: Path, type: OnnxType) -> int:
-    """Upper bound of the size of the files that `write_onnx` writes, from the headers of the model's files."""
-    shapes = base_model.read_tensor_shapes(directory)
-    size_bytes = sum(_stored_bytes(shape, type) for shape in shapes.values())
-    if type == "int8" and _read_config(directory).get("tie_word_embeddings", True):
-        matrices = [shape for shape in shapes.values() if len(shape) == 2]
-        size_bytes += max((_stored_bytes(shape, type) for shape in matrices), default=0)
-    size_bytes += sum(path.stat().st_size for name in _COMPANION_FILES if (path := directory / name).is_file())
-    return size_bytes + _NODE_BYTES * len(shapes)
-
-
-def _stored_bytes(shape: tuple[int, ...], type: OnnxType) -> int:
-    count = int(np.prod(shape, dtype=np.int64))
-    block = block_width(shape[-1]) if len(shape) == 2 else None
-    return 4 * count if type == "fp32" or block is None else count + 4 * (count // block)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BaseModelError(f"{path}: cannot be read ({error}); restore the model's original config.json") from None
-    if not isinstance(config, dict):
-        raise BaseModelError(f"{path}: expected a JSON object; restore the model's original config.json")
-    return config
-
-
-def _rope_types(config: Mapping[str, Any]) -> list[Any]:
-    """Types of rotary positions in a config: one for all layers, or one for each kind of layer."""
-    types = []
-    for key in ("rope_parameters", "rope_scaling"):
-        value = config.get(key)
-        for one in (value, *value.values()) if isinstance(value, dict) else ():
-            if isinstance(one, dict):
-                types.append(one.get("rope_type", one.get("type")))
-    return types
+def _align_offset(offset: int) -> int:
+    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,10 +1,9 @@
-"""Selects training rows from outputs of `ratchet generate`: verifies the outputs, filters and scores the answers.
+"""Selects training rows from outputs of `ratchet generate`: verifies the outputs, filters and scores their answers.
 
-Scores answers with the user's reward: a program that reads JSON lines, or a function of an installed package.
-
-The program reads from a file, so that it and Ratchet never wait for each other. It is not trusted: it gets an
-environment without secrets, a time limit, and a limit on its output. It is killed with all its children, except those
-that start a session of their own (setsid(2), a daemon), which cannot be found any more.
+Selection runs in passes over files: filters, scores, choice within a prompt, duplicates. Memory holds one prompt with
+its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100 with
+the set they are in), 8 bytes for each MinHash band, and up to 9 more for each band while clusters are computed. That
+is half a gigabyte for a million rows by default, and a fifth of it without near-duplicates.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGeneration
 
-KEY = "select.reward.command"
+_KEY = "select.reward.command"
 STDERR_LINES = 5
 STDERR_BYTES = 2**16
 """Size of the end of standard error that is kept for the error message."""
@@ -60,170 +59,23 @@ FUNCTION_BATCH = 256
 """Answers per call of a reward function."""
 
 READ_BYTES = 2**20
-"""Bytes per read: no pipe holds more (pipe(7)), so one read empties it."""
+"""Bytes per read; no pipe holds more (pipe(7)), so one read empties a pipe."""
 POLL_INTERVAL_S = 0.1
-"""Interval of the check whether the program has ended while one of its children still holds its pipes."""
+"""Interval between two checks whether the program has ended while a child of it still holds its pipes."""
 
-
-class RewardOutput(NamedTuple):
-    """The output of a reward."""
-
-    scores: Path
-    """File with its output, one number per line."""
-    stderr_tail: bytes
-    """The end of its standard error."""
-
-
-def fingerprint_command(settings: RewardSettings, root: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that the command names, except a program outside the project."""
-    project_dir = root.resolve()
-    return {
-        word: digests.hash_file(root / word)
-        for number, word in enumerate(settings.command)
-        if (root / word).is_file() and (number or (root / word).resolve().is_relative_to(project_dir))
-    }
-
-
-def fingerprint(settings: RewardSettings, root: Path) -> dict[str, str]:
-    """Identify the reward: the files of its command, or the package and version of its function."""
-    if settings.function is None:
-        return fingerprint_command(settings, root)
-    load_extension("ratchet.rewards", settings.function, "select.reward.function")
-    return {"function": describe_extension("ratchet.rewards", settings.function)}
-
-
-def run_program(settings: RewardSettings, root: Path, requests: Path, folder: Path, count: int) -> RewardOutput:
-    """Score answers with a program.
-
-    Args:
-        settings: select.reward.
-        root: the project's directory, which is the working directory of the program.
-        requests: file with a JSON line for each answer.
-        folder: directory for the output.
-        count: number of answers.
-
-    Raises:
-        SettingsError: the program cannot be started, fails, takes too long, or writes too much.
-    """
-    scores = folder / "scores"
-    with requests.open("rb") as stdin, scores.open("wb") as out:
-        try:
-            child = subprocess.Popen(
-                settings.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root,
-                env=redaction.build_secret_free_environment(), start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise SettingsError(f"{KEY}: {settings.command[0]}: cannot be started ({error.strerror})") from None
-        with child:
-            try:
-                stderr_tail = _read_output(child, settings.timeout_s, out, count)
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)  # the program and its children
-        code = child.returncode
-    if code:
-        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        raise SettingsError(f"{KEY}: the program {reason}{_format_stderr(stderr_tail)}")
-    return RewardOutput(scores, stderr_tail)
-
-
-def _read_output(child: "subprocess.Popen[bytes]", timeout_s: float, out: BinaryIO, count: int) -> bytes:
-    """Copy the program's output to `out` until it ends; return the end of its standard error."""
-    deadline_s, remaining_bytes, stderr_tail = time.monotonic() + timeout_s, EXTRA_BYTES + count * BYTES_PER_ANSWER, b""
-    with selectors.DefaultSelector() as streams:
-        for stream in filter(None, (child.stdout, child.stderr)):
-            streams.register(stream, selectors.EVENT_READ)
-        while True:
-            has_ended = child.poll() is not None  # checked before the last read, which then gets the remaining output
-            remaining_s = deadline_s - time.monotonic()
-            for key, _ in streams.select(0 if has_ended else max(0.0, min(POLL_INTERVAL_S, remaining_s))):
-                data = os.read(key.fd, READ_BYTES)
-                if not data:
-                    streams.unregister(key.fileobj)
-                elif key.fileobj is child.stderr:
-                    stderr_tail = (stderr_tail + data)[-STDERR_BYTES:]
-                elif len(data) > remaining_bytes:
-                    raise SettingsError(
-                        f"{KEY}: the program wrote more than the numbers for {count:,} answers can need; expected one "
-                        f"number per line, in the order of the answers{_format_stderr(stderr_tail)}"
-                    )
-                else:
-                    remaining_bytes -= out.write(data)
-            if has_ended:
-                return stderr_tail
-            if remaining_s <= 0:
-                raise SettingsError(
-                    f"{KEY}: the program took more than {timeout_s:g} s (select.reward.timeout_s)"
-                    f"{_format_stderr(stderr_tail)}"
-                )
-
-
-def run_function(name: str, requests: Path, folder: Path) -> RewardOutput:
-    """Score answers with a reward of an installed package, in this process.
-
-    Args:
-        name: select.reward.function.
-        requests: a JSON line for each answer.
-        folder: directory for the scores.
-
-    Raises:
-        SettingsError: the package is not installed, the function fails, or does not return a number for each answer.
-    """
-    key = "select.reward.function"
-    function = load_extension("ratchet.rewards", name, key)
-    path = folder / "scores"
-    with requests.open(encoding="utf-8") as stream, path.open("w", encoding="utf-8") as out:
-        while lines := list(islice(stream, FUNCTION_BATCH)):
-            rows = [json.loads(line) for line in lines]
-            prompts = [row["messages"][-1]["content"] for row in rows]
-            try:
-                scores = function(prompts, [row["answer"] for row in rows], [row["reference"] for row in rows])
-                numbers = [float(score) for score in scores]
-            except Exception as error:
-                raise SettingsError(f"{key}: {name} failed: {type(error).__name__}: {error}") from error
-            if len(numbers) != len(rows):
-                raise SettingsError(f"{key}: {name} returned {len(numbers)} numbers for {len(rows)} answers")
-            out.writelines(f"{number!r}\n" for number in numbers)
-    return RewardOutput(path, b"")
-
-
-def read_scores(output: RewardOutput, count: int) -> Iterator[float]:
-    """Yield the scores of all answers.
-
-    Raises:
-        SettingsError: the number of lines is not `count`, or a line is not a finite number.
-    """
-    number = 0
-    with output.scores.open(encoding="utf-8", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                score = float(line)
-            except ValueError:
-                score = math.nan
-            if not math.isfinite(score):
-                raise SettingsError(
-                    f"{KEY}: line {number} of the output: found {_format_line(line)}, expected a number"
-                )
-            if number <= count:
-                yield score
-    if number != count:
-        raise SettingsError(
-            f"{KEY}: the program wrote {number:,} numbers for {count:,} answers; expected one number per line, in the "
-            f"order of the answers{_format_stderr(output.stderr_tail)}"
-        )
-
-
-def _format_line(line: str) -> str:
-    return repr(redaction.redact(line.strip())[:80])
-
-
-def _format_stderr(stderr_tail: bytes) -> str:
-    """Format standard error for an error message; secrets are removed before cutting, which could hide half of one."""
-    lines = [line.rstrip() for line in redaction.redact(stderr_tail.decode(errors="replace")).splitlines()]
-    if len(stderr_tail) == STDERR_BYTES and len(lines) > 1:
-        del lines[0]  # incomplete
-    last = [line[-STDERR_LINE_CHARACTERS:] for line in lines if line][-STDERR_LINES:]
-    return "; its standard error:\n" + "\n".join(f"  {line}" for line in last) if last else "; no standard error"
+FILTER_NAMES = (
+    "finish", "invalid_text", "length", "format", "probability", "no_final_answer", "reference", "agreement",
+    "minority", "reward", "not_selected", "duplicate", "near_duplicate",
+)  # fmt: skip
+"""The filters, in the order in which they are applied."""
+MAX_EXAMPLES = 3
+MAX_EXAMPLE_CHARACTERS = 100
+"""Length limit of an example."""
+MATCH_TIMEOUT_S = 20.0
+"""Time limit of a regular expression for one answer; with nested repetition, matching can take years."""
+BLOCK_ROWS = 1000
+RESERVED_FIELDS = ("messages", "tools", PROVENANCE)
+"""Keys of a row that generate.extra_fields may not contain."""
 
 
 class TeacherAnswer(NamedTuple):
@@ -273,14 +125,14 @@ class GenerationOutput:
         )
 
 
-def open_output(path: Path, layout: ProjectLayout, settings: Settings, other: Path | None) -> GenerationOutput:
+def open_output(path: Path, layout: ProjectLayout, settings: Settings, prompts_file: Path | None) -> GenerationOutput:
     """Open an output with its prompts.
 
     Args:
         path: the output.
         layout: layout of the project that generated it.
         settings: settings of the project, which determine how a file of prompts is read.
-        other: the file of prompts, needed if the directory of the generation was deleted.
+        prompts_file: the file of prompts, needed if the directory of the generation was deleted.
 
     Raises:
         SettingsError: the file does not exist, or is not an output of `ratchet generate`.
@@ -293,30 +145,30 @@ def open_output(path: Path, layout: ProjectLayout, settings: Settings, other: Pa
             f"{path}: the file changed since `ratchet generate` wrote it; remove it and run `ratchet generate` again "
             "(saved answers are reused)"
         )
-    return GenerationOutput(path, card, _find_prompts(path, card, layout, settings, other))
+    return GenerationOutput(path, card, _find_prompts(path, card, layout, settings, prompts_file))
 
 
 def _find_prompts(
-    path: Path, card: GenerationCard, layout: ProjectLayout, settings: Settings, other: Path | None
+    path: Path, card: GenerationCard, layout: ProjectLayout, settings: Settings, prompts_file: Path | None
 ) -> Callable[[], Iterator[Prompt]]:
     folder = GenerationPaths(layout.generations / card.id).prompts
     try:
         files.verify_sealed(folder, PROMPTS_KIND)
     except DamagedFileError as error:
-        if other is None:
+        if prompts_file is None:
             problem = f"are damaged ({error})" if folder.exists() else f"are missing (no {folder})"
             raise DataError(
                 f"{path}: the prompts of generation {card.id} {problem}; name their original file with --prompts"
             ) from None
     else:
         return lambda: prompts.read_prompts(folder)
-    how = {"prompt_column": settings.generate.prompt_column, "skip_invalid": settings.generate.skip_invalid}
-    prompt_settings = settings.model_copy(update={"generate": card.spec.generate.model_copy(update=how)})
-    source = PromptSource(other.absolute(), prompt_settings)
+    update = {"prompt_column": settings.generate.prompt_column, "skip_invalid": settings.generate.skip_invalid}
+    prompt_settings = settings.model_copy(update={"generate": card.spec.generate.model_copy(update=update)})
+    source = PromptSource(prompts_file.absolute(), prompt_settings)
     if source.measure()[1] != card.spec.prompts_digest:
         raise DataError(
-            f"--prompts {other}: not the prompts of generation {card.id} ({path.name}); use the original file, and the "
-            "original generate.prompt_column and prepare.system"
+            f"--prompts {prompts_file}: not the prompts of generation {card.id} ({path.name}); use the original file, "
+            "and the original generate.prompt_column and prepare.system"
         )
     return source.prompts
 
@@ -351,8 +203,8 @@ def _read_answers(
 ) -> Iterator[TeacherAnswer]:
     for sample in range(generation.card.spec.generate.samples):
         record: dict[str, Any] = next(records, {})
-        found_key = (record.get("id"), record.get("prompt_digest"), record.get("sample"))
-        if found_key != (prompt.id, prompt.digest, sample):
+        record_key = (record.get("id"), record.get("prompt_digest"), record.get("sample"))
+        if record_key != (prompt.id, prompt.digest, sample):
             raise DamagedFileError(
                 f"{generation.path}: sample {sample} of prompt {prompt.id!r} is not at its position; run its `ratchet "
                 "generate` again"
@@ -370,24 +222,11 @@ def _label_probability(labels: Mapping[str, float | None] | None, text: str, nat
     return None if nats is None else math.exp(nats)
 
 
-# ----- Filters
+# Filters.
 #
 # The vote is self-consistency (Wang et al. 2022, arXiv 2203.11171): among the samples of a prompt, the final answer
 # that most of them give is probably correct. Comparing with a reference is rejection sampling (Yuan et al. 2023, arXiv
 # 2308.01825; Zelikman et al. 2022, arXiv 2203.14465). Every removed answer is counted.
-
-FILTER_NAMES = (
-    "finish", "invalid_text", "length", "format", "probability", "no_final_answer", "reference", "agreement",
-    "minority", "reward", "not_selected", "duplicate", "near_duplicate",
-)  # fmt: skip
-"""The filters, in the order in which they are applied."""
-
-MAX_EXAMPLES = 3
-MAX_EXAMPLE_CHARACTERS = 100
-"""Length limit of an example."""
-
-MATCH_TIMEOUT_S = 20.0
-"""Time limit of a regular expression for one answer: with nested repetition it can run for years."""
 
 
 class FilterTally:
@@ -445,8 +284,8 @@ class AnswerFilters:
     def __init__(self, settings: Select, labels: Sequence[Sequence[str]], tally: FilterTally) -> None:
         self._settings, self._tally = settings, tally
         self._labels = [frozenset(names) for names in labels]
-        named = settings.answer_format if settings.answer_format not in NAMED_FORMATS else None
-        self._format = re.compile(named) if named else None
+        pattern = settings.answer_format if settings.answer_format not in NAMED_FORMATS else None
+        self._format = re.compile(pattern) if pattern else None
         self._final = re.compile(settings.final_answer_pattern) if settings.final_answer_pattern else None
         self.without_reference = 0
         self.with_reference = 0
@@ -485,8 +324,8 @@ class AnswerFilters:
             return "length", f"{len(text):,} characters", ""
         if not self._has_valid_format(answer):
             return "format", text, ""
-        least = settings.min_probability
-        if least is not None and (answer.probability is None or answer.probability < least):
+        minimum = settings.min_probability
+        if minimum is not None and (answer.probability is None or answer.probability < minimum):
             return "probability", "unknown" if answer.probability is None else f"{answer.probability:.4f}", ""
         final = self._final_answer(text)
         return ("no_final_answer", text, "") if final is None else ("", "", final)
@@ -521,12 +360,12 @@ class AnswerFilters:
     ) -> list[AcceptedAnswer]:
         total = len(prompt_answers.answers)
         votes = Counter(final for _, final in passed)
-        least = self._settings.min_agreement
+        minimum = self._settings.min_agreement
         candidates = [AcceptedAnswer(answer, round(votes[final] / total, 4)) for answer, final in passed]
-        if least is None or not passed:
+        if minimum is None or not passed:
             return candidates
         _, winner = min(((-votes[final], *likelihood_key(answer)), final) for answer, final in passed)
-        has_majority = votes[winner] >= least * total - 1e-9
+        has_majority = votes[winner] >= minimum * total - 1e-9
         accepted = []
         for candidate, (answer, final) in zip(candidates, passed, strict=True):
             if has_majority and final == winner:
@@ -558,7 +397,7 @@ def _refuse_constant(name: str) -> None:
 
 @contextmanager
 def _limit_match_time(name: str, pattern: str) -> Iterator[None]:
-    """Raise SettingsError if a regular expression takes too long, by a signal, which `re` checks for while matching."""
+    """Raise SettingsError if matching takes too long; a signal handler raises it, because signals interrupt `re`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -578,16 +417,181 @@ def _limit_match_time(name: str, pattern: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
 
 
-# ----- Selection
+# Scores by the user's reward: a program that reads JSON lines, or a function of an installed package.
 #
-# Selection runs in passes over files: filters, scores, choice within a prompt, duplicates. Memory holds one prompt with
-# its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100 with
-# the set they are in), 8 bytes for each MinHash band, and up to 9 more for each band while clusters are computed. That
-# is half a gigabyte for a million rows by default, and a fifth of it without near-duplicates.
+# The program reads from a file, so that it and Ratchet never wait for each other. It is not trusted: it gets an
+# environment without secrets, a time limit, and a limit on its output. Ratchet kills it with all its children, except
+# children that start a session of their own (setsid(2), a daemon), which cannot be found any more.
 
-BLOCK_ROWS = 1000
-RESERVED_FIELDS = ("messages", "tools", PROVENANCE)
-"""Keys of a row that generate.extra_fields may not contain."""
+
+class RewardOutput(NamedTuple):
+    """The output of a reward."""
+
+    scores: Path
+    """File with its output, one number per line."""
+    stderr_tail: bytes
+    """The end of its standard error."""
+
+
+def fingerprint_command(settings: RewardSettings, root: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file that the command names, except a program outside the project."""
+    project_dir = root.resolve()
+    return {
+        word: digests.hash_file(root / word)
+        for number, word in enumerate(settings.command)
+        if (root / word).is_file() and (number or (root / word).resolve().is_relative_to(project_dir))
+    }
+
+
+def fingerprint(settings: RewardSettings, root: Path) -> dict[str, str]:
+    """Identify the reward: the files of its command, or the package and version of its function."""
+    if settings.function is None:
+        return fingerprint_command(settings, root)
+    load_extension("ratchet.rewards", settings.function, "select.reward.function")
+    return {"function": describe_extension("ratchet.rewards", settings.function)}
+
+
+def run_program(settings: RewardSettings, root: Path, requests: Path, folder: Path, count: int) -> RewardOutput:
+    """Score answers with a program.
+
+    Args:
+        settings: select.reward.
+        root: the project's directory, which is the working directory of the program.
+        requests: file with a JSON line for each answer.
+        folder: directory for the output.
+        count: number of answers.
+
+    Raises:
+        SettingsError: the program cannot be started, fails, takes too long, or writes too much.
+    """
+    scores = folder / "scores"
+    with requests.open("rb") as stdin, scores.open("wb") as out:
+        try:
+            child = subprocess.Popen(
+                settings.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root,
+                env=redaction.build_secret_free_environment(), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SettingsError(f"{_KEY}: {settings.command[0]}: cannot be started ({error.strerror})") from None
+        with child:
+            try:
+                stderr_tail = _read_output(child, settings.timeout_s, out, count)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)  # the program and its children
+        code = child.returncode
+    if code:
+        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise SettingsError(f"{_KEY}: the program {reason}{_format_stderr(stderr_tail)}")
+    return RewardOutput(scores, stderr_tail)
+
+
+def _read_output(child: "subprocess.Popen[bytes]", timeout_s: float, out: BinaryIO, count: int) -> bytes:
+    """Copy the program's output to `out` until it ends; return the end of its standard error."""
+    deadline_s, remaining_bytes, stderr_tail = time.monotonic() + timeout_s, EXTRA_BYTES + count * BYTES_PER_ANSWER, b""
+    with selectors.DefaultSelector() as streams:
+        for stream in filter(None, (child.stdout, child.stderr)):
+            streams.register(stream, selectors.EVENT_READ)
+        while True:
+            has_ended = (
+                child.poll() is not None
+            )  # checked before the read, so that the last read gets the remaining output
+            remaining_s = deadline_s - time.monotonic()
+            for key, _ in streams.select(0 if has_ended else max(0.0, min(POLL_INTERVAL_S, remaining_s))):
+                data = os.read(key.fd, READ_BYTES)
+                if not data:
+                    streams.unregister(key.fileobj)
+                elif key.fileobj is child.stderr:
+                    stderr_tail = (stderr_tail + data)[-STDERR_BYTES:]
+                elif len(data) > remaining_bytes:
+                    raise SettingsError(
+                        f"{_KEY}: the program wrote more than the numbers for {count:,} answers can need; expected one "
+                        f"number per line, in the order of the answers{_format_stderr(stderr_tail)}"
+                    )
+                else:
+                    remaining_bytes -= out.write(data)
+            if has_ended:
+                return stderr_tail
+            if remaining_s <= 0:
+                raise SettingsError(
+                    f"{_KEY}: the program took more than {timeout_s:g} s (select.reward.timeout_s)"
+                    f"{_format_stderr(stderr_tail)}"
+                )
+
+
+def run_function(name: str, requests: Path, folder: Path) -> RewardOutput:
+    """Score answers with a reward of an installed package, in this process.
+
+    Args:
+        name: select.reward.function.
+        requests: a JSON line for each answer.
+        folder: directory for the scores.
+
+    Raises:
+        SettingsError: the package is not installed, the function fails, or does not return a finite number for each
+            answer.
+    """
+    key = "select.reward.function"
+    function = load_extension("ratchet.rewards", name, key)
+    path = folder / "scores"
+    with requests.open(encoding="utf-8") as stream, path.open("w", encoding="utf-8") as out:
+        while lines := list(islice(stream, FUNCTION_BATCH)):
+            rows = [json.loads(line) for line in lines]
+            prompts = [row["messages"][-1]["content"] for row in rows]
+            try:
+                scores = function(prompts, [row["answer"] for row in rows], [row["reference"] for row in rows])
+                numbers = [float(score) for score in scores]
+            except Exception as error:
+                raise SettingsError(f"{key}: {name} failed: {type(error).__name__}: {error}") from error
+            if len(numbers) != len(rows) or not all(map(math.isfinite, numbers)):
+                raise SettingsError(
+                    f"{key}: {name} returned {len(numbers)} numbers for {len(rows)} answers, or one that is not "
+                    "finite; it must return a finite number for each answer"
+                )
+            out.writelines(f"{number!r}\n" for number in numbers)
+    return RewardOutput(path, b"")
+
+
+def read_scores(output: RewardOutput, count: int) -> Iterator[float]:
+    """Yield the scores of all answers.
+
+    Raises:
+        SettingsError: the number of lines is not `count`, or a line is not a finite number.
+    """
+    number = 0
+    with output.scores.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                score = float(line)
+            except ValueError:
+                score = math.nan
+            if not math.isfinite(score):
+                raise SettingsError(
+                    f"{_KEY}: line {number} of the output: found {_format_line(line)}, expected a number"
+                )
+            if number <= count:
+                yield score
+    if number != count:
+        raise SettingsError(
+            f"{_KEY}: the program wrote {number:,} numbers for {count:,} answers; expected one number per line, in the "
+            f"order of the answers{_format_stderr(output.stderr_tail)}"
+        )
+
+
+def _format_line(line: str) -> str:
+    return repr(redaction.redact(line.strip())[:80])
+
+
+def _format_stderr(stderr_tail: bytes) -> str:
+    """Format standard error for a message; secrets are removed first, because cut lines could contain half of one."""
+    lines = [line.rstrip() for line in redaction.redact(stderr_tail.decode(errors="replace")).splitlines()]
+    if len(stderr_tail) == STDERR_BYTES and len(lines) > 1:
+        del lines[0]  # incomplete
+    last = [line[-STDERR_LINE_CHARACTERS:] for line in lines if line][-STDERR_LINES:]
+    return "; its standard error:\n" + "\n".join(f"  {line}" for line in last) if last else "; no standard error"
+
+
+# Selection.
 
 
 class _FilteredPrompt(NamedTuple):
@@ -692,16 +696,16 @@ class AnswerSelector:
 
     def _selected_rows(self, scored: Iterable[_FilteredPrompt], texts: TextSpool) -> Iterator[bytes]:
         """Yield a line [number of the prompt, row] for each selected row that is not an exact duplicate."""
-        known: set[bytes] = set()
+        keys: set[bytes] = set()
         for number, item in enumerate(scored):
             for accepted, score in self._select_best(item):
                 row = self._row(item.prompt, accepted, score)
                 conversation = Conversation(row["messages"], row.get("tools"))
                 key = deduplication.exact_key(f"{conversation.system}\0{conversation.text}")
-                if key in known:
+                if key in keys:
                     self.tally.drop("duplicate", item.prompt["id"], accepted.answer.sample)
                     continue
-                known.add(key)
+                keys.add(key)
                 texts.add([conversation.text])
                 self._row_count += 1
                 yield _encode_line([number, row])

@@ -68,10 +68,10 @@ class GenerationBackend(Protocol):
     def generate(
         self, requests: Iterator[GenerationRequest], should_stop: Callable[[], bool]
     ) -> Iterator[GenerationAnswer]:
-        """Yield an answer to each request, in any order. An answer depends on its request only.
+        """Yield an answer to each request, in any order. An answer depends only on its request.
 
         Args:
-            requests: the requests; consumed as needed.
+            requests: the requests, consumed as needed.
             should_stop: checked regularly; the backend ends early once it returns True.
         """
         ...

@@ -1,12 +1,11 @@
 """Stores the answers of a generation, and writes and reads its output: JSON lines or Parquet, with a card.
 
-Answers are kept in a ledger and in sealed shards, so that no saved answer is lost or recomputed.
-
-Each answer is first a line of the ledger. The line is written at once, so it survives a crash of the process, and is
-synced about every second (`sync`), so a crash of the machine loses about a second of work. Complete runs of
-`shard_rows` consecutive answers are sealed as a shard, in the order of the prompts. The next worker removes the lines
-of sealed answers from the ledger. Lines have the journal's format: a line that a crash or a full disk damaged is
-skipped, and its prompt answered again. A full disk does not stop the worker.
+Answers are stored in a ledger and in sealed shards, so that no saved answer is lost or computed again. Each answer is
+first a line of the ledger. The line is written at once, so it survives a crash of the process, and is synced about
+every second (`sync`), so a crash of the machine loses about a second of work. `shard_rows` consecutive answers are
+sealed as a shard, in the order of the prompts. The next worker removes the lines of sealed answers from the ledger.
+Lines have the journal's format. A line that a crash or a full disk damaged is skipped, and its prompt is answered
+again. A full disk does not stop the worker.
 """
 
 import json
@@ -40,6 +39,13 @@ from ratchet.storage.output_card import card_path
 
 EVENT_KIND = "answer"
 _IN_LEDGER, _SEALED = 1, 2
+
+OUTPUT_ENDINGS = (".jsonl", ".parquet")
+BLOCK_ROWS = 1000
+LABEL_LOG_PROBABILITIES = "label_log_probabilities"
+"""Key of a record if generate.labels is set: nats by label, or null if the backend cannot compute them."""
+OBJECT_COLUMNS = ("fields", LABEL_LOG_PROBABILITIES)
+"""Keys with objects as values, which Parquet stores as JSON text."""
 
 
 class AnswerLedger:
@@ -91,9 +97,9 @@ class AnswerLedger:
         self._journal.sync()
 
     def seal(self, rows: int) -> int:
-        """Seal all complete runs of `rows` consecutive answers; return the number of newly sealed answers.
+        """Seal all complete groups of `rows` consecutive answers; return the number of newly sealed answers.
 
-        A run may be shorter before an existing shard and at the end.
+        A group may be shorter before an existing shard and at the end.
 
         Raises:
             OSError: a shard cannot be written; nothing is lost, and a later call tries again.
@@ -112,7 +118,7 @@ class AnswerLedger:
         """Yield every answer in the order of indices. All must be sealed.
 
         Raises:
-            DamagedFileError: a shard holds another index than expected, or answers are missing.
+            DamagedFileError: a shard contains an unexpected index, or answers are missing.
         """
         next_index = 0
         for first in sorted(self._sealed):
@@ -144,11 +150,11 @@ class AnswerLedger:
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of indices that are not in a shard, as (first, one past the last)."""
-        at = 0
+        end = 0
         for first in [*sorted(self._sealed), self._total]:
-            if first > at:
-                yield at, first
-            at = max(at, first + self._sealed.get(first, 0))
+            if first > end:
+                yield end, first
+            end = max(end, first + self._sealed.get(first, 0))
 
     def _seal(self, begin: int, end: int) -> None:
         with files.sealed_directory(self._paths.shard(begin), SHARD_KIND) as scratch:
@@ -174,7 +180,7 @@ class AnswerLedger:
             on_notice(f"{self._paths.ledger}: {damaged} damaged line(s) skipped; their prompts are answered again")
 
     def _rewrite_ledger(self, attempt: int, on_notice: Callable[[str], None]) -> None:
-        """Replace the ledger by one without sealed answers. The rename makes this atomic."""
+        """Replace the ledger by a file without sealed answers. The rename makes this atomic."""
         if not self._paths.ledger.exists():
             return
         temporary = self._paths.ledger.with_name(f"{files.PARTIAL}{self._paths.ledger.name}")
@@ -203,7 +209,7 @@ def _verified_shards(paths: GenerationPaths, on_notice: Callable[[str], None]) -
             indices = [answer.index for answer in _read_answers(folder)]
             first = int(folder.name.removeprefix("shard-"))
             if indices != list(range(first, first + len(indices))) or first < end or not indices:
-                raise DamagedFileError(f"{folder}: holds other answers than its name says")
+                raise DamagedFileError(f"{folder}: contains other answers than its name indicates")
         except (DamagedFileError, ValueError, TypeError) as error:
             on_notice(f"a shard is damaged, so its prompts are answered again: {error}")
             files.remove_sealed(folder)
@@ -216,14 +222,6 @@ def _read_answers(folder: Path) -> Iterator[GenerationAnswer]:
     with (folder / ANSWERS).open("rb") as stream:
         for line in stream:
             yield GenerationAnswer.from_event(json.loads(line))
-
-
-OUTPUT_ENDINGS = (".jsonl", ".parquet")
-BLOCK_ROWS = 1000
-LABEL_LOG_PROBABILITIES = "label_log_probabilities"
-"""Key of a record if generate.labels is set: nats by label, or null if the backend cannot compute them."""
-OBJECT_COLUMNS = ("fields", LABEL_LOG_PROBABILITIES)
-"""Keys with objects as values, which Parquet stores as JSON text."""
 
 
 def seal_result(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedger) -> None:
@@ -308,10 +306,10 @@ def is_complete(output: Path, spec: GenerationSpec, digest_with: Callable[[Gener
     Args:
         output: the file.
         spec: specification of the generation.
-        digest_with: returns the digest of the prompts of the same records with other settings; None if there are none.
+        digest_with: returns the digest of the prompts of the same records with other settings; None if invalid.
 
     Raises:
-        SettingsError: the file exists and has another origin; the message says what differs.
+        SettingsError: the file exists and has another origin; the message names the difference.
     """
 
     def ignore_prompts_digest(card: GenerationCard, names: list[str]) -> list[str]:
@@ -351,7 +349,7 @@ def write_output(paths: GenerationPaths, output: Path, model_name: str, faults: 
     """
     source, card = paths.result / ANSWERS, GenerationCard.load(paths.result / CARD)
 
-    def contents(temporary: Path) -> None:
+    def write_contents(temporary: Path) -> None:
         if output.suffix == ".parquet":
             files.before("write", temporary)
             with files.name_file_in_errors(temporary):
@@ -362,7 +360,7 @@ def write_output(paths: GenerationPaths, output: Path, model_name: str, faults: 
                 files.write_blocks(temporary, _batch_lines(stream))
 
     card = card.model_copy(update={"model_name": model_name, "faults": faults})
-    return output_card.write_output(output, contents, card)
+    return output_card.write_output(output, write_contents, card)
 
 
 def _batch_lines(stream: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -403,7 +401,7 @@ def read_records(output: Path, card: GenerationCard) -> Iterator[dict[str, Any]]
     """Yield the records of an output of either format.
 
     Raises:
-        DamagedFileError: the file does not match the SHA-256 on its card, or holds other records.
+        DamagedFileError: the file does not match the SHA-256 on its card, or contains other records.
     """
     if digests.hash_file(output) != card.output:
         raise DamagedFileError(f"{output}: the file changed since it was written; run its `ratchet generate` again")

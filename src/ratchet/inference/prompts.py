@@ -1,7 +1,8 @@
 """Reads, validates and digests the prompts of a file, and seals them with the run.
 
-The columns are detected as in schema_detection.py, but no answer is required. If a record has one (the assistant's
-last message, or the text of a response column), the model does not see it: it becomes the reference for comparisons.
+The columns are detected as in schema_detection.py, but no answer is required. If a record has an answer (the
+assistant's last message, or the text of a response column), the model does not see it: the answer becomes the reference
+for comparisons.
 """
 
 import difflib
@@ -48,6 +49,16 @@ PROMPT_COLUMNS = tuple(dict.fromkeys(prompt for prompt, _ in COLUMN_PAIRS))
 RESPONSE_COLUMNS = tuple(dict.fromkeys(response for _, response in COLUMN_PAIRS))
 """Common names of the response column, most likely first."""
 
+MAX_EXAMPLES = 5
+MAX_EXAMPLE_CHARACTERS = 40
+BLOCK_LINES = 1000
+MAX_KNOWN_NAMES, MAX_NAMES_SHOWN = 1000, 20
+"""Maximum number of field names in memory and in messages; a file may have any number of different keys."""
+
+
+FieldValue = str | int | float | bool | None
+"""Value of a field of generate.extra_fields."""
+
 
 @dataclass(frozen=True)
 class PromptRecord:
@@ -91,7 +102,7 @@ class PromptRecordReader:
 def detect_prompts(
     records: Sequence[Fields], column: str | None, columns: ColumnSettings, label: str
 ) -> PromptRecordReader:
-    """Detect which columns of a file hold prompts and references.
+    """Detect which columns of a file contain prompts and references.
 
     Args:
         records: the first records of the file.
@@ -100,13 +111,12 @@ def detect_prompts(
         label: the name of the file in messages.
 
     Raises:
-        DataError: no column holds prompts, or the named one does not exist.
+        DataError: no column contains prompts, or generate.prompt_column does not exist.
     """
     names = {name for fields in records for name in fields}
-    if column is not None and column not in names:
-        found = SampledRecords(records, ColumnSettings(), label, "generate").column_summary
-        raise DataError(f"{label}: no column {column!r} (generate.prompt_column); found: {found}")
     sampled = SampledRecords(records, ColumnSettings(), label, "generate")
+    if column is not None and column not in names:
+        raise DataError(f"{label}: no column {column!r} (generate.prompt_column); found: {sampled.column_summary}")
     system = sampled.find_optional(
         "", *(() if columns.system is None else (columns.system.casefold(),)), *SYSTEM_COLUMNS
     )
@@ -131,7 +141,7 @@ def detect_prompts(
 
 
 def _find_response_column(sampled: SampledRecords, prompt: str, columns: ColumnSettings) -> str:
-    """Find the column with the answers: by the settings, else by a common name that matches the prompt column's."""
+    """Find the column with the answers by the settings, else by a common name that fits the prompt column's name."""
     usual_names = tuple(answer for name, answer in COLUMN_PAIRS if name == prompt.strip().casefold())
     named = () if columns.response is None else (columns.response.strip().casefold(),)
     column = sampled.find_optional("", *named, *(usual_names or RESPONSE_COLUMNS))
@@ -159,7 +169,7 @@ def _prompt_reader(prompt: str, input_column: str, system: str) -> Callable[[Fie
     def messages(fields: Fields) -> list[Message]:
         keys = next(iter(TURN_KEYS.values()))
         value: Any = column_value(fields, prompt)
-        if isinstance(value, list):  # in a column of texts, some records may hold a conversation
+        if isinstance(value, list):  # in a column of texts, some records may contain a conversation
             return parse_messages(value, prompt, keys)
         text = join_instruction(column_text(fields, prompt), optional_column_text(fields, input_column))
         return _prepend_system(fields, system, [{"role": "user", "content": text}])
@@ -170,16 +180,6 @@ def _prompt_reader(prompt: str, input_column: str, system: str) -> Callable[[Fie
 def _prepend_system(fields: Fields, system: str, messages: list[Message]) -> list[Message]:
     text = optional_column_text(fields, system)
     return [{"role": "system", "content": text}, *messages] if text else messages
-
-
-MAX_EXAMPLES = 5
-BLOCK_LINES = 1000
-MAX_KNOWN_NAMES, MAX_NAMES_SHOWN = 1000, 20
-"""Limits of field names in memory and in messages; a file may have any number of different keys."""
-MAX_EXAMPLE_CHARACTERS = 40
-
-FieldValue = str | int | float | bool | None
-"""Value of a field of generate.extra_fields."""
 
 
 class Prompt(NamedTuple):
@@ -216,7 +216,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class PromptSource:
-    """The prompts of one file. Each call of `prompts` reads the file again, since it may not fit in memory.
+    """The prompts of one file. Each call of `prompts` reads the file again, because it may not fit in memory.
 
     All fields but the first two describe the last pass over the file.
     """
@@ -231,7 +231,7 @@ class PromptSource:
     references: int = 0
     """Number of prompts with a reference."""
     unknown_references: dict[str, None] = field(default_factory=dict)
-    """The first references that are not in generate.labels, if that is set."""
+    """The first references that are not in generate.labels, if labels are set."""
     unknown_reference_count: int = 0
     duplicate_ids: dict[str, None] = field(default_factory=dict)
     """The first ids that more than one prompt has (set by `measure`)."""
@@ -244,7 +244,7 @@ class PromptSource:
         """Yield all prompts, in order.
 
         Raises:
-            DataError: the file does not exist, cannot be read, or holds no prompt.
+            DataError: the file does not exist, cannot be read, or contains no prompt.
         """
         if not self.path.is_file():
             raise DataError(
@@ -259,8 +259,8 @@ class PromptSource:
         readable = [record[1] for record in head if not isinstance(record, MalformedRecord)]
         if not readable:
             self._add_invalid_record(head[0])
-            which = "its only record cannot" if len(head) == 1 else f"none of its first {len(head):,} records can"
-            raise DataError(f"{self.path}: {which} be read: {_describe_record(self.invalid_records[0])}")
+            failure = "its only record cannot" if len(head) == 1 else f"none of its first {len(head):,} records can"
+            raise DataError(f"{self.path}: {failure} be read: {_describe_record(self.invalid_records[0])}")
         columns = self.settings.prepare.columns
         reader = detect_prompts(readable, self.settings.generate.prompt_column, columns, self.path.name)
         self.description = reader.description
@@ -273,10 +273,10 @@ class PromptSource:
         """Return the number of prompts and the digest of all prompts in order.
 
         Raises:
-            DataError: like `prompts`; or records are not valid and generate.skip_invalid is not set; or no record has a
+            DataError: see `prompts`; or records are not valid and generate.skip_invalid is not set; or no record has a
                 field of generate.extra_fields.
         """
-        count, parts, found_names, ids = 0, [], set[str](), set[str]()
+        count, parts, field_names, ids = 0, [], set[str](), set[str]()
         self.duplicate_ids, self.duplicate_id_count = {}, 0
         for prompt in self.prompts():
             if prompt.id in ids:
@@ -286,7 +286,7 @@ class PromptSource:
             ids.add(prompt.id)
             content = [prompt.id, prompt.digest, prompt.reference, dict(prompt.fields)]
             parts.append(digests.hash_json(content)[:32])
-            found_names.update(prompt.fields)
+            field_names.update(prompt.fields)
             count += 1
         if self.invalid_count and not self.settings.generate.skip_invalid:
             shown = "\n".join(f"  {_describe_record(record)}" for record in self.invalid_records)
@@ -299,14 +299,14 @@ class PromptSource:
                 f"{self.path}: no record is a valid prompt; the first: {_describe_record(self.invalid_records[0])}"
             )
         for name in self.settings.generate.extra_fields:
-            if name not in found_names:
+            if name not in field_names:
                 suggestion = self._suggest_field(name)
                 raise DataError(f"{self.path}: no record has a field {name!r} (generate.extra_fields){suggestion}")
         return count, digests.hash_bytes("\n".join(parts).encode())
 
-    def digest_with(self, other: Generate) -> str | None:
-        """Return the digest of the prompts with other settings' system prompt and extra fields; None if invalid."""
-        update = {"extra_fields": other.extra_fields, "system_prompt": other.system_prompt}
+    def digest_with(self, generate: Generate) -> str | None:
+        """Return the digest of the prompts with the system prompt and extra fields of `generate`; None if invalid."""
+        update = {"extra_fields": generate.extra_fields, "system_prompt": generate.system_prompt}
         changed = self.settings.generate.model_copy(update=update)
         try:
             return PromptSource(self.path, self.settings.model_copy(update={"generate": changed})).measure()[1]
@@ -336,17 +336,17 @@ class PromptSource:
             DataError: the number of prompts is not `count`, so the file changed since it was measured.
         """
         with files.sealed_directory(folder, PROMPTS_KIND) as scratch:
-            written = 0
+            written_count = 0
 
             def blocks() -> Iterator[list[bytes]]:
-                nonlocal written
+                nonlocal written_count
                 prompts = self.prompts()
                 while block := [prompt.to_line().encode() for prompt in islice(prompts, BLOCK_LINES)]:
-                    written += len(block)
+                    written_count += len(block)
                     yield block
 
             files.write_blocks(scratch / PROMPTS, blocks())
-            if written != count:
+            if written_count != count:
                 raise DataError(
                     f"{self.path}: the file changed while it was read; wait until it is complete, and run the command "
                     "again"
@@ -432,13 +432,13 @@ def _to_json_value(name: str, value: Any) -> FieldValue:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    written = format_field_value(value)
-    if written is None:
+    text = format_field_value(value)
+    if text is None:
         raise UnusableRecordError(
             f"field {name!r} (generate.extra_fields) is {readers.type_name(value)}, expected text, a number, true/false"
             " or null"
         )
-    return written
+    return text
 
 
 def _shorten_text(text: str) -> str:

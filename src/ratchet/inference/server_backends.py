@@ -1,4 +1,4 @@
-"""Inference backends that ask a server: llama.cpp as a child process for GGUF files, and OpenAI-compatible servers."""
+"""Inference backends that use a server: llama.cpp as a child process for GGUF files, and OpenAI-compatible servers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,19 @@ from ratchet.storage import digests
 
 DEFAULT_CONTEXT_TOKENS = 4096
 PROMPT_TOKENS = 3072
-"""Context length reserved for the prompt."""
+"""Tokens of the context that are reserved for the prompt."""
+
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "length": "length", "context": "context", "content_filter": "filtered", "refused": "refused",
+}  # fmt: skip
+"""Finish reasons by the name that servers use; any other name means `stop`."""
+MAX_PENDING_REFUSALS = 16
+"""Refusals without an answer after which no more requests are sent."""
+
+
+def _sampling_seed(settings: Generate, request: GenerationRequest) -> int:
+    """Return a seed of 31 bits that depends only on generate.seed, the prompt, and the sample."""
+    return int(digests.hash_json([settings.seed, request.prompt.digest, request.sample])[:8], 16) & 0x7FFFFFFF
 
 
 class LlamaBackend:
@@ -76,16 +88,16 @@ class LlamaBackend:
         if available_tokens < 1:
             yield AnswerEnd("context", len(ids), 0, self._context)
             return
-        splitter, last = ReasoningSplitter(self._settings.reasoning_tags, starts_in_reasoning), dict[str, Any]()
+        splitter, event = ReasoningSplitter(self._settings.reasoning_tags, starts_in_reasoning), dict[str, Any]()
         limit = min(available_tokens, self._settings.max_new_tokens)
-        for last in self._client.stream(ids, limit, cache_prompt=reuse_cache, **self._sampling_parameters(request)):
-            for reasoning, piece in splitter.feed(replace_surrogates(str(last.get("content", "")))):
+        for event in self._client.stream(ids, limit, cache_prompt=reuse_cache, **self._sampling_parameters(request)):
+            for reasoning, piece in splitter.feed(replace_surrogates(str(event.get("content", "")))):
                 yield AnswerChunk(reasoning, piece)
         for reasoning, piece in splitter.close():
             yield AnswerChunk(reasoning, piece)
         limit_reason: FinishReason = "length" if self._settings.max_new_tokens <= available_tokens else "context"
-        finish = limit_reason if last.get("stop_type") == "limit" else "stop"
-        yield AnswerEnd(finish, len(ids), last.get("tokens_predicted"), self._context)
+        finish = limit_reason if event.get("stop_type") == "limit" else "stop"
+        yield AnswerEnd(finish, len(ids), event.get("tokens_predicted"), self._context)
 
     def _prompt(self, request: GenerationRequest) -> tuple[list[int], bool]:
         """Return token ids, and whether they end inside the reasoning. Raises SettingsError if the template raises."""
@@ -97,10 +109,9 @@ class LlamaBackend:
         settings = self._settings
         if not settings.temperature:
             return {}
-        seed = int(digests.hash_json([settings.seed, request.prompt.digest, request.sample])[:8], 16) & 0x7FFFFFFF
         return {
-            "temperature": settings.temperature, "top_p": settings.top_p, "seed": seed,
-            "samplers": ["top_p", "temperature"],
+            "temperature": settings.temperature, "top_p": settings.top_p,
+            "seed": _sampling_seed(settings, request), "samplers": ["top_p", "temperature"],
         }  # fmt: skip
 
     def close(self) -> None:
@@ -122,14 +133,6 @@ def load_llama_backend(start: GenerationStart, callbacks: BackendCallbacks) -> L
     if isinstance(training_context, int) and 0 < training_context < context:
         context = training_context
     return LlamaBackend(server, settings, context, callbacks)
-
-
-_FINISH_REASONS: dict[str, FinishReason] = {
-    "length": "length", "context": "context", "content_filter": "filtered", "refused": "refused",
-}  # fmt: skip
-"""Finish reasons by the name that servers use; any other name means `stop`."""
-MAX_PENDING_REFUSALS = 16
-"""After this number of refusals without an answer, no more requests are sent."""
 
 
 class OpenAIBackend:
@@ -165,9 +168,9 @@ class OpenAIBackend:
                 if item.refusal is not None:
                     raise DataError(f"prompt {request.prompt.id}: the server refuses it: {item.refusal}")
                 yield from (AnswerChunk(reasoning, piece) for reasoning, piece in splitter.close())
-                ended = _parse_answer(chat_request.index, item)
+                answer = _parse_answer(chat_request.index, item)
                 yield AnswerEnd(
-                    ended.finish, ended.prompt_tokens, ended.tokens, self._endpoint.get_model().context_tokens
+                    answer.finish, answer.prompt_tokens, answer.tokens, self._endpoint.get_model().context_tokens
                 )
             elif item.is_reasoning:
                 yield AnswerChunk(True, replace_surrogates(item.text))
@@ -184,12 +187,11 @@ class OpenAIBackend:
 
     def _to_chat_request(self, request: GenerationRequest) -> ChatRequest:
         settings = self._settings
-        seed = int(digests.hash_json([settings.seed, request.prompt.digest, request.sample])[:8], 16) & 0x7FFFFFFF
         sampling = SamplingOptions(
             settings.max_new_tokens,
             settings.temperature,
             settings.top_p,
-            seed if settings.temperature else None,
+            _sampling_seed(settings, request) if settings.temperature else None,
             True,
         )
         return ChatRequest(request.index, request.prompt.conversation.messages, sampling)
@@ -214,7 +216,7 @@ class _RequestRefusals:
         self._count = 0
 
     def track(self, requests: Iterator[GenerationRequest]) -> Iterator[GenerationRequest]:
-        """Pass requests on and remember them; stop after too many refusals without an answer."""
+        """Yield the requests and remember their prompts' ids; stop after too many refusals without an answer."""
         for request in requests:
             self._prompt_ids[request.index] = request.prompt.id
             yield request
@@ -232,12 +234,12 @@ class _RequestRefusals:
             return []
         ready = [*self._pending, (index, reply)]
         self._pending = []
-        for where, item in ready:
-            self._report(where, item)
+        for ready_index, ready_reply in ready:
+            self._report(ready_index, ready_reply)
         return ready
 
     def _report(self, index: int, reply: ChatReply) -> None:
-        """Report the first, the tenth, the hundredth refusal, ..., so that the journal stays small."""
+        """Report the first, tenth, hundredth (and so on) refusal, so that the journal stays small."""
         if reply.refusal is None:
             return
         self._count += 1
@@ -252,7 +254,7 @@ class _RequestRefusals:
             self._callbacks.on_event("notice", {"text": notice})
 
     def close(self) -> None:
-        """Finish. Raises SettingsError if the server refused all prompts."""
+        """Raise SettingsError if the server refused all prompts."""
         if self._pending:
             count, (index, first) = len(self._pending), self._pending[0]
             raise SettingsError(

@@ -1,6 +1,4 @@
-"""Records and file names of a generation: its specification, its answers, and its output card.
-
-Generated text is split into reasoning and answer.
+"""Records and files of a generation: its specification, answers and output card. Splits reasoning from answers.
 
 Files in the run directory of a generation:
 spec.json  launch.json  journal.jsonl  prompts/prompts.jsonl  ledger.jsonl  shards/shard-000000000/  result/
@@ -19,85 +17,29 @@ from ratchet.runs.journal import JournalReader
 from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import BaseCard, Record
 
-
-class ReasoningParts(NamedTuple):
-    """Reasoning and answer of a text, both stripped of outer white space."""
-
-    reasoning: str | None
-    """None if the text has no reasoning."""
-    answer: str
-
-
-class ReasoningSplitter:
-    """Splits a stream of text into reasoning and answer; a tag may be divided between pieces.
-
-    Args:
-        tags: the tags that begin and end the reasoning.
-        starts_in_reasoning: whether the prompt ends with the begin tag, so that the text begins with reasoning.
-    """
-
-    def __init__(self, tags: Sequence[str], starts_in_reasoning: bool = False) -> None:
-        self._tags = tuple(tags)
-        self.inside = starts_in_reasoning
-        """Whether the next character belongs to the reasoning."""
-        self._buffer = ""
-        """Text that may be the beginning of a tag."""
-
-    def feed(self, text: str) -> Iterator[tuple[bool, str]]:
-        """Yield (is reasoning, text) without tags; text that may be the beginning of a tag is held back."""
-        self._buffer += text
-        while self._buffer:
-            tag = self._tags[self.inside]
-            at = self._buffer.find(tag)
-            if at >= 0:
-                piece, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
-                if piece:
-                    yield self.inside, piece
-                self.inside = not self.inside
-                continue
-            longest = min(len(tag) - 1, len(self._buffer))
-            kept = next(n for n in range(longest, -1, -1) if n == 0 or self._buffer.endswith(tag[:n]))
-            piece, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
-            if piece:
-                yield self.inside, piece
-            return
-
-    def close(self) -> Iterator[tuple[bool, str]]:
-        """Yield the text that is still held back."""
-        if self._buffer:
-            yield self.inside, self._buffer
-        self._buffer = ""
-
-
-def split_reasoning(text: str, tags: Sequence[str], starts_in_reasoning: bool = False) -> ReasoningParts:
-    """Split a complete text.
-
-    If the reasoning never ends, the answer is empty. A text with an end tag but no begin tag before it begins with
-    reasoning, even if `starts_in_reasoning` is false: some servers omit the begin tag.
-    """
-    begin, end = tags
-    if not starts_in_reasoning and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):
-        starts_in_reasoning = True
-    splitter = ReasoningSplitter(tags, starts_in_reasoning)
-    pieces = [*splitter.feed(text), *splitter.close()]
-    has_reasoning = starts_in_reasoning or begin in text
-    reasoning = "".join(piece for is_reasoning, piece in pieces if is_reasoning).strip()
-    answer = "".join(piece for is_reasoning, piece in pieces if not is_reasoning).strip()
-    return ReasoningParts(reasoning if has_reasoning else None, answer)
-
-
+Kind = Literal["base", "adapter", "merged", "gguf", "endpoint"]
+"""`base`: the base model as loaded for training; `adapter`: the base with the trained adapter; `merged`: the weights of
+a Hugging Face directory; `gguf`: a file for llama.cpp; `endpoint`: an OpenAI-compatible server."""
 FinishReason = Literal["stop", "length", "context", "memory", "invalid", "refused", "filtered"]
 """Why an answer ended.
 
 stop      the model ended it
 length    it reached generate.max_new_tokens
 context   prompt and answer do not fit in the model's context: nothing was computed, or the answer was cut
-memory    it does not fit in memory even as a batch of one
+memory    it does not fit in memory even alone
 invalid   the model returned NaN
 refused   the chat template cannot write the prompt, or a text in it contains a control token
-filtered  the server withholds the answer
+filtered  the server withheld the answer
 """
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+PROMPTS = "prompts.jsonl"
+ANSWERS = "answers.jsonl"
+"""File with answers in a shard and in the result."""
+SHARD_KIND = "shard"
+"""Kind of the sealed directory of a shard."""
+PROMPTS_KIND = "prompts"
+"""Kind of the sealed directory of the prompts."""
+CARD = "card.json"
 
 
 @dataclass(frozen=True)
@@ -137,16 +79,11 @@ class GenerationAnswer:
         return answer
 
 
-def replace_surrogates(text: str) -> str:
-    """Replace unpaired surrogates, which some servers send and UTF-8 cannot encode, by the replacement character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
-
-
 def count_answered(shards: Iterable[Path], ledger: Path) -> int:
     """Count the answers of a generation from its files, without verifying them.
 
     Args:
-        shards: answer files of sealed shards, one line per answer; the name of the folder has the first index.
+        shards: answer files of sealed shards, with one line per answer; the folder's name contains the first index.
         ledger: the ledger; its answers may also be in shards.
     """
     indices = set[int]()
@@ -161,20 +98,6 @@ def count_answered(shards: Iterable[Path], ledger: Path) -> int:
         except (TypeError, ValueError):
             continue
     return len(indices)
-
-
-Kind = Literal["base", "adapter", "merged", "gguf", "endpoint"]
-"""`base`: the base model as loaded for training; `adapter`: the base with the trained adapter; `merged`: the weights of
-a Hugging Face directory; `gguf`: a file for llama.cpp; `endpoint`: an OpenAI-compatible server."""
-
-PROMPTS = "prompts.jsonl"
-ANSWERS = "answers.jsonl"
-"""File name in a shard and in the result."""
-SHARD_KIND = "shard"
-"""Kind of the sealed directory of a shard."""
-PROMPTS_KIND = "prompts"
-"""Kind of the sealed directory of the prompts."""
-CARD = "card.json"
 
 
 class ModelIdentity(Record):
@@ -282,3 +205,77 @@ class GenerationCard(OutputCard):
     prompt_tokens: int
     tokens: int
     """Tokens of all answers, including reasoning and end-of-turn tokens."""
+
+
+# Text of answers.
+
+
+class ReasoningParts(NamedTuple):
+    """Reasoning and answer of a text, both stripped of outer white space."""
+
+    reasoning: str | None
+    """None if the text has no reasoning."""
+    answer: str
+
+
+class ReasoningSplitter:
+    """Splits a stream of text into reasoning and answer; a tag may be divided between pieces.
+
+    Args:
+        tags: the tags that begin and end the reasoning.
+        starts_in_reasoning: whether the prompt ends with the begin tag, so that the text begins with reasoning.
+    """
+
+    def __init__(self, tags: Sequence[str], starts_in_reasoning: bool = False) -> None:
+        self._tags = tuple(tags)
+        self.inside = starts_in_reasoning
+        """Whether the next character belongs to the reasoning."""
+        self._buffer = ""
+        """Text that may be the beginning of a tag."""
+
+    def feed(self, text: str) -> Iterator[tuple[bool, str]]:
+        """Yield (is reasoning, text) without tags; hold back text that may be the beginning of a tag."""
+        self._buffer += text
+        while self._buffer:
+            tag = self._tags[self.inside]
+            start = self._buffer.find(tag)
+            if start >= 0:
+                piece, self._buffer = self._buffer[:start], self._buffer[start + len(tag) :]
+                if piece:
+                    yield self.inside, piece
+                self.inside = not self.inside
+                continue
+            longest = min(len(tag) - 1, len(self._buffer))
+            kept = next(n for n in range(longest, -1, -1) if n == 0 or self._buffer.endswith(tag[:n]))
+            piece, self._buffer = self._buffer[: len(self._buffer) - kept], self._buffer[len(self._buffer) - kept :]
+            if piece:
+                yield self.inside, piece
+            return
+
+    def close(self) -> Iterator[tuple[bool, str]]:
+        """Yield the text that is still held back."""
+        if self._buffer:
+            yield self.inside, self._buffer
+        self._buffer = ""
+
+
+def split_reasoning(text: str, tags: Sequence[str], starts_in_reasoning: bool = False) -> ReasoningParts:
+    """Split a complete text.
+
+    If the reasoning never ends, the answer is empty. A text whose end tag has no begin tag before it begins with
+    reasoning, even if `starts_in_reasoning` is false, because some servers omit the begin tag.
+    """
+    begin, end = tags
+    if not starts_in_reasoning and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):
+        starts_in_reasoning = True
+    splitter = ReasoningSplitter(tags, starts_in_reasoning)
+    pieces = [*splitter.feed(text), *splitter.close()]
+    has_reasoning = starts_in_reasoning or begin in text
+    reasoning = "".join(piece for is_reasoning, piece in pieces if is_reasoning).strip()
+    answer = "".join(piece for is_reasoning, piece in pieces if not is_reasoning).strip()
+    return ReasoningParts(reasoning if has_reasoning else None, answer)
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which some servers send and UTF-8 cannot encode, by the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

@@ -33,267 +33,28 @@ from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions
 from ratchet.models.decoding.token_choice import DECIMALS, TokenSampler
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""End of a decoded text whose last character is incomplete, since further tokens are missing."""
-
-
-class StreamingDecoder:
-    """Generates answers with a model, one token at a time.
-
-    The key-value cache, if the model has one, is reused from token to token, and on request from answer to answer as
-    far as the prompts begin with the same tokens.
-
-    Args:
-        model: a model in evaluation mode.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.context_tokens = get_context_length(model)
-        self._cached: tuple[list[int], Any] | None = None
-        """Tokens with their cache; None also while a forward pass changes the cache."""
-        self.reused_tokens = 0
-        """Tokens of the last prompt that were not computed again."""
-
-    def generate(
-        self, prompt: Sequence[int], options: DecodingOptions, noise_key: str, reuse_cache: bool
-    ) -> Iterator[int | FinishReason]:
-        """Yield the token ids of the answer, including the end-of-turn token, and then the reason to end.
-
-        Args:
-            prompt: token ids.
-            options: temperature, top_p, end_token_ids and max_new_tokens are read.
-            noise_key: key of the random draws.
-            reuse_cache: whether to reuse the cache of the previous answer, and to keep it for the next.
-        """
-        available_tokens = options.max_new_tokens if self.context_tokens is None else self.context_tokens - len(prompt)
-        if available_tokens < 1:
-            yield "context"
-            return
-        sampler = TokenSampler(options.temperature, options.top_p)
-        computed, cache = self._crop_cache(prompt) if reuse_cache else ([], None)
-        self.reused_tokens = len(computed)
-        ids = list(prompt[len(computed) :])
-        for step in range(min(available_tokens, options.max_new_tokens)):
-            self._cached = None
-            try:
-                with torch.no_grad():
-                    input_ids = torch.tensor([ids], device=self._model.device)
-                    out = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    chosen = sampler.choose(out.logits[:, -1], [(noise_key, step)], 0.0)
-            except Exception as error:
-                if not oom.is_out_of_memory(error):
-                    raise
-                yield "memory"
-                return
-            computed, cache = [*computed, *ids], getattr(out, "past_key_values", None)
-            self._cached = (computed, cache) if reuse_cache else None
-            if not chosen.is_finite[0]:
-                yield "invalid"
-                return
-            ids = [chosen.tokens[0]]
-            yield chosen.tokens[0]
-            if chosen.tokens[0] in options.end_token_ids:
-                yield "stop"
-                return
-            if cache is None:  # a model with other states (Mamba): the whole text is computed again for each token
-                computed, ids = [], [*computed, *ids]
-        yield "length" if options.max_new_tokens <= available_tokens else "context"
-
-    def _crop_cache(self, prompt: Sequence[int]) -> tuple[list[int], Any]:
-        """Crop the cache to the common beginning with a prompt, without its last token, which is always computed."""
-        if self._cached is None:
-            return [], None
-        ids, cache = self._cached
-        if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
-            return [], None  # states of a recurrent model or a sliding window cannot be cropped
-        pairs = zip(ids, prompt[:-1], strict=False)
-        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._cached = None
-        cache.crop(count - len(ids))
-        return ids[:count], cache
-
-
-def stream_chunks(
-    tokens: Iterator[int | FinishReason],
-    decode: Callable[[Sequence[int]], str],
-    splitter: ReasoningSplitter,
-    sizes: tuple[int, int | None],
-) -> Iterator[AnswerChunk | AnswerEnd]:
-    """Convert the tokens of a `StreamingDecoder` to chunks of text; characters of several tokens are not divided.
-
-    Args:
-        tokens: the tokens of an answer.
-        decode: decodes tokens to text.
-        splitter: a new splitter of reasoning and answer.
-        sizes: tokens of the prompt, and the context length.
-    """
-    ids: list[int] = []
-    begin = end = 0  # a token's text may depend on the previous token, so both are decoded together
-    finish: FinishReason = "stop"
-    for token in tokens:
-        if isinstance(token, str):
-            finish = token
-            break
-        ids.append(token)
-        text = decode(ids[begin:])
-        if not text.endswith(UNFINISHED):
-            yield from _split_chunks(splitter, text[len(decode(ids[begin:end])) :])
-            begin, end = end, len(ids)
-    yield from _split_chunks(splitter, decode(ids[begin:])[len(decode(ids[begin:end])) :])
-    for is_reasoning, piece in splitter.close():
-        yield AnswerChunk(is_reasoning, piece)
-    yield AnswerEnd(finish, sizes[0], len(ids), sizes[1])
-
-
-def _split_chunks(splitter: ReasoningSplitter, text: str) -> Iterator[AnswerChunk]:
-    for is_reasoning, piece in splitter.feed(text):
-        yield AnswerChunk(is_reasoning, piece)
-
+"""End of a decoded text whose last character lacks further tokens."""
 
 LABEL_GROUP_SIZE = 16
 """Labels computed at once, each on a copy of the prompt's cache. Another group size rounds sums differently."""
 CACHED_PROMPTS = 4096
 """Number of prompts whose label likelihoods are cached for further samples of the same prompt."""
+PROMPT_END_TOKENS = 16
+"""Number of last tokens of a prompt in which the backend searches the begin tag of the reasoning."""
 _SAMPLE_MESSAGE = {"role": "user", "content": "One?"}
-
 Nats = list[float | None]
 
 
-def label_token_ids(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
-    """Encode each of generate.labels as the whole answer, including the end-of-turn token; [] if there are no labels.
-
-    Returns:
-        None if the chat template does not simply append an answer to its prompt, so that likelihoods are undefined.
-
-    Raises:
-        SettingsError: a label cannot be an answer, or two labels have the same tokens.
-    """
-    if not settings.labels:
-        return []
-    prompt = tokenization.encode_prompt(tokenizer, Conversation([_SAMPLE_MESSAGE]))
-    label_ids: list[list[int]] = []
-    for label, encoded in zip(settings.labels, _encode_labels(tokenizer, settings.labels), strict=True):
-        if isinstance(encoded, RefusedConversation):
-            raise SettingsError(f"generate.labels: {label!r} cannot be an answer: {encoded.detail}; remove it")
-        if encoded.input_ids[: len(prompt)] != prompt:
-            return None
-        trained = [i for i, target in enumerate(encoded.labels) if target != IGNORE_INDEX]
-        ids = encoded.input_ids[len(prompt) : trained[-1] + 1]
-        text = tokenizer.decode([i for i in ids if i not in ControlTokens(tokenizer).ids], skip_special_tokens=False)
-        if not text.strip().endswith(label):
-            raise SettingsError(
-                f"generate.labels: {label!r}: the tokenizer decodes it as {text.strip()!r}, so no answer can equal "
-                "this label; use the decoded text"
-            )
-        if len(ids) > settings.max_new_tokens:
-            raise SettingsError(
-                f"generate.labels: {label!r} has {len(ids)} tokens with the end-of-turn token, more than "
-                f"generate.max_new_tokens ({settings.max_new_tokens}); raise generate.max_new_tokens"
-            )
-        if ids in label_ids:
-            other = settings.labels[label_ids.index(ids)]
-            raise SettingsError(f"generate.labels: {label!r} and {other!r} have the same tokens; remove one")
-        label_ids.append(ids)
-    return label_ids
-
-
-def _encode_labels(tokenizer: Any, labels: Sequence[str]) -> list[EncodedConversation | RefusedConversation]:
-    decoding_requests = [
-        (repr(label), Conversation([_SAMPLE_MESSAGE, {"role": "assistant", "content": label}])) for label in labels
-    ]
-    try:
-        return tokenization.ConversationEncoder(tokenizer, "last").encode(decoding_requests)
-    except DataError as error:
-        raise SettingsError(f"generate.labels: {error}") from None
-
-
-class LabelScorer:
-    """Computes how likely each of generate.labels is as the whole answer to a prompt.
-
-    Each prompt is computed separately, with its labels in groups of a fixed size, so that batches, restarts and a
-    shortage of memory do not change how sums are rounded. Results have 4 decimals, like mean log-probabilities.
+class TorchBackend:
+    """Generates answers with a loaded model: base, adapter or merged. The batch size does not change the answers.
 
     Args:
         model: a model in evaluation mode.
-        labels: token ids of each label, see `label_token_ids`.
-        pad_token_id: token to pad shorter labels with.
+        tokenizer: its tokenizer.
+        settings: section `generate`.
         callbacks: callbacks of the run.
-        samples: answers per prompt.
+        labels: token ids of generate.labels (see `label_token_ids`); if empty, their likelihoods are not computed.
     """
-
-    def __init__(
-        self, model: Any, labels: Sequence[Sequence[int]], pad_token_id: int, callbacks: BackendCallbacks, samples: int
-    ) -> None:
-        self._model, self._labels, self._pad, self._callbacks, self._samples = (
-            model,
-            labels,
-            pad_token_id,
-            callbacks,
-            samples,
-        )
-        self._context = get_context_length(model)
-        self._cache: dict[int, Nats | None] = {}
-        self._out_of_memory_count = 0
-
-    def score(self, index: int, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
-        """Return the log-probability, in nats, of each label.
-
-        A label that does not fit in the context, or whose result is not finite, has None. The result is None if memory
-        does not suffice.
-
-        Args:
-            index: index of the answer; the samples of a prompt follow each other.
-            prompt: token ids.
-            decoder: the decoder, which can free memory.
-        """
-        number = index // self._samples
-        if number not in self._cache:
-            self._callbacks.heartbeat()
-            scores = self._score_with_retry(prompt, decoder)
-            if self._samples == 1:
-                return scores
-            if len(self._cache) >= CACHED_PROMPTS:
-                del self._cache[next(iter(self._cache))]
-            self._cache[number] = scores
-        return self._cache[number]
-
-    def report_failures(self) -> None:
-        """Report the number of prompts without likelihoods because of a lack of memory, if any."""
-        if self._out_of_memory_count:
-            text = f"prompts without label likelihoods because memory did not suffice: {self._out_of_memory_count:,}"
-            self._callbacks.on_event("notice", {"text": text})
-
-    def _score_with_retry(self, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
-        for make_room in (decoder.make_room, oom.release_memory):
-            try:
-                return self._score(prompt)
-            except Exception as error:
-                if not oom.is_out_of_memory(error):
-                    raise
-            make_room()
-        self._out_of_memory_count += 1
-        return None
-
-    def _score(self, prompt: Sequence[int]) -> Nats:
-        scores: Nats = [None] * len(self._labels)
-        longest = math.inf if self._context is None else self._context - len(prompt)
-        fitting = [k for k, label in enumerate(self._labels) if len(label) <= longest]
-        if not fitting:
-            return scores
-        labels = [self._labels[k] for k in fitting]
-        self._callbacks.before_forward(len(prompt) + max(map(len, labels)))
-        [fitting_scores] = scoring.score_labels(self._model, [prompt], labels, LABEL_GROUP_SIZE, self._pad)
-        for k, nats in zip(fitting, fitting_scores, strict=True):
-            scores[k] = round(nats, DECIMALS) + 0.0 if math.isfinite(nats) else None
-        return scores
-
-
-PROMPT_END_TOKENS = 16
-"""Number of last tokens of a prompt in which the begin tag of the reasoning is searched."""
-
-
-class TorchBackend:
-    """Generates answers with a loaded model: base, adapter or merged. The batch size does not change the answers."""
 
     def __init__(
         self,
@@ -303,14 +64,6 @@ class TorchBackend:
         callbacks: BackendCallbacks,
         labels: Sequence[Sequence[int]] = (),
     ) -> None:
-        """
-        Args:
-            model: a model in evaluation mode.
-            tokenizer: its tokenizer.
-            settings: section `generate`.
-            callbacks: callbacks of the run.
-            labels: token ids of generate.labels (see `label_token_ids`); if empty, their likelihoods are not computed.
-        """
         self._model, self._tokenizer, self._settings, self._callbacks = model, tokenizer, settings, callbacks
         self._labels = labels
         self._streaming_decoder = StreamingDecoder(model)
@@ -389,8 +142,10 @@ class TorchBackend:
         label_scorer.report_failures()
 
     def stream(self, request: GenerationRequest, reuse_cache: bool) -> AnswerStream:
-        """See `GenerationBackend`. The key-value cache may change the choice between two almost equally likely tokens,
-        so the answer may differ from that of `generate`.
+        """See `GenerationBackend`.
+
+        The key-value cache may change the choice between two almost equally likely tokens, so the answer may differ
+        from that of `generate`.
         """
         ids, decoder = self.prompt_ids(request.prompt), self._streaming_decoder
         splitter = ReasoningSplitter(self._settings.reasoning_tags, self.opens_reasoning(ids))
@@ -463,3 +218,247 @@ def _end_of_turn(tokenizer: Any) -> str:
         return tokenization.ConversationEncoder(tokenizer).end_of_turn
     except DataError:
         return str(tokenizer.eos_token)
+
+
+# Streaming.
+
+
+class StreamingDecoder:
+    """Generates answers with a model, one token at a time.
+
+    The key-value cache, if the model has one, is reused from token to token, and on request from answer to answer as
+    far as the prompts begin with the same tokens.
+
+    Args:
+        model: a model in evaluation mode.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.context_tokens = get_context_length(model)
+        self._cached: tuple[list[int], Any] | None = None
+        """Tokens with their cache; None also while a forward pass changes the cache."""
+        self.reused_tokens = 0
+        """Tokens of the last prompt that were not computed again."""
+
+    def generate(
+        self, prompt: Sequence[int], options: DecodingOptions, noise_key: str, reuse_cache: bool
+    ) -> Iterator[int | FinishReason]:
+        """Yield the token ids of the answer, including the end-of-turn token, and then the reason to end.
+
+        Args:
+            prompt: token ids.
+            options: temperature, top_p, end_token_ids and max_new_tokens are read.
+            noise_key: key of the random draws.
+            reuse_cache: whether to reuse the cache of the previous answer, and to keep it for the next.
+        """
+        available_tokens = options.max_new_tokens if self.context_tokens is None else self.context_tokens - len(prompt)
+        if available_tokens < 1:
+            yield "context"
+            return
+        sampler = TokenSampler(options.temperature, options.top_p)
+        computed, cache = self._crop_cache(prompt) if reuse_cache else ([], None)
+        self.reused_tokens = len(computed)
+        ids = list(prompt[len(computed) :])
+        for step in range(min(available_tokens, options.max_new_tokens)):
+            self._cached = None
+            try:
+                with torch.no_grad():
+                    input_ids = torch.tensor([ids], device=self._model.device)
+                    out = self._model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    chosen = sampler.choose(out.logits[:, -1], [(noise_key, step)], 0.0)
+            except Exception as error:
+                if not oom.is_out_of_memory(error):
+                    raise
+                yield "memory"
+                return
+            computed, cache = [*computed, *ids], getattr(out, "past_key_values", None)
+            self._cached = (computed, cache) if reuse_cache else None
+            if not chosen.is_finite[0]:
+                yield "invalid"
+                return
+            ids = [chosen.tokens[0]]
+            yield chosen.tokens[0]
+            if chosen.tokens[0] in options.end_token_ids:
+                yield "stop"
+                return
+            if cache is None:  # a model with other states (Mamba): the whole text is computed again for each token
+                computed, ids = [], [*computed, *ids]
+        yield "length" if options.max_new_tokens <= available_tokens else "context"
+
+    def _crop_cache(self, prompt: Sequence[int]) -> tuple[list[int], Any]:
+        """Crop the cache to its common beginning with a prompt, whose last token is always computed again."""
+        if self._cached is None:
+            return [], None
+        ids, cache = self._cached
+        if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return [], None  # states of a recurrent model or a sliding window cannot be cropped
+        pairs = zip(ids, prompt[:-1], strict=False)
+        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._cached = None
+        cache.crop(count - len(ids))
+        return ids[:count], cache
+
+
+def stream_chunks(
+    tokens: Iterator[int | FinishReason],
+    decode: Callable[[Sequence[int]], str],
+    splitter: ReasoningSplitter,
+    sizes: tuple[int, int | None],
+) -> Iterator[AnswerChunk | AnswerEnd]:
+    """Convert the tokens of a `StreamingDecoder` to chunks of text; a character of several tokens is not divided.
+
+    Args:
+        tokens: the tokens of an answer.
+        decode: decodes tokens to text.
+        splitter: a new splitter of reasoning and answer.
+        sizes: tokens of the prompt, and the context length.
+    """
+    ids: list[int] = []
+    begin = end = 0  # a token's text may depend on the previous token, so both are decoded together
+    finish: FinishReason = "stop"
+    for token in tokens:
+        if isinstance(token, str):
+            finish = token
+            break
+        ids.append(token)
+        text = decode(ids[begin:])
+        if not text.endswith(UNFINISHED):
+            yield from _split_chunks(splitter, text[len(decode(ids[begin:end])) :])
+            begin, end = end, len(ids)
+    yield from _split_chunks(splitter, decode(ids[begin:])[len(decode(ids[begin:end])) :])
+    for is_reasoning, piece in splitter.close():
+        yield AnswerChunk(is_reasoning, piece)
+    yield AnswerEnd(finish, sizes[0], len(ids), sizes[1])
+
+
+def _split_chunks(splitter: ReasoningSplitter, text: str) -> Iterator[AnswerChunk]:
+    for is_reasoning, piece in splitter.feed(text):
+        yield AnswerChunk(is_reasoning, piece)
+
+
+# Likelihoods of labels.
+
+
+def label_token_ids(tokenizer: Any, settings: Generate) -> list[list[int]] | None:
+    """Encode each of generate.labels as the whole answer, including the end-of-turn token; [] if there are no labels.
+
+    Returns:
+        None if the chat template does not simply append an answer to its prompt, so that likelihoods are undefined.
+
+    Raises:
+        SettingsError: a label cannot be an answer, or two labels have the same tokens.
+    """
+    if not settings.labels:
+        return []
+    prompt = tokenization.encode_prompt(tokenizer, Conversation([_SAMPLE_MESSAGE]))
+    label_ids: list[list[int]] = []
+    for label, encoded in zip(settings.labels, _encode_labels(tokenizer, settings.labels), strict=True):
+        if isinstance(encoded, RefusedConversation):
+            raise SettingsError(f"generate.labels: {label!r} cannot be an answer: {encoded.detail}; remove it")
+        if encoded.input_ids[: len(prompt)] != prompt:
+            return None
+        trained = [i for i, target in enumerate(encoded.labels) if target != IGNORE_INDEX]
+        ids = encoded.input_ids[len(prompt) : trained[-1] + 1]
+        text = tokenizer.decode([i for i in ids if i not in ControlTokens(tokenizer).ids], skip_special_tokens=False)
+        if not text.strip().endswith(label):
+            raise SettingsError(
+                f"generate.labels: {label!r}: the tokenizer decodes it as {text.strip()!r}, so no answer can equal "
+                "this label; use the decoded text"
+            )
+        if len(ids) > settings.max_new_tokens:
+            raise SettingsError(
+                f"generate.labels: {label!r} has {len(ids)} tokens with the end-of-turn token, more than "
+                f"generate.max_new_tokens ({settings.max_new_tokens}); raise generate.max_new_tokens"
+            )
+        if ids in label_ids:
+            other = settings.labels[label_ids.index(ids)]
+            raise SettingsError(f"generate.labels: {label!r} and {other!r} have the same tokens; remove one")
+        label_ids.append(ids)
+    return label_ids
+
+
+def _encode_labels(tokenizer: Any, labels: Sequence[str]) -> list[EncodedConversation | RefusedConversation]:
+    conversations = [
+        (repr(label), Conversation([_SAMPLE_MESSAGE, {"role": "assistant", "content": label}])) for label in labels
+    ]
+    try:
+        return tokenization.ConversationEncoder(tokenizer, "last").encode(conversations)
+    except DataError as error:
+        raise SettingsError(f"generate.labels: {error}") from None
+
+
+class LabelScorer:
+    """Computes how likely each of generate.labels is as the whole answer to a prompt.
+
+    Each prompt is computed separately, with its labels in groups of a fixed size, so that batches, restarts and a
+    shortage of memory do not change how sums are rounded. Results have 4 decimals, like mean log-probabilities.
+
+    Args:
+        model: a model in evaluation mode.
+        labels: token ids of each label, see `label_token_ids`.
+        pad_token_id: token to pad shorter labels with.
+        callbacks: callbacks of the run.
+        samples: answers per prompt.
+    """
+
+    def __init__(
+        self, model: Any, labels: Sequence[Sequence[int]], pad_token_id: int, callbacks: BackendCallbacks, samples: int
+    ) -> None:
+        self._model, self._labels, self._pad = model, labels, pad_token_id
+        self._callbacks, self._samples = callbacks, samples
+        self._context = get_context_length(model)
+        self._cache: dict[int, Nats | None] = {}
+        self._out_of_memory_count = 0
+
+    def score(self, index: int, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
+        """Return the log-probability, in nats, of each label.
+
+        The value is None for a label that does not fit in the context or has no finite result. The result is None if
+        memory does not suffice.
+
+        Args:
+            index: index of the answer; the samples of a prompt follow each other.
+            prompt: token ids.
+            decoder: the decoder, which can free memory.
+        """
+        number = index // self._samples
+        if number not in self._cache:
+            self._callbacks.heartbeat()
+            scores = self._score_with_retry(prompt, decoder)
+            if self._samples == 1:
+                return scores
+            if len(self._cache) >= CACHED_PROMPTS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[number] = scores
+        return self._cache[number]
+
+    def report_failures(self) -> None:
+        """Report the number of prompts without likelihoods because of a lack of memory, if any."""
+        if self._out_of_memory_count:
+            text = f"prompts without label likelihoods because memory did not suffice: {self._out_of_memory_count:,}"
+            self._callbacks.on_event("notice", {"text": text})
+
+    def _score_with_retry(self, prompt: Sequence[int], decoder: BatchDecoder) -> Nats | None:
+        for free_memory in (decoder.make_room, oom.release_memory):
+            try:
+                return self._score(prompt)
+            except Exception as error:
+                if not oom.is_out_of_memory(error):
+                    raise
+            free_memory()
+        self._out_of_memory_count += 1
+        return None
+
+    def _score(self, prompt: Sequence[int]) -> Nats:
+        scores: Nats = [None] * len(self._labels)
+        longest = math.inf if self._context is None else self._context - len(prompt)
+        fitting = [k for k, label in enumerate(self._labels) if len(label) <= longest]
+        if not fitting:
+            return scores
+        labels = [self._labels[k] for k in fitting]
+        self._callbacks.before_forward(len(prompt) + max(map(len, labels)))
+        [fitting_scores] = scoring.score_labels(self._model, [prompt], labels, LABEL_GROUP_SIZE, self._pad)
+        for k, nats in zip(fitting, fitting_scores, strict=True):
+            scores[k] = round(nats, DECIMALS) + 0.0 if math.isfinite(nats) else None
+        return scores

@@ -28,6 +28,10 @@ from ratchet.storage import files
 from ratchet.training.exit_codes import report_worker_end
 
 FLUSH_INTERVAL_S = 1.0
+
+KINDS_WITHOUT_LABELS = ("gguf", "endpoint")
+OUT_OF_MEMORY_ADVICE = "the model itself does not fit, so a smaller batch does not help; use a smaller model"
+
 _BATCH_KEYS = {
     "rows": "rows", "held_tokens": "tokens", "waiting": "waiting", "budget_tokens": "budget_tokens",
     "available_bytes": "available_bytes", "device_bytes": "device_bytes", "held_bytes": "held_bytes",
@@ -135,10 +139,6 @@ class AnswerFlusher:
         self._flushed_s = now_s
         if now_s - self._failing_since_s > self._wait_s:
             raise StorageError(f"answers cannot be saved: {error}; free disk space and run the command again")
-
-
-KINDS_WITHOUT_LABELS = ("gguf", "endpoint")
-OUT_OF_MEMORY_ADVICE = "the model itself does not fit, so a smaller batch does not help; use a smaller model"
 
 
 def run_worker(paths: RunPaths, attempt: int, stop: GracefulShutdown, heartbeat: Heartbeat) -> int:

@@ -26,18 +26,24 @@ from ratchet.storage import files
 ADAPTER = "default"
 """Name under which peft holds a model's only adapter."""
 
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+_PREFIX = "base_model.model."
+"""Prefix of every tensor name in a peft checkpoint."""
+
 
 @dataclass(frozen=True)
 class LoraFactors:
     """A layer's update `scale * b @ a` in float32, relative to the base weights as loaded from disk.
 
-    LoRA and rsLoRA (Hu et al. 2021; Kalajdzievski 2023): the two matrices themselves. PiSSA (Meng et al. 2024): the
-    update is B A - B0 A0, stored as [B, -B0] [A; A0]. AdaLoRA (Zhang et al. 2023): B diag(E) A, with E multiplied into
-    `a` and pruned directions removed. DoRA's magnitudes are not included.
+    For LoRA and rsLoRA (Hu et al. 2021; Kalajdzievski 2023), `a` and `b` are the two matrices themselves. For PiSSA
+    (Meng et al. 2024) the update is B A - B0 A0, stored as [B, -B0] [A; A0]. For AdaLoRA (Zhang et al. 2023) it is
+    B diag(E) A: `a` includes E and has no pruned directions. DoRA's magnitudes are not included.
     """
 
     name: str
-    """Name of the module in the base model; for fused experts, name of their parameter."""
+    """Name of the module in the base model; for fused experts, the name of their parameter."""
     layer: Any
     """The peft layer that wraps the module."""
     a: Tensor
@@ -48,7 +54,7 @@ class LoraFactors:
 
     @property
     def rank(self) -> int:
-        """Rank of the update; for experts, rank of each expert's update."""
+        """Rank of the update; for experts, the rank of each expert's update."""
         return int(self.a.shape[-2])
 
     @property
@@ -65,12 +71,12 @@ class LoraFactors:
 
     def update(self) -> Tensor:
         """Return the tensor to add to the base weight, in float32 and in the layout of the base."""
-        full = (self.b @ self.a).mul_(self.scale)
-        return full.mT if self.transposed else full
+        product = (self.b @ self.a).mul_(self.scale)
+        return product.mT if self.transposed else product
 
 
 def adapted_layers(model: Model) -> Iterator[tuple[str, Any]]:
-    """Yield (name in the base model, peft layer) of every adapted layer, in module order."""
+    """Yield every adapted layer as (name in the base model, peft layer), in module order."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for path, module in base.named_modules():
         if isinstance(module, LoraLayer):
@@ -84,7 +90,7 @@ def name_in_base(path: str, layer: Any) -> str:
 
 
 def iterate_factors(model: Model) -> Iterator[LoraFactors]:
-    """Yield the update of every adapted layer. Tensors may share memory with the parameters: do not modify them."""
+    """Yield the update of every adapted layer. Do not modify its tensors: they may share memory with the parameters."""
     return (layer_factors(name, layer) for name, layer in adapted_layers(model))
 
 
@@ -140,7 +146,7 @@ def scaled_product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def token_rows(model: Model) -> Iterator[tuple[str, list[int], Tensor]]:
-    """Yield trained token rows: parameter name in the base, token ids, rows [ids, width].
+    """Yield each parameter with trained token rows: its name in the base model, the token ids, the rows [ids, width].
 
     If the embedding is tied to the output head, only the embedding is yielded.
     """
@@ -154,13 +160,7 @@ def token_rows(model: Model) -> Iterator[tuple[str, list[int], Tensor]]:
             )
 
 
-# File format: every adapter is saved as a plain peft LoRA or DoRA. The files depend on nothing but the weights.
-
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-
-_PREFIX = "base_model.model."
-"""Prefix of every tensor name in a peft checkpoint."""
+# Files. Every adapter is saved as a plain peft LoRA or DoRA, and the files depend only on the weights.
 
 
 def write(model: Model, directory: Path, base_digest: str) -> None:
@@ -180,7 +180,7 @@ def write(model: Model, directory: Path, base_digest: str) -> None:
 
 
 def read(directory: Path) -> dict[str, Tensor]:
-    """Read the saved tensors by their peft names. Raises DamagedFileError if the file is missing or unreadable."""
+    """Return the saved tensors by their peft names. Raises DamagedFileError if the file is missing or unreadable."""
     try:
         tensors: dict[str, Tensor] = load_file(directory / WEIGHTS)
     except (SafetensorError, OSError) as error:
@@ -240,7 +240,7 @@ def _zero_factors(factors: LoraFactors) -> LoraFactors:
 
 
 def _shorten_names(names: list[str], model: Model) -> list[str]:
-    """Return the last parts of the names if they match exactly these modules, as people write them; else the names."""
+    """Return the last parts of the names (`q_proj`) if these match the same modules; otherwise the full names."""
     last_parts = {name.rsplit(".", 1)[-1] for name in names}
     module_names = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
     matching = [path for path in module_names if path.rsplit(".", 1)[-1] in last_parts]

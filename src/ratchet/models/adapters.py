@@ -61,14 +61,24 @@ _TRAINABLE_NAME_PARTS = (
 )  # fmt: skip
 """Every trainable parameter has one of these in its name."""
 
+EXACT_SVD_MAX_SIZE = 512
+"""Length of a weight's smaller side up to which PiSSA computes all singular values.
+
+For larger weights, PiSSA approximates the largest ones (Halko et al. 2011) with the 16 rounds of subspace iteration
+that its paper found sufficient. This is 13 times as fast at 1024 x 1024 on one core. For random weights, the hardest
+case, the subtracted part has singular values that are at most 2 % too small."""
+
+_PISSA_PREFIX = "pissa/"
+"""Prefix of the names of A0 and B0 in a checkpoint."""
+
 
 def attach(
     base: Model, settings: Train, base_digest: str, new_tokens: Sequence[int] = (), steps: int = 0
 ) -> Model:  # fmt: skip
-    """Attach a new adapter to `base`, initialized from `settings.seed`; everything else is frozen.
+    """Attach a new adapter to `base`, initialized from `settings.seed`, and freeze all other parameters.
 
     Args:
-        base: model without adapters on any device, including meta, in 4 bits or not. It is changed in place.
+        base: model without adapters, in 4 bits or not, on any device including meta; modified in place.
         settings: section train.
         base_digest: digest of the base model, recorded in the saved adapter.
         new_tokens: token ids whose rows of the embedding and the head are trained too.
@@ -118,7 +128,7 @@ def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Restore a copy of the tensors returned by `extra_tensors`.
 
     Raises:
-        DamagedFileError: they belong to another adapter.
+        DamagedFileError: the tensors belong to another adapter.
     """
     pissa = {name: tensor for name, tensor in tensors.items() if name.startswith(_PISSA_PREFIX)}
     restore_pissa(model, pissa)
@@ -135,11 +145,11 @@ def save(model: Model, directory: Path, base_digest: str) -> None:
 
 
 def load(base: Model, directory: Path) -> Model:
-    """Load a saved adapter onto a base that was loaded as in training; frozen, in evaluation mode.
+    """Load a saved adapter onto a base that was loaded as in training; return the model frozen, in evaluation mode.
 
     Raises:
         BaseModelError: the adapter does not fit this base.
-        DamagedFileError: its file cannot be read.
+        DamagedFileError: the adapter's file cannot be read.
     """
     try:
         saved = adapter_format.read(directory)
@@ -150,13 +160,13 @@ def load(base: Model, directory: Path) -> Model:
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         text = " ".join(str(error).split())[:300]
         raise BaseModelError(f"{directory}: the adapter does not fit this base model: {text}") from None
-    dtype = next(iter(saved.values())).dtype  # peft converts it to the dtype of the base, or to float32
+    dtype = next(iter(saved.values())).dtype  # peft converts the tensors to the dtype of the base, or to float32
     for name, parameter in model.named_parameters():
         if any(part in name for part in _TRAINABLE_NAME_PARTS):
             parameter.data = parameter.data.to(dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = adapter_format.collect_tensors(model)
-    # peft saves embeddings whole
+    # An adapter that peft saved may contain complete embeddings.
     loaded |= {name: parameters[name] for name in saved.keys() - loaded.keys() if name in parameters}
     # peft only warns of missing tensors, ignores surplus tensors, and rewrites names for some models.
     if mismatched := sorted(
@@ -171,18 +181,18 @@ def load(base: Model, directory: Path) -> Model:
 def swap(model: Model, directory: Path) -> Model:
     """Replace a model's adapter by another saved one, without loading the base again.
 
-    The result computes the same bits as `load` on a freshly loaded base: peft's layers are removed from the base, whose
-    own tensors they never change. `model` must not be used afterwards.
+    The result computes the same bits as `load` on a freshly loaded base, because peft's layers, which are removed,
+    never change the base's own tensors. Do not use `model` afterwards.
 
     Raises:
         BaseModelError: the adapter belongs to another base (then `model` is unchanged), or it does not fit this one.
-        DamagedFileError: its files cannot be read.
+        DamagedFileError: the adapter's files cannot be read.
     """
-    current, wanted = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
-    if current != wanted:
+    current, expected = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
+    if current != expected:
         raise BaseModelError(
-            f"{directory}: the adapter belongs to base model {str(wanted)[:12]}, but base model {str(current)[:12]} is "
-            "loaded; load the adapter's own base"
+            f"{directory}: the adapter belongs to base model {str(expected)[:12]}, but base model {str(current)[:12]} "
+            "is loaded; load the adapter's own base"
         )
     adapter_format.read(directory)  # fail before anything is removed
     return load(model.unload(), directory)
@@ -192,7 +202,7 @@ def _base_digest(directory: Path) -> str:
     """Return the digest of the base that a saved adapter was trained on.
 
     Raises:
-        DamagedFileError: its config cannot be read.
+        DamagedFileError: the adapter's config cannot be read.
     """
     path = directory / adapter_format.CONFIG
     try:
@@ -209,7 +219,7 @@ def _is_same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def enable_activation_checkpointing(model: Model) -> None:
-    """Recompute the activations of each block in the backward pass. The same bits result, including dropout."""
+    """Recompute the activations of each block in the backward pass. Results are bit-identical, even with dropout."""
     model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -251,12 +261,14 @@ def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, step
 
 
 def _token_layers(base: Model) -> list[str]:
-    """Return names of modules with one row per token; peft itself finds modules tied to the embedding."""
-    modules = [
+    """Return the names of the modules with one row per token; peft itself finds modules tied to the embedding."""
+    token_modules = [
         base.get_input_embeddings(),
         *([] if targets.has_tied_head(base) else [base.get_output_embeddings()]),
     ]
-    return [name for name, module in base.named_modules() if any(module is other for other in modules)]
+    return [
+        name for name, module in base.named_modules() if any(module is token_module for token_module in token_modules)
+    ]
 
 
 @contextmanager
@@ -291,8 +303,8 @@ def _require_adapters_on(model: Model, chosen: Sequence[LayerSpec]) -> None:
 
     peft replaces some names in models whose experts transformers 5 fuses (Mixtral, Qwen-MoE).
     """
-    found, wanted = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
-    if mismatched := sorted(found ^ wanted):
+    adapted, expected = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
+    if mismatched := sorted(adapted ^ expected):
         raise SettingsError(
             f"train.target_modules: {mismatched[0]}: peft interprets this name as an expert of a "
             f"{model.config.model_type} model in the layout of transformers 4; remove it from the targets"
@@ -311,11 +323,11 @@ def _require_only_adapters_trainable(model: Model, dtype: torch.dtype) -> None:
 
 # A shorter forward pass for plain LoRA layers (peft 0.21 has more operators and uses more memory).
 #
-# peft scales the update and adds it in separate operators and copies the output of a 4-bit layer. With a float32
-# adapter and 16-bit activations it also makes, for every layer, a float32 copy of the input that lives until the
-# backward pass. Here the second product adds to the base's output and scales in one operator, and both products are
-# computed in the dtype of the activations, as under autocast in Trainer. Parameters and their gradients keep their
-# dtype. Measured on a CPU in float32: 4 % less time per step (8 rows of 256 tokens, 30M parameters).
+# peft scales the update and adds it in separate operators, and copies the output of a 4-bit layer. With a float32
+# adapter and 16-bit activations it also keeps a float32 copy of every layer's input until the backward pass. Here one
+# operator computes the second product, scales it and adds it to the base's output. Both products are computed in the
+# dtype of the activations, as under autocast in transformers' Trainer. Parameters and their gradients keep their dtype.
+# Measured on a CPU in float32: 4 % less time per step (8 rows of 256 tokens, 30M parameters).
 
 
 def _install_fast_forward(model: Model) -> None:
@@ -355,14 +367,6 @@ def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 # in memory then differs from the base on disk. A0 and B0 are part of every checkpoint, and of the saved update, which
 # is relative to the base on disk.
 
-EXACT_SVD_MAX_SIZE = 512
-"""Largest smaller side of a weight for which all singular values are computed. Above, the first are approximated (Halko
-et al. 2011) with the 16 rounds of subspace iteration that the paper found enough: 13 times as fast at 1024 x 1024 on
-one core, and the subtracted part of random weights, the hardest case, has singular values at most 2 % too small."""
-
-_PISSA_PREFIX = "pissa/"
-"""Prefix of the names of A0 and B0 in a checkpoint."""
-
 
 def initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
     """Initialize every adapter of a freshly adapted model with singular vectors.
@@ -370,7 +374,7 @@ def initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
     The approximation for large weights draws from torch's random stream.
 
     Args:
-        model: has LoRA adapters on unquantized weights; the sum of weight and update does not change.
+        model: model with LoRA adapters on unquantized weights; the sum of weight and update does not change.
         dtype: dtype of the adapters. The product of the *rounded* matrices is subtracted from the weights.
     """
     for _, layer in adapted_layers(model):
@@ -406,11 +410,11 @@ def pissa_tensors(model: Model) -> dict[str, Tensor]:
 def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
     """Adjust the base weights to the A0 and B0 of a checkpoint.
 
-    On the machine that wrote the checkpoint they are equal to the current ones, and nothing changes. Another machine
-    may have found other signs, or other vectors for singular values that are nearly equal.
+    On the machine that wrote the checkpoint, the saved matrices equal the current ones, and nothing changes. Another
+    machine may compute other signs, or other vectors for singular values that are nearly equal.
 
     Raises:
-        DamagedFileError: they belong to other layers than this model adapts.
+        DamagedFileError: the matrices belong to other layers than this model adapts.
     """
     current, shapes = pissa_tensors(model), {name: tensor.shape for name, tensor in saved.items()}
     mismatched = current.keys() ^ shapes.keys()
@@ -430,13 +434,14 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
 
 # AdaLoRA: ranks are allocated by importance during training (Zhang et al. 2023, arXiv 2303.10512), through peft.
 #
-# Every layer starts with train.rank directions. After `begin` of the steps the least important directions of all layers
-# are pruned every few steps along a cubic curve until adalora.target_rank of a layer remain on average; then they stay.
-# peft's allocator decides. This section holds its schedule, its state in checkpoints, and workarounds.
+# Every layer starts with train.rank directions. After `warmup_ratio` of the steps, peft's allocator prunes the least
+# important directions of all layers, every `every_steps` steps and along a cubic curve, until each layer has
+# `target_rank` directions on average. In the last `final_ratio` of the steps, ranks do not change. The functions below
+# translate the schedule, store the allocator's state in checkpoints, and work around faults of peft.
 
 
 def adalora_schedule(settings: Train, steps: int) -> dict[str, Any]:
-    """Translate section adalora to peft's settings for `steps` optimizer steps (0: the model is not trained)."""
+    """Translate section train.adalora to peft's settings for `steps` optimizer steps (0: the model is not trained)."""
     schedule, total = settings.adalora, max(1, steps)
     return {
         "init_r": settings.rank,
@@ -457,7 +462,7 @@ def _adalora_model(model: Model) -> AdaLoraModel | None:
 
 
 def freeze_constants(model: Model) -> None:
-    """Freeze the divisor `ranknum`: with 16-bit weights peft 0.21 makes it a new, trainable parameter."""
+    """Freeze AdaLoRA's divisor `ranknum`, which peft 0.21 makes a new, trainable parameter if weights have 16 bits."""
     if _adalora_model(model) is not None:
         for _, layer in adapted_layers(model):
             layer.ranknum[ADAPTER].requires_grad_(False)
@@ -480,12 +485,12 @@ def orthogonality_penalty(model: Model) -> Tensor | None:
 
 
 def update_rank_allocation(model: Model, step: int, steps: int) -> None:
-    """Update AdaLoRA's importance scores from the gradients and prune what is due; no effect for other adapters.
+    """Update AdaLoRA's importance scores from the gradients and prune directions; does nothing for other adapters.
 
     Args:
-        model: state after optimizer step `step` (from 1), with the gradients still present.
-        step: step number; skipped steps count too, and the step at which ranks become final may be skipped.
-        steps: total steps that the adapter was attached for.
+        model: model after optimizer step `step`, with its gradients.
+        step: step number, from 1. Skipped steps count too; the step at which ranks become final may be skipped.
+        steps: total number of steps for which the adapter was attached.
     """
     tuner = _adalora_model(model)
     if tuner is None:
@@ -499,7 +504,7 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
         _complete_gradients(tuner)
         tuner.update_and_allocate(step)
         return
-    if not allocator.exp_avg_ipt:  # no scores yet: a training of a single step
+    if not allocator.exp_avg_ipt:  # there are no scores yet if the training has a single step
         _complete_gradients(tuner)
         allocator.update_ipt(tuner.model)
     tuner.update_and_allocate(final)
@@ -528,10 +533,10 @@ def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
     """Restore the state of the rank allocator from a checkpoint.
 
     Raises:
-        DamagedFileError: it belongs to other matrices than this model trains.
+        DamagedFileError: the state belongs to other matrices than this model trains.
     """
     tuner = _adalora_model(model)
-    parameters = {} if tuner is None else {n: p for n, p in tuner.model.named_parameters() if p.requires_grad}
+    parameters = {} if tuner is None else dict(trainable_parameters(tuner.model))
     parts: dict[str, dict[str, Tensor]] = {"sensitivity": {}, "uncertainty": {}, "rank_mask": {}}
     for path, tensor in saved.items():
         part, _, name = path.partition("/")

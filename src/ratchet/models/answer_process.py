@@ -4,8 +4,8 @@ Run as `python -m ratchet.models.answer_process DIR [--threads N]`.
 Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (maximum number of new tokens)}.
 Standard output: one line of JSON, a list of {"prompt" (token ids from the directory's own tokenizer for the question),
 "answer" (token ids)}. On failure, one line on standard error and exit code 1.
-With --smoke-test nothing is read: one fixed prompt is answered, and one line with the answer is printed.
-Code in the directory is never executed and the hub is never contacted.
+With --smoke-test, the process reads no input: it answers one fixed prompt and prints one line with the answer.
+The process never executes code in the directory and never contacts the hub.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SMOKE_TOKENS = 8
 
 
 def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
-    """Load model and tokenizer from local files and answer each prompt token by token.
+    """Load model and tokenizer from local files, and answer each prompt token by token.
 
     Raises:
         OSError, ValueError: transformers cannot load the directory.
@@ -62,7 +62,7 @@ def _decode_greedily(model: Any, prompt: list[int], max_new_tokens: int, stop_id
 
 
 def run_smoke_test(directory: Path) -> str:
-    """Load model and tokenizer from local files and answer one prompt greedily; return the answer.
+    """Load model and tokenizer from local files, answer one prompt greedily and return the answer.
 
     Raises:
         DamagedFileError: a logit is not finite, or the model generated nothing.
@@ -82,10 +82,10 @@ def run_smoke_test(directory: Path) -> str:
         if not torch.isfinite(logits).all():
             raise DamagedFileError(f"{directory}: logits are not finite; export the model again")
         answer = model.generate(**prompt, max_new_tokens=SMOKE_TOKENS, do_sample=False)
-    new = answer[0, prompt["input_ids"].shape[1] :]
-    if not len(new):
+    new_tokens = answer[0, prompt["input_ids"].shape[1] :]
+    if not len(new_tokens):
         raise DamagedFileError(f"{directory}: the model generated nothing; export it again")
-    return str(tokenizer.decode(new))
+    return str(tokenizer.decode(new_tokens))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,9 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"answers {run_smoke_test(options.directory)!r}")
             return 0
         answers = generate_answers(options.directory, json.load(sys.stdin), options.threads)
-    except (
-        Exception
-    ) as error:  # on any failure the model cannot be served; the caller needs the reason, not a traceback
+    except Exception as error:  # after any failure the caller needs the reason, not a traceback
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
     print(json.dumps(answers))

@@ -1,6 +1,6 @@
 """Locates, downloads and verifies base models (a directory, a hub id or the built-in tiny model) and loads tokenizers.
 
-Every base model is pinned by content: the SHA-256 of each of its files. Imports no torch.
+Every base model is pinned by its content: the SHA-256 of each file. This module does not import torch.
 """
 
 import json
@@ -23,6 +23,11 @@ INDEX = "model.safetensors.index.json"
 PICKLES = "pytorch_model*.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
+FourBitType = Literal["nf4", "fp4"]
+
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""Result of `strftime_now` in chat templates (Llama 3.1's own default): data must not depend on the current date."""
+
 _PATTERNS = (
     "config.json", "generation_config.json", INDEX,
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -31,7 +36,7 @@ _PATTERNS = (
 """Files of a base model besides its weights; others (other formats, images) are neither downloaded nor hashed."""
 
 _IGNORED = ("consolidated*", "*/*.safetensors", "*/*.bin", "*/*.json", "*/*.model", "*/*.txt")
-"""Copies of the weights for other programs, and files in subfolders: transformers reads neither."""
+"""Copies of the weights for other programs, and files in subfolders; transformers reads neither."""
 
 _CODE = "*.py"
 """Downloaded and hashed only if base.trust_remote_code is set."""
@@ -44,7 +49,7 @@ _UNHASHED = ("README.md",)
 
 
 def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
-    """Return directory and commit of the model that params.yaml names; download a hub id. Not for `tiny`.
+    """Return directory and commit of the model that params.yaml names; download a hub id. Do not call it for `tiny`.
 
     Raises:
         BaseModelError: the source is neither a directory nor available from the hub.
@@ -68,7 +73,7 @@ def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
 
 
 def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bool] | None:
-    """Return the base's directory and whether its own code may run, if that is known, also before stage base has run.
+    """Return the base's directory and whether its own code may run; None if they are unknown before stage base runs.
 
     Raises:
         BaseModelError: the pinned directory is missing.
@@ -82,7 +87,7 @@ def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bo
 
 
 def locate(layout: ProjectLayout, card: BaseCard) -> Path:
-    """Return the directory of the pinned base model; `verify_files` checks its bytes.
+    """Return the directory of the pinned base model, without checking its files (`verify_files` does).
 
     Raises:
         BaseModelError: the directory is missing.
@@ -110,10 +115,10 @@ def fingerprint(path: Path, include_code: bool = False) -> dict[str, str]:
 
 def verify_files(path: Path, expected: dict[str, str]) -> None:
     """Compare the model's files with the pinned digests. Raises BaseModelError naming the first file that differs."""
-    found = fingerprint(path, include_code=any(name.endswith(".py") for name in expected))
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            state = "missing" if name not in found else "new" if name not in expected else "changed"
+    actual = fingerprint(path, include_code=any(name.endswith(".py") for name in expected))
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            state = "missing" if name not in actual else "new" if name not in expected else "changed"
             raise BaseModelError(f"{path / name}: {state} since the base was pinned; run `dvc repro base`")
 
 
@@ -124,7 +129,7 @@ def list_model_files(path: Path, include_code: bool = False) -> list[str]:
     """Return the sorted names of the files that make up the model.
 
     Args:
-        path: its directory.
+        path: directory of the model.
         include_code: include the model's Python code.
 
     Raises:
@@ -185,8 +190,8 @@ def _missing_weights_hint(path: Path) -> str:
             f"; {pickles[0]} is a pickle: for the base, set base.convert_pickles: true to convert it without running "
             "its code; any other model must be saved as safetensors (`save_pretrained` of transformers)"
         )
-    if other := sorted(match.name for match in path.glob("*.safetensors")):
-        return f" named {WEIGHTS} and no index; transformers does not read {other[0]}"
+    if other_files := sorted(match.name for match in path.glob("*.safetensors")):
+        return f" named {WEIGHTS} and no index; transformers does not read {other_files[0]}"
     return "; for a base that has only pickles (*.bin), set base.convert_pickles: true"
 
 
@@ -222,7 +227,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_hidden_size(path: Path) -> int | None:
-    """Return the hidden size of a model (of its text part) from config.json; None if it is not stated.
+    """Return the hidden size of a model (of its text part) from config.json; None if the config has none.
 
     Raises BaseModelError like `read_config`.
     """
@@ -250,9 +255,6 @@ def require_pinned_code(path: Path) -> None:
             )
 
 
-FourBitType = Literal["nf4", "fp4"]
-
-
 def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQuantization | None:
     """Return how the weights of a config.json are quantized; None if they are not.
 
@@ -260,11 +262,11 @@ def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQua
 
     Args:
         config: contents of config.json.
-        source: its directory, for messages.
+        source: directory of the model, for messages.
 
     Raises:
-        BaseModelError: they are quantized by a method other than bitsandbytes' 4 bits. Adapters could be trained on
-            some of them, but the weights they would be merged into differ from those they were trained on.
+        BaseModelError: the weights are quantized by a method other than bitsandbytes' 4 bits. Adapters could be trained
+            on some such weights, but would be merged into different ones.
     """
     stored = config.get("quantization_config")
     if not stored:  # some files contain null
@@ -289,17 +291,17 @@ def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQua
 
 
 def require_same_quantization(stored: StoredQuantization, settings: Train, source: str) -> None:
-    """Raise SettingsError unless section train asks for the quantization of the files; weights are quantized once."""
+    """Raise SettingsError if section train has another quantization than the files; weights are quantized only once."""
     expected = {
         "quantization": stored.kind,
         "double_quantization": stored.double,
         "quantization_storage": stored.storage,
     }
-    if wrong := {key: value for key, value in expected.items() if getattr(settings, key) != value}:
-        found = ", ".join(f"{key}: {_format_yaml_value(getattr(settings, key))}" for key in wrong)
-        fix = ", ".join(f"train.{key}: {_format_yaml_value(value)}" for key, value in wrong.items())
+    if mismatched := {key: value for key, value in expected.items() if getattr(settings, key) != value}:
+        current = ", ".join(f"{key}: {_format_yaml_value(getattr(settings, key))}" for key in mismatched)
+        fix = ", ".join(f"train.{key}: {_format_yaml_value(value)}" for key, value in mismatched.items())
         raise SettingsError(
-            f"train.{found}, but the weights of {source} are already quantized differently: set {fix}; or use the "
+            f"train.{current}, but the weights of {source} are already quantized differently: set {fix}; or use the "
             "model from before it was quantized"
         )
 
@@ -310,15 +312,12 @@ def _format_yaml_value(value: object) -> str:
 
 # Tokenizers.
 
-TEMPLATE_DATE = datetime(2024, 7, 26)
-"""Result of `strftime_now` in chat templates (Llama 3.1's own default): data must not depend on the current date."""
-
 
 def open_tokenizer(path: Path, remote_code: bool = False) -> Any:
     """Return the tokenizer of a model directory, unchanged.
 
     Raises:
-        BaseModelError: it cannot be read, or has no fast version.
+        BaseModelError: the tokenizer cannot be read, or has no fast version.
     """
     from transformers import AutoTokenizer
 
@@ -345,7 +344,7 @@ def load_tokenizer(
     """Return the tokenizer of a model directory, ready for batches.
 
     Args:
-        path: the directory.
+        path: directory of the model.
         template: file with a chat template that replaces the tokenizer's own.
         added: additional tokens (base.added_tokens).
         remote_code: allow the model's code to run.
@@ -387,7 +386,7 @@ def _read_template(template: Path) -> str:
 
 
 def _compile_with_fixed_date(text: str, source: Path) -> None:
-    """Compile a chat template with a fixed date into transformers' cache, which every rendering uses."""
+    """Compile a chat template with a fixed date; transformers caches the result and uses it for every rendering."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
@@ -403,7 +402,7 @@ def _compile_with_fixed_date(text: str, source: Path) -> None:
 
 
 def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
-    """Return the directory of a commit with the matching files; from the cache if the hub is unavailable.
+    """Download the matching files of a commit and return their directory; use the cache if the hub is unavailable.
 
     Args:
         repository: a hub id.
@@ -411,7 +410,7 @@ def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
         patterns: file names with wildcards.
 
     Raises:
-        BaseModelError: neither the hub nor the cache has it; the message lists cached models.
+        BaseModelError: neither the hub nor the cache has the commit; the message lists cached models.
     """
     try:
         return _snapshot(repository, revision, patterns, local_only=False)
@@ -423,7 +422,7 @@ def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
 
 
 def find_cached(repository: str, revision: str, patterns: Sequence[str]) -> Path | None:
-    """Return the directory of a commit from the cache; None if the cache lacks a part."""
+    """Return the directory of a commit in the cache; None if a file is not cached."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -1,7 +1,12 @@
-"""Computes logits and losses in pieces: the body of a model runs once, its head on as many positions as fit in memory.
+"""Computes logits, losses and gradients in pieces, so that the logits of all positions never exist at once.
 
-Logits are the largest tensor of an evaluation: 8 rows of 1,024 tokens at a vocabulary of 150,000 are 5 GB in float32,
-and computing the likelihood needs half a dozen tensors of that size.
+The body of a model runs once; its head runs on as many positions as fit in memory. Logits are the largest tensor of an
+evaluation: 8 rows of 1,024 tokens at a vocabulary of 150,000 are 5 GB in float32, and computing the likelihood needs
+half a dozen tensors of that size. They are also the largest tensor of a training with a large vocabulary: 2,048
+positions at 128,000 tokens are 1 GB in float32, and their logarithms and gradient take as much again.
+
+The model's own class turns hidden states into logits (head, adapters on the head, soft cap, scale). It is called again
+for each further piece, with a body that returns its saved output.
 """
 
 import copy
@@ -28,22 +33,35 @@ from ratchet.models.loss import (
 from ratchet.models.model_spec import find_blocks, find_body
 
 CHUNK_ELEMENTS = 2**24
-"""Logits that are computed at once: 64 MiB in float32, plus some copies."""
+"""Logits that an evaluation computes at once: 64 MiB in float32, plus some copies."""
+LEARNED_ELEMENTS = 2**24
+"""Logits that a training computes at once: 64 MiB in float32, and the same for their gradient."""
+
+QUERIES, KEYS, OUTPUTS = {"q_proj"}, {"k_proj", "v_proj"}, {"o_proj", "out_proj", "dense"}
+"""Names of the linear layers of an attention; other modules may be between them."""
+FEED_FORWARD = {"mlp", "feed_forward"}
+LINEAR = {
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "fc_in", "fc_out", "c_fc", "c_proj",
+    "dense_h_to_4h", "dense_4h_to_h", "w1", "w2", "w3",
+}  # fmt: skip
+"""Names of the linear layers in a feed-forward part that processes each position separately (experts do not)."""
+ELEMENTWISE = {"act", "act_fn", "activation", "activation_fn", "dropout", "resid_dropout"}
+MAX_SELECTED_SHARE = 0.9
+"""Share of trained positions above which selecting them costs more than it saves."""
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Wraps each part of the work by its name: `forward`, `loss` (head and likelihood, with their gradient), `backward`."""
 
 
 class ForwardPass:
-    """One forward pass over rows that are padded on the right, without a mask.
-
-    The model's own class turns hidden states into logits (head, soft cap, scale): it is called again for every further
-    piece, with a body that returns a piece of its saved output.
-    """
+    """One forward pass over rows that are padded on the right, without a mask."""
 
     _forward_kwargs: Mapping[str, Tensor] = {}
 
     def __init__(
         self, model: Model, input_ids: Tensor, span: tuple[int, int], *, cache: Any = None, make_cache: bool = False
     ) -> None:
-        """Run the body, and the head on the first piece. Call it under torch.no_grad.
+        """Run the body, and the head on the first piece. Call this under torch.no_grad.
 
         Args:
             input_ids: int64 [rows, positions].
@@ -95,7 +113,7 @@ class ForwardPass:
             yield start, self._compute_piece(start)
 
     def nll(self, targets: Tensor) -> Tensor:
-        """Compute the negative log-likelihood in nats of a token at each position of the span; float32 [rows, span].
+        """Return the negative log-likelihood (nats) of the token after each position of the span, float32 [rows, span].
 
         Args:
             targets: int64 [rows, span]: the token that follows each position.
@@ -121,7 +139,7 @@ class ForwardPass:
         return _slice_output(output, slice(self.first, self._piece_end(self.first)))
 
     def _compute_piece(self, start: int) -> Tensor:
-        """Return logits of a further piece: the model runs with a body that returns its saved output."""
+        """Return the logits of a further piece."""
         piece = _slice_output(self._body_outputs[0], slice(start, self._piece_end(start)))
         with substitute_body_output(self._body, piece):
             logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
@@ -129,7 +147,7 @@ class ForwardPass:
 
 
 class SelectedPositionsPass(ForwardPass):
-    """A forward pass that computes logits at selected positions of any row; they form one row, in ascending order."""
+    """A forward pass with logits at selected positions of any rows; the positions form one row, in ascending order."""
 
     def __init__(
         self,
@@ -141,12 +159,12 @@ class SelectedPositionsPass(ForwardPass):
         cache: Any,
         make_cache: bool,
     ) -> None:
-        """Run the body, and the head on the first piece. Call it under torch.no_grad.
+        """Run the body, and the head on the first piece. Call this under torch.no_grad.
 
         Args:
             input_ids: int64 [rows, positions].
             positions: int64 [count], ascending and unique: row x columns + column.
-            forward_kwargs: further arguments of the model: mask and position ids.
+            forward_kwargs: other arguments of the model: mask and position ids.
             cache: keys and values of earlier tokens; this pass extends it.
             make_cache: create a cache if none is passed.
 
@@ -161,13 +179,13 @@ class SelectedPositionsPass(ForwardPass):
 
 
 class DeferredHeadPass(SelectedPositionsPass):
-    """Like `SelectedPositionsPass`, but logits are computed on request: the body has run, the head has not."""
+    """A `SelectedPositionsPass` that runs the body at once, and the head only when logits are requested."""
 
     def _piece_end(self, start: int) -> int:
         return min(start + 1, self.last)  # the head runs together with the body, on one position
 
     def compute_logits(self, start: int, stop: int) -> Tensor:
-        """Return logits [stop - start, vocabulary] of a range of the positions. Call it under torch.no_grad."""
+        """Return logits [stop - start, vocabulary] of a range of the positions. Call this under torch.no_grad."""
         if self._first_logits.shape[:2] != (1, 1):  # the class did not use the body's output
             return self._select_rows(self._first_logits)[0, start:stop]
         with substitute_body_output(self._body, _slice_output(self._body_outputs[0], slice(start, stop))):
@@ -194,43 +212,31 @@ def _slice_output(output: Any, positions: slice) -> Any:
     return map_hidden_states(output, lambda states: states[:, positions])
 
 
-def map_hidden_states(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a body's output with changed hidden states."""
+def map_hidden_states(output: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a body's output with transformed hidden states."""
     if isinstance(output, tuple):
-        return (change(output[0]), *output[1:])
-    changed = copy.copy(output)
-    changed.last_hidden_state = change(output.last_hidden_state)
-    return changed
+        return (transform(output[0]), *output[1:])
+    transformed = copy.copy(output)
+    transformed.last_hidden_state = transform(output.last_hidden_state)
+    return transformed
 
 
-# The last block at selected positions: only the head reads its output, and only at trained positions.
+# The last block at selected positions. Only the head reads the block's output, and only at trained positions.
 #
-# Keys and values of the last block are needed everywhere, because trained positions attend to all before them. Its
-# queries, its attention output and its feed-forward layers are needed only at trained positions, forward and backward.
-
-QUERIES, KEYS, OUTPUTS = {"q_proj"}, {"k_proj", "v_proj"}, {"o_proj", "out_proj", "dense"}
-"""Names of linear layers of an attention; other modules may be between them."""
-FEED_FORWARD = {"mlp", "feed_forward"}
-LINEAR = {
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "fc_in", "fc_out", "c_fc", "c_proj",
-    "dense_h_to_4h", "dense_4h_to_h", "w1", "w2", "w3",
-}  # fmt: skip
-"""Names of layers of a feed-forward part that processes each position separately; one with experts has others."""
-ELEMENTWISE = {"act", "act_fn", "activation", "activation_fn", "dropout", "resid_dropout"}
-MAX_SELECTED_SHARE = 0.9
-"""Share of trained positions above which selecting them costs more than it saves."""
+# The block's keys and values are needed everywhere, because trained positions attend to all positions before them. Its
+# queries, attention output and feed-forward layers are needed only at trained positions, forward and backward.
 
 
 @contextmanager
 def restrict_last_block(model: Model, positions: Tensor, shape: torch.Size) -> Iterator[None]:
-    """Let the last block compute its usual output at some positions, and anything elsewhere.
+    """Restrict the last block to some positions; at all others its output is undefined.
 
-    The backward pass must run inside this context, because a recomputed block must be computed in the same way.
+    Run the backward pass inside this context too, so that activation checkpointing recomputes the block the same way.
 
     Args:
-        model: the model without adapters around it; its body runs inside the context.
-        positions: int64 [count], ascending and unique: row x positions of a row + position.
-        shape: rows and positions of a row.
+        model: base model (`get_base_model`), whose body runs inside the context.
+        positions: int64 [count], ascending and unique: row x columns + column.
+        shape: rows and columns of the batch.
     """
     with ExitStack() as stack:
         if 0 < len(positions) <= MAX_SELECTED_SHARE * shape.numel():
@@ -244,8 +250,8 @@ def restrict_last_block(model: Model, positions: Tensor, shape: torch.Size) -> I
 def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
     """Yield the parts of the last block that process each position separately.
 
-    Only classes of transformers qualify: others may run their blocks several times (Ouro), and then the output of the
-    last one is read at all positions.
+    Only classes of transformers qualify: other classes may run their blocks several times (Ouro), and then read the
+    output of the last block at all positions.
     """
     _, blocks = find_blocks(model)
     if not len(blocks) or not type(model).__module__.startswith("transformers."):
@@ -259,7 +265,7 @@ def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
 
 
 class _SelectedPositionsHook:
-    """Lets a module see only selected positions, and puts its output in place with zeros elsewhere."""
+    """Hooks that pass only selected positions to a module, and scatter its output with zeros at other positions."""
 
     def __init__(self, positions: Tensor, shape: torch.Size) -> None:
         self.positions, self.shape = positions, shape
@@ -278,19 +284,10 @@ class _SelectedPositionsHook:
         return full.index_copy(0, self.positions, output[0]).view(*self.shape, -1)
 
 
-# Loss and gradient with a separate head: the body runs once, the head on some of the trained positions at a time.
+# Loss and gradient of a training step: the body runs once, the head on a chunk of the trained positions at a time.
 #
-# Logits are the largest tensor of a training with a large vocabulary: 2,048 positions at 128,000 tokens are 1 GB in
-# float32, and their logarithms and gradient take as much again. Here the gradient of a piece is computed as soon as its
-# logits are known, and they are freed before the next piece (the idea of Liger's fused linear cross entropy, Hsu et al.
-# 2024, arXiv 2410.10989, without its kernels). The model's own class turns hidden states into logits (head, adapters on
-# it, soft cap, scale): it is called again for every piece, with a body that returns its saved output.
-
-LEARNED_ELEMENTS = 2**24
-"""Logits that are computed at once: 64 MiB in float32, and the same for their gradient."""
-
-Phase = Callable[[str], AbstractContextManager[Any]]
-"""Wraps each part of the work by its name: `forward`, `loss` (head and likelihood, with their gradient), `backward`."""
+# The gradient of a chunk is computed as soon as its logits are known, and the logits are freed before the next chunk
+# (the idea of Liger's fused linear cross entropy, Hsu et al. 2024, arXiv 2410.10989, without its kernels).
 
 
 def _ignore_phase(_: str) -> AbstractContextManager[Any]:
@@ -309,8 +306,8 @@ def compute_loss(
     Args:
         model: the model, with its adapter.
         batch: the micro-batch.
-        scale: factor of the gradient. It is needed here because the head's gradient is computed chunk by chunk.
-        teacher_targets: targets of distillation; the loss then has both parts (loss.py).
+        scale: factor of the gradient, needed because the forward pass already computes the head's gradient.
+        teacher_targets: distillation targets, which add the second part of the loss (loss.py).
         phase: wraps `forward`, `loss` and `backward`.
     """
     return ChunkedLoss(model, batch, teacher_targets, phase).compute(scale)
@@ -323,9 +320,9 @@ def forward_backward(
     phase: Phase = _ignore_phase,
     teacher_targets: TeacherTargets | None = None,
 ) -> Tensor:
-    """Run forward and backward of a micro-batch; return the sum of its negative log-likelihoods in nats.
+    """Run forward and backward pass of a micro-batch; return the sum of its negative log-likelihoods in nats.
 
-    `scale` times the gradient is added to the gradients of the trainable parameters. No graph is left.
+    Adds `scale` times the gradient to the gradients of the trainable parameters, and frees the graph.
     """
     loss = compute_loss(model, batch, scale, teacher_targets, phase)
     loss.backward()
@@ -333,14 +330,14 @@ def forward_backward(
 
 
 def compute_nll(model: Model, batch: SequenceBatch) -> Tensor:
-    """Return the sum of a micro-batch's negative log-likelihoods, without a gradient. Call it under torch.no_grad."""
+    """Return the sum of a micro-batch's negative log-likelihoods, without a gradient. Call this under torch.no_grad."""
     return ChunkedLoss(model, batch, None, _ignore_phase).compute(None).value
 
 
 class ChunkedLoss:
-    """Loss of one micro-batch, in nats, summed over its labels. Made by `compute_loss`.
+    """Loss of one micro-batch, in nats, summed over its labels; created by `compute_loss`.
 
-    The gradient of the head is taken during the forward pass, chunk by chunk; `backward()` runs the rest.
+    The forward pass computes the gradient of the head, chunk by chunk; `backward()` computes that of the body.
     """
 
     def __init__(
@@ -358,10 +355,10 @@ class ChunkedLoss:
         self.body_output: Any = None
         self._backward: Callable[[], None] | None = None
         self._contexts = ExitStack()
-        """Open until the backward pass is over: a recomputed block has to be computed in the same way."""
+        """Contexts of the forward pass (`restrict_last_block`), which stay open until the backward pass has run."""
 
     def item(self) -> float:
-        """Return the loss as a number; waits for the device."""
+        """Wait for the device and return the loss as a number."""
         return float(self.value)
 
     def backward(self) -> None:
@@ -376,7 +373,7 @@ class ChunkedLoss:
             self.body_output = self.teacher_targets = None  # a caller may keep the loss while the next one is computed
 
     def compute(self, scale: float | None) -> "ChunkedLoss":
-        """Run the forward pass; None: without a gradient."""
+        """Run the forward pass. If `scale` is None, no gradient is computed."""
         with ExitStack() as contexts:
             is_computed = False
             if self.body is not self.base:
@@ -390,7 +387,7 @@ class ChunkedLoss:
         return self
 
     def _compute_in_chunks(self, scale: float | None) -> bool:
-        """Return False, with nothing computed, when the logits do not come from the body's hidden states."""
+        """Compute the loss in chunks; return False, without a loss, if the logits do not come from hidden states."""
         with self.phase("forward"):
             hidden = self._run_body()
         if hidden is None:
@@ -402,7 +399,7 @@ class ChunkedLoss:
         return True
 
     def _compute_at_once(self, scale: float | None) -> None:
-        """For models whose body cannot be separated from the head."""
+        """Compute the loss of a model whose body cannot be separated from the head."""
         if self.teacher_targets is not None:
             self._compute_distillation_at_once(self.teacher_targets, scale)
             return
@@ -423,17 +420,17 @@ class ChunkedLoss:
             self._backward = partial(_backward_with_gradient, logits, gradient, scale)
 
     def _run_body(self) -> Tensor | None:
-        """Return hidden states [sequences, positions, width]; None where the logits do not come from them.
+        """Return hidden states [sequences, positions, width]; None if the model does not compute logits from them.
 
-        The head gets a single position, and its output is not used.
+        The head runs on a single position, and its output is discarded.
         """
         outputs: list[Any] = []
 
-        def take(_module: Any, _inputs: Any, output: Any) -> Any:
+        def capture_output(_module: Any, _inputs: Any, output: Any) -> Any:
             outputs.append(output)
             return map_hidden_states(output, lambda states: states.detach()[:1, :1])
 
-        hook = self.body.register_forward_hook(take)
+        hook = self.body.register_forward_hook(capture_output)
         try:
             logits = self.model(**forward_inputs(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
         finally:
@@ -444,11 +441,11 @@ class ChunkedLoss:
         return _hidden_states(self.body_output)
 
     def _run_head(self, states: Tensor, trains_body: bool, scale: float | None) -> tuple[Tensor, Tensor | None]:
-        """Return the loss and, if something in the body trains, the gradient of the hidden states.
+        """Return the loss, and the gradient of the hidden states if the body has trainable parameters.
 
         Args:
             states: hidden states [positions of all sequences, width], without a graph.
-            trains_body: a parameter of the body is trainable.
+            trains_body: whether a parameter of the body is trainable.
             scale: factor of the gradient; None: no gradient.
         """
         vocabulary = int(self.base.config.get_text_config().vocab_size)
@@ -466,23 +463,23 @@ class ChunkedLoss:
             chunk = states[positions].unsqueeze(0).requires_grad_(gradient is not None)
             logits = self._compute_logits(chunk)
             if teacher_targets is not None:
-                loss, found = compute_loss_and_gradient(logits[0], targets, teacher_targets)
+                loss, logit_gradient = compute_loss_and_gradient(logits[0], targets, teacher_targets)
                 total += loss
                 if scale is not None and logits.requires_grad:
-                    logits.backward(found.mul_(scale).to(logits.dtype).unsqueeze(0))
+                    logits.backward(logit_gradient.mul_(scale).to(logits.dtype).unsqueeze(0))
             else:
                 with torch.no_grad():
-                    # One tensor for logarithm, probability and gradient: they are needed one after the other.
-                    found = functional.log_softmax(logits[0].float(), dim=-1)
-                    total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+                    log_probabilities = functional.log_softmax(logits[0].float(), dim=-1)
+                    total -= log_probabilities.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
                 if scale is not None and logits.requires_grad:
-                    logits.backward(_cross_entropy_gradient(found, targets, scale).to(logits.dtype).unsqueeze(0))
+                    logit_gradient = _cross_entropy_gradient(log_probabilities, targets, scale)
+                    logits.backward(logit_gradient.to(logits.dtype).unsqueeze(0))
             if gradient is not None:
                 gradient[positions] = chunk.grad[0]
         return total, gradient
 
     def _compute_logits(self, chunk: Tensor) -> Tensor:
-        """Return logits of a chunk of hidden states: the model runs with a body that returns them."""
+        """Return the logits of a chunk of hidden states."""
         with substitute_body_output(self.body, map_hidden_states(self.body_output, lambda _: chunk)):
             logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
         return logits
@@ -497,7 +494,10 @@ def _backward_with_gradient(logits: Tensor, gradient: Tensor, scale: float) -> N
 
 
 def _cross_entropy_gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
-    """Return the gradient of `factor` x cross entropy by the logits: probability, minus one at the target. In place."""
+    """Return the gradient of `factor` x cross entropy by the logits: probability, minus one at the target.
+
+    It overwrites `log_probabilities`, so that a chunk needs only one tensor of this size.
+    """
     with torch.no_grad():
         gradient = log_probabilities.exp_()
         gradient[torch.arange(len(targets), device=targets.device), targets] -= 1

@@ -1,4 +1,7 @@
-"""Device, dtype and thread count of computations. Imports nothing else of this package except memory/capacity."""
+"""Selects the device, dtype and thread count of computations, describes the device, and tests its 4-bit kernels.
+
+From this package, it imports only memory/capacity.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +16,21 @@ from ratchet.models.memory import capacity
 Model = Any
 """A transformers or peft model; the libraries' own types are not more precise."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
+TorchDevice = torch.device
+"""Alias for modules that must not import torch."""
 
 NARROW_HIDDEN_SIZE = 512
-"""Models with a smaller hidden size train as fast or faster with one thread, because two threads spend longer on
-synchronization than on a matrix product (two cores: 0.6 of the time at 128 and 256, 1.1 times at 512, 1.3 at 1024)."""
+"""Models with a smaller hidden size train as fast or faster with one thread, because two threads spend more time on
+synchronization than on a matrix product. On two cores, one thread takes 0.6 of the time of two at a hidden size of 128
+and 256, 1.1 times as long at 512, and 1.3 times at 1024."""
+
+MAX_ROUNDING_ERROR = {"nf4": 0.11, "fp4": 0.15}
+"""Relative error of normally distributed weights above which quantization counts as faulty; rounding alone gives 0.092
+and 0.122 in blocks of 64."""
+TEST_ROWS = 64
+"""Rows of the matrices in the quantization test."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> None:
@@ -27,8 +39,8 @@ def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> N
     Args:
         count: number of threads; 0: one for a hidden size below NARROW_HIDDEN_SIZE, otherwise torch's default (one per
             physical core).
-        ranks: ranks that share those cores.
-        hidden_size: hidden size of the model; None: unknown, treated as not narrow.
+        ranks: number of ranks that share the cores.
+        hidden_size: hidden size of the model; None: unknown, treated as at least NARROW_HIDDEN_SIZE.
     """
     if count == 0 and hidden_size is not None and hidden_size < NARROW_HIDDEN_SIZE:
         count = 1
@@ -37,7 +49,7 @@ def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> N
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device of `machine.device`. Raises SettingsError if it is `cuda` and there is no GPU."""
+    """Return the device that `machine.device` selects. Raises SettingsError for `cuda` without a GPU."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise SettingsError("machine.device: cuda, but torch finds no GPU; set auto or cpu, or install a CUDA build")
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
@@ -47,8 +59,8 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products.
 
     `auto` is bfloat16 on a GPU that supports it (NVIDIA: compute capability 8.0 or later), float16 on other GPUs, and
-    float32 on a CPU. Without bfloat16 instructions a CPU is half as fast in it (measured on a model of 10M parameters);
-    CPU features are not tested, so that a run gives the same results on every CPU.
+    float32 on a CPU. A CPU without bfloat16 instructions is half as fast in bfloat16 (measured on a model of 10M
+    parameters). CPU features are not tested, so that a run gives the same results on every CPU.
     """
     if setting != "auto":
         return _DTYPES[setting]
@@ -60,8 +72,8 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
 def require_dtype(setting: str, device: torch.device) -> None:
     """Raise SettingsError if `train.compute_dtype` is a dtype that the GPU does not support.
 
-    torch silently emulates bfloat16 on older GPUs, slower than float32. float16 on a CPU is slow too, but allowed,
-    because it is not emulated.
+    torch silently emulates bfloat16 on older GPUs, which is slower than float32. float16 on a CPU is slow too, but
+    allowed, because it is not emulated.
     """
     if setting != "bfloat16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         return
@@ -72,14 +84,7 @@ def require_dtype(setting: str, device: torch.device) -> None:
     )
 
 
-# Description of the device, and a test of 4-bit quantization. The test uses the kernels instead of checking a version.
-
-TorchDevice = torch.device
-"""Alias for modules that must not import torch."""
-
-MAX_ROUNDING_ERROR = {"nf4": 0.11, "fp4": 0.15}
-"""Largest relative error of normally distributed weights that is rounding: it is 0.092 and 0.122 in blocks of 64."""
-TEST_ROWS = 64
+# Description of the device, and a test of 4-bit quantization, which runs the kernels instead of checking a version.
 
 
 def describe_device(device: torch.device) -> str:
@@ -102,10 +107,10 @@ def _cpu_name() -> str:
 
 
 def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) -> str | None:
-    """Describe the fault of 4-bit matrices with these input widths; None if they work.
+    """Quantize and dequantize matrices of these input widths; describe the first fault, or return None.
 
-    Weights are quantized and dequantized. The test is necessary: on a CPU with AVX-512, bitsandbytes 0.50.2 gives wrong
-    numbers for every width below 512 that is a multiple of 16 but not of 64, with errors of 0.2 to 0.4.
+    The test is necessary: on a CPU with AVX-512, bitsandbytes 0.50.2 gives wrong numbers for every width below 512 that
+    is a multiple of 16 but not of 64, with errors of 0.2 to 0.4.
 
     Args:
         device: device of the model.
@@ -114,19 +119,19 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
     """
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-    except (ImportError, OSError, RuntimeError) as missing:  # its libraries may be missing, or for another CUDA
-        return f"bitsandbytes cannot be loaded ({first_line(missing)})"
+    except (ImportError, OSError, RuntimeError) as error:  # its libraries may be missing, or need another CUDA
+        return f"bitsandbytes cannot be loaded ({first_line(error)})"
     for width in sorted(set(widths)):
         weight = torch.randn(TEST_ROWS, width, generator=torch.Generator().manual_seed(width))
         try:
             weight = weight.to(device)
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
-            error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
-        except Exception as failure:  # kernels for other devices raise arbitrary errors
-            return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(failure)})"
-        if not error <= MAX_ROUNDING_ERROR[kind]:
+            relative_error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
+        except Exception as error:  # kernels for other devices raise arbitrary errors
+            return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(error)})"
+        if not relative_error <= MAX_ROUNDING_ERROR[kind]:
             return (
                 f"bitsandbytes dequantizes 4-bit matrices with {width} inputs wrongly on this {device.type}: error "
-                f"{error:.0%}, expected at most {MAX_ROUNDING_ERROR[kind]:.0%}"
+                f"{relative_error:.0%}, expected at most {MAX_ROUNDING_ERROR[kind]:.0%}"
             )
     return None

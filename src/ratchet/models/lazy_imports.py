@@ -1,12 +1,15 @@
 """Imports torch, transformers, bitsandbytes and peft without parts that Ratchet never uses.
 
 Importing them normally takes 5 s of a worker's start (2 cores of a cloud machine). This module saves, measured one
-after the other: 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on
-CPUs and seldom on GPUs; 0.4 s for scipy, from which transformers needs one function for object detection; 0.1 s for
-boto3, which accelerate imports where it is installed; 1.3 s for garbage collection among a million objects of modules,
-none of which is garbage.
+after another:
 
-Nothing is removed: deferred modules are loaded on first use.
+- 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on CPUs and seldom on
+  GPUs;
+- 0.4 s for scipy, from which transformers needs one function for object detection;
+- 0.1 s for boto3, which accelerate imports if it is installed;
+- 1.3 s for garbage collection among a million objects of modules, none of which is garbage.
+
+All functions still work, because deferred modules are loaded on first use.
 """
 
 import functools
@@ -21,31 +24,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-def set_library_defaults() -> None:
-    """Set them for this process and its workers; a variable that is set already keeps its value.
-
-    Call it before torch is imported.
-    """
-    # Threads that wait for each other sleep. On two idle processors a step then takes 1.7 times as long as with threads
-    # that spin (the default of libgomp), but with one busy process next to it, spinning takes 40 times as long
-    # (docs/performance.md, "Threads that wait").
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN and ideep keep 1024 kernels by default, one for each shape of a 16-bit product: with batches of many
-    # lengths, a model of 0.1M parameters held 550 MB after 57 steps. With 32 kernels it is 35 MB at the same speed.
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "32")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
-
-
 BOTO3 = "boto3"
 SCIPY_OPTIMIZE = "scipy.optimize"
 MODELS_PREFIX = "models"
 LINEAR_SUM_ASSIGNMENT = "linear_sum_assignment"
 
 
+def set_library_defaults() -> None:
+    """Set environment variables of libraries for this process and its workers; variables already set keep their value.
+
+    Call this before torch is imported.
+    """
+    # Let threads that wait for each other sleep instead of spin (the default of libgomp). On two idle processors a step
+    # then takes 1.7 times as long, but next to one busy process, spinning takes 40 times as long (docs/performance.md,
+    # "Threads that wait").
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # oneDNN and ideep keep 1024 kernels by default, one for each shape of a 16-bit product: with batches of many
+    # lengths, a model of 0.1M parameters held 550 MB after 57 steps. With 32 kernels it holds 35 MB at the same speed.
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "32")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
+
+
 def import_model_libraries() -> None:
-    """Import the libraries that every model needs; cheap if they are already imported."""
+    """Import the libraries that every model needs. Repeated calls are cheap."""
     with pause_garbage_collection():
         with defer_linear_sum_assignment(), defer_boto3():
             importlib.import_module("transformers")
@@ -63,22 +65,22 @@ def pause_garbage_collection() -> Iterator[None]:
 
     This also speeds up training: a full collection visits all live objects, and most of them belong to modules.
     """
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
 def reuse_model_listing() -> Iterator[None]:
-    """Let `transformers.models` reuse the module listing that transformers made when it was imported.
+    """Make `transformers.models` reuse the module listing that `transformers` computed on import.
 
-    transformers reads the sources of all models, 1,600 files, once for each of the two, and the results are equal
-    except for a prefix of the names. If a release works differently, this does nothing.
+    Each of the two packages reads the sources of all models (1,600 files), and their results differ only in a prefix of
+    the names. If a release of transformers works differently, this context changes nothing.
     """
     import transformers
     from transformers.utils import import_utils
@@ -91,7 +93,7 @@ def reuse_model_listing() -> Iterator[None]:
         yield
         return
 
-    def filtered(path: Any, prefix: str | None = None) -> Any:
+    def reuse_structure(path: Any, prefix: str | None = None) -> Any:
         if prefix is not None or Path(path) != folder / "__init__.py":
             return original(path, prefix)
         prefix_dot = f"{MODELS_PREFIX}."
@@ -107,7 +109,7 @@ def reuse_model_listing() -> Iterator[None]:
             )
         }
 
-    import_utils.define_import_structure = filtered
+    import_utils.define_import_structure = reuse_structure
     try:
         yield
     finally:
@@ -116,7 +118,7 @@ def reuse_model_listing() -> Iterator[None]:
 
 @contextmanager
 def defer_compilation() -> Iterator[None]:
-    """Compile functions decorated with `torch.compile` inside this context only when they are called."""
+    """Make functions that are decorated with `torch.compile` inside this context compile on their first call."""
     import torch
 
     original_compile = torch.compile
@@ -128,10 +130,10 @@ def defer_compilation() -> Iterator[None]:
         cached: list[Callable[..., Any]] = []
 
         @functools.wraps(target)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not cached:
                 cached.append(original_compile(target, **options))
-            return cached[0](*arguments, **named)
+            return cached[0](*args, **kwargs)
 
         return call
 
@@ -143,14 +145,14 @@ def defer_compilation() -> Iterator[None]:
 
 
 def defer_linear_sum_assignment() -> AbstractContextManager[None]:
-    """Load scipy only when `scipy.optimize.linear_sum_assignment`, imported in this context, is called."""
+    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called."""
     return _defer_module(SCIPY_OPTIMIZE, {LINEAR_SUM_ASSIGNMENT})
 
 
 def defer_boto3() -> AbstractContextManager[None]:
-    """Load boto3 and its 150 modules, imported in this context, only when they are used.
+    """Make an import of boto3 in this context load its 150 modules only when they are used.
 
-    accelerate imports them, if installed, for a dialogue that sets up jobs on SageMaker.
+    If boto3 is installed, accelerate imports it for a dialogue that sets up jobs on SageMaker.
     """
     spec = None if BOTO3 in sys.modules else importlib.util.find_spec(BOTO3)
     return nullcontext() if spec is None else _defer_module(BOTO3, set(), spec.submodule_search_locations)
@@ -158,9 +160,11 @@ def defer_boto3() -> AbstractContextManager[None]:
 
 @contextmanager
 def _defer_module(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
-    """Load a module, imported in this context, only when one of `functions` is called or an attribute is read.
+    """Make an import of a module in this context load it only when it is used.
 
-    The placeholder is removed afterwards. `path` is the search path of its submodules, if any may be imported.
+    Importers get a placeholder, which loads the module when one of `functions` is called or an attribute is read. The
+    placeholder is removed from sys.modules when the context ends. `path` is the search path of
+    the module's submodules; None if no submodule is imported.
     """
     if name in sys.modules:
         yield
@@ -172,8 +176,8 @@ def _defer_module(name: str, functions: Set[str], path: list[str] | None = None)
         return importlib.import_module(name)
 
     def make_forwarder(function: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            return getattr(load(), function)(*arguments, **named)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(load(), function)(*args, **kwargs)
 
         return call
 

@@ -1,8 +1,8 @@
 """Computes log-probabilities of continuations after prompts; texts with a common prefix share its computation.
 
 A task scores several continuations of one prompt, and all its prompts may start with the same instruction: with four
-short choices after a long text, three in four tokens need not be computed. The plan is made over all texts before the
-first is computed, and depends on nothing else.
+short choices after a long text, three in four tokens need not be computed. All texts are planned before the first is
+computed, and the plan depends only on the texts and the settings.
 """
 
 import copy
@@ -23,25 +23,42 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from ratchet.models import oom
 from ratchet.models.chunked_loss import SelectedPositionsPass
 from ratchet.models.device import Model
-from ratchet.models.loss import pad_rows as padded
+from ratchet.models.loss import pad_rows
 from ratchet.storage import digests
 
 MIN_SHARED_PREFIX_TOKENS = 16
-"""Minimum length of a prefix common to all texts that is computed separately: it costs a pass."""
+"""Minimum length of a prefix common to all texts for which a separate pass is worth its cost."""
 
 BRANCH_TOKENS = 4
-"""Cost of a branch besides its tokens, in tokens: its trunk's keys and values are copied for it."""
+"""Fixed cost of a branch, in tokens: the trunk's keys and values are copied for it."""
+
+BRANCH_BYTES = 2**29
+"""Keys and values that are copied for branches computed together; at least as many branches as trunks are computed."""
+
+TOLERANCE_EPSILONS = 16
+MIN_TOLERANCE = 1e-4
+"""Relative error of a sum of log-probabilities above which a cache-sharing method counts as wrong: the larger of
+MIN_TOLERANCE and TOLERANCE_EPSILONS times the epsilon of the dtype."""
+
+METHOD = "prefixes shared 1"
+"""Part of every cache key, because another method would round its sums differently."""
+
+CHUNK_BATCHES = 4
+"""Batches that are cached together; a kill loses at most this many."""
+
+ResultCache = Callable[[str, Callable[[], Any]], Any]
+"""Returns the cached JSON value of a key; if absent, calls the function and caches its result."""
 
 
 class CacheSharing(StrEnum):
-    """How far a model's key-value cache can be shared between texts."""
+    """Extent to which texts can share a model's key-value cache."""
 
     RAGGED = "ragged"
-    """Trunks of different lengths are continued together: the model respects the mask and position ids."""
+    """Branches on trunks of different lengths share a batch: the model respects the mask and position ids."""
     EVEN = "even"
-    """Only trunks of one length are continued together."""
+    """Only branches on trunks of one length share a batch."""
     NONE = "none"
-    """The cache is not shared; every text is computed whole."""
+    """The cache is not shared, and every text is computed completely."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class PromptContinuation:
 
     @classmethod
     def from_tokens(cls, prompt: Sequence[int], continuation: Sequence[int], max_tokens: int) -> "PromptContinuation":
-        """Build an instance; a text longer than `max_tokens` loses its beginning.
+        """Build an instance. A text longer than `max_tokens` loses its beginning.
 
         Raises:
             ValueError: prompt or continuation is empty, or the continuation alone is longer than `max_tokens`.
@@ -74,7 +91,7 @@ class PromptContinuation:
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Texts with a common prefix (the trunk)."""
+    """Texts with a common prefix, the trunk. The rest of a text, if any, is a branch."""
 
     trunk_length: int
     """Tokens that are computed once for the group, including the prefix common to all texts."""
@@ -90,22 +107,22 @@ class LikelihoodPlan:
     """Tokens common to all texts that are computed once for all of them."""
     batches: tuple[tuple[PrefixGroup, ...], ...]
     shares_prefixes: bool
-    """True if any pass builds on cached keys and values."""
+    """True if any pass uses cached keys and values."""
 
 
 def plan_batches(
     texts: Sequence[PromptContinuation], batch_rows: int, sharing: CacheSharing, window: int | None = None
 ) -> LikelihoodPlan:
-    """Groups texts and splits the groups into batches of similar length, longest first.
+    """Group texts, and split the groups into batches of similar length, longest first.
 
-    Groups with branches come before groups of whole texts.
+    Groups with branches come before groups without.
 
     Args:
         texts: the texts to score.
-        batch_rows: trunks in a batch.
-        sharing: what the model's cache supports.
-        window: tokens that the model's narrowest sliding attention sees: padding between trunks of different lengths
-            would take some of it away from longer texts.
+        batch_rows: number of trunks in a batch.
+        sharing: extent to which the model's cache can be shared.
+        window: tokens that the model's narrowest sliding attention sees; None: all. Padding between a trunk and its
+            branch would use up part of this window.
     """
     prefix_length = _shared_prefix_length(texts) if sharing != CacheSharing.NONE else 0
     groups = sorted(
@@ -113,19 +130,19 @@ def plan_batches(
         key=lambda group: (-group.trunk_length, texts[group.text_indices[0]].ids),
     )
     branching = [group for group in groups if len(texts[group.text_indices[-1]].ids) > group.trunk_length]
-    whole = [group for group in groups if len(texts[group.text_indices[-1]].ids) <= group.trunk_length]
+    branchless = [group for group in groups if len(texts[group.text_indices[-1]].ids) <= group.trunk_length]
     branch_lengths = (len(texts[index].ids) - group.trunk_length for group in branching for index in group.text_indices)
     padded_length = max((group.trunk_length for group in branching), default=0) + max(branch_lengths, default=0)
     equal_lengths = sharing == CacheSharing.EVEN or (window is not None and padded_length >= window)
     batches = [
         *_split_into_batches(branching, batch_rows, equal_lengths),
-        *_split_into_batches(whole, batch_rows, equal_lengths=False),
+        *_split_into_batches(branchless, batch_rows, equal_lengths=False),
     ]
     return LikelihoodPlan(prefix_length, tuple(batches), bool(prefix_length or branching))
 
 
 def _shared_prefix_length(texts: Sequence[PromptContinuation]) -> int:
-    """Return the length of the prefix common to all texts, without positions whose logits are needed."""
+    """Return the length of the prefix common to all texts, excluding positions whose logits are needed."""
     if len({text.ids for text in texts}) < 2:
         return 0
     smallest, largest = min(text.ids for text in texts), max(text.ids for text in texts)
@@ -133,16 +150,18 @@ def _shared_prefix_length(texts: Sequence[PromptContinuation]) -> int:
     return shared if shared >= MIN_SHARED_PREFIX_TOKENS else 0
 
 
-def _count_equal_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+def _count_equal_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _group_by_prefix(texts: Sequence[PromptContinuation], prefix_length: int, sharing: bool) -> list[PrefixGroup]:
-    """Puts each text into one group such that few tokens are computed.
+    """Put each text into one group such that few tokens are computed.
 
     Sorted by tokens, the texts form a prefix tree. From the leaves up, each node becomes the trunk of all texts below
-    it, unless keeping the groups of its children costs less.
+    it, unless the groups of its children cost less.
     """
     indices_by_ids: dict[tuple[int, ...], list[int]] = {}
     for index, text in enumerate(texts):
@@ -153,7 +172,7 @@ def _group_by_prefix(texts: Sequence[PromptContinuation], prefix_length: int, sh
     lengths = [0, *accumulate(len(ids) - prefix_length for ids in order)]
     open_nodes: list[_PrefixNode] = []
     for i in range(len(order) + 1):
-        # Above the common prefix nothing is shared: a node of depth 0 collects the rest.
+        # A node of depth 0 collects the groups of texts that share nothing beyond the common prefix.
         shared = max(0, _count_equal_tokens(order[i - 1], order[i]) - prefix_length) if 0 < i < len(order) else 0
         while open_nodes and open_nodes[-1].depth > shared:
             node = open_nodes.pop()
@@ -175,7 +194,7 @@ def _group_by_prefix(texts: Sequence[PromptContinuation], prefix_length: int, sh
 
 @dataclass
 class _PrefixNode:
-    """The common prefix of a range of texts (sorted by tokens)."""
+    """Node of the prefix tree: the common prefix of a range of texts, sorted by tokens."""
 
     depth: int
     """Tokens after the prefix common to all texts."""
@@ -184,9 +203,9 @@ class _PrefixNode:
     ending_texts: int
     """Number of texts that end at this node: 0 or 1."""
     cost: int = 0
-    """Tokens to compute for the texts below that already have groups."""
+    """Tokens to compute for the texts below this node that already have groups."""
     groups: list[tuple[int, int, int]] = field(default_factory=list)
-    """Groups of these texts: tokens of the trunk, first text, end of the range."""
+    """Groups of these texts, each as (tokens of the trunk, first text, end of the range)."""
 
     def absorb(self, child: "_PrefixNode") -> None:
         self.cost += child.cost
@@ -197,7 +216,7 @@ class _PrefixNode:
 
         Args:
             stop: end of the range of texts.
-            lengths: cumulative tokens of all texts before each text.
+            lengths: for each text, number of tokens in all texts before it.
         """
         count = stop - self.start
         branch_cost = (
@@ -213,7 +232,7 @@ class _PrefixNode:
 def _split_into_batches(
     groups: Sequence[PrefixGroup], count: int, equal_lengths: bool
 ) -> Iterator[tuple[PrefixGroup, ...]]:
-    """Yield groups in order, `count` at a time; with `equal_lengths` a batch has trunks of one length."""
+    """Yield groups in order, `count` at a time. With `equal_lengths`, all trunks of a batch have one length."""
     batch: list[PrefixGroup] = []
     for group in groups:
         if batch and (len(batch) == count or (equal_lengths and batch[0].trunk_length != group.trunk_length)):
@@ -226,16 +245,9 @@ def _split_into_batches(
 
 # Scoring: a common prefix is computed once, and logits only at positions of continuations.
 #
-# A batch takes two passes: first the trunks of its groups, padded on the right; then all branches, on a copy of their
-# trunk's keys and values. If trunks differ in length, the padding is between trunk and branch: a mask hides it, and
-# position ids are passed.
-
-BRANCH_BYTES = 2**29
-"""Keys and values that are copied for branches computed together; at least as many branches as trunks."""
-
-TOLERANCE_EPSILONS = 16
-MIN_TOLERANCE = 1e-4
-"""Relative error of a sum of log-probabilities above which a cache-sharing method counts as wrong."""
+# A batch takes two passes: first the trunks of its groups, padded on the right; then all branches, each with a copy of
+# its trunk's keys and values. If trunks differ in length, there is padding between trunk and branch. A mask hides it,
+# and position ids are passed.
 
 
 @dataclass(frozen=True)
@@ -250,7 +262,7 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class ContinuationScorer:
-    """Scores batches of texts with one model."""
+    """Scorer of batches of texts with one model."""
 
     model: Model
     texts: Sequence[PromptContinuation]
@@ -260,7 +272,7 @@ class ContinuationScorer:
     """Tokens common to all texts that are computed once (`LikelihoodPlan.prefix_length`)."""
 
     def score_batch(self, groups: Sequence[PrefixGroup]) -> dict[int, ContinuationScore]:
-        """Scores one batch of a plan; returns scores by index in `texts`."""
+        """Score one batch of a plan; return scores by index in `texts`."""
         sums = _LikelihoodSums()
         with torch.no_grad():
             trunks = self._pad([self.texts[g.text_indices[0]].ids[self.prefix_length : g.trunk_length] for g in groups])
@@ -280,7 +292,7 @@ class ContinuationScorer:
         return {index: ContinuationScore(nats, index not in sums.misses) for index, nats in sums.nats.items()}
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        return padded(rows, self.pad_token_id, self.model.device)
+        return pad_rows(rows, self.pad_token_id, self.model.device)
 
     @cached_property
     def _prefix_cache(self) -> DynamicCache:
@@ -300,7 +312,7 @@ class ContinuationScorer:
         self, groups: Sequence[PrefixGroup], branches: Sequence["_PrefixBranch"],
         cache: DynamicCache, sums: "_LikelihoodSums",
     ) -> None:  # fmt: skip
-        """Scores branches, each on its trunk's keys and values."""
+        """Score branches, each with its trunk's keys and values, and add the results to `sums`."""
         rows = self._pad([branch.ids for branch in branches])
         trunks = [groups[branch.trunk_row].trunk_length for branch in branches]
         longest = max(group.trunk_length for group in groups)
@@ -380,6 +392,7 @@ class _LikelihoodSums:
 
     nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     misses: set[int] = field(default_factory=set)
+    """Texts with a token that is not the likeliest."""
 
     def add(self, indices: Sequence[int], nats: Sequence[float], is_greedy: Sequence[bool]) -> None:
         for index, value, is_likeliest in zip(indices, nats, is_greedy, strict=True):
@@ -399,7 +412,7 @@ def _branch_mask_and_positions(
 
 
 def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
-    """Copy some rows of a cache, which is unchanged. Raises TypeError if it holds more than keys and values."""
+    """Return a copy of some rows of a cache. Raises TypeError if the cache holds more than keys and values."""
     if not is_plain_kv_cache(cache):
         raise TypeError(f"{type(cache).__name__} holds more than keys and values")
     selected = copy.copy(cache)
@@ -442,13 +455,13 @@ def narrowest_attention_window(model: Model) -> int | None:
 def probe_cache_sharing(
     model: Model, texts: Sequence[PromptContinuation], batch_rows: int, pad: int
 ) -> CacheSharing | None:
-    """Find what this model can share by testing it on the longest texts.
+    """Return how far this model's cache can be shared, by a test on the longest texts.
 
-    Each method is compared with the model's plain pass over whole texts. The test uses the longest trunk and one of
-    another length, so a cache that does not support positions, masks or this length is detected.
+    The test compares each method with the model's plain pass over complete texts. It uses the longest trunk and one of
+    another length, so it detects a cache that does not support positions, masks or this length.
 
     Returns:
-        None if even logits at single positions differ from those of the plain pass.
+        None if logits at single positions differ from those of the plain pass even without a shared cache.
     """
     for sharing in CacheSharing:
         plan = plan_batches(texts, batch_rows, sharing, narrowest_attention_window(model))
@@ -463,23 +476,23 @@ def probe_cache_sharing(
 def _sample_groups(plan: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
     """Yield test batches: two texts of the longest group, and two texts of each of two groups of different length.
 
-    If nothing is shared, the shortest group is used: it tests reading at single positions as well and costs less.
+    If no pass shares a cache, yield only the shortest group, which tests logits at single positions at the least cost.
     """
     if not plan.shares_prefixes:
-        yield [_first_two_members(plan.batches[-1][-1])]
+        yield [_first_and_last_member(plan.batches[-1][-1])]
         return
     longest = plan.batches[0][0]
     for batch in plan.batches:
-        other = next((group for group in batch if group.trunk_length != batch[0].trunk_length), None)
-        if other:
-            yield [_first_two_members(batch[0]), _first_two_members(other)]
+        second = next((group for group in batch if group.trunk_length != batch[0].trunk_length), None)
+        if second:
+            yield [_first_and_last_member(batch[0]), _first_and_last_member(second)]
             if batch[0] is longest:
                 return
             break
-    yield [_first_two_members(longest)]
+    yield [_first_and_last_member(longest)]
 
 
-def _first_two_members(group: PrefixGroup) -> PrefixGroup:
+def _first_and_last_member(group: PrefixGroup) -> PrefixGroup:
     return PrefixGroup(group.trunk_length, tuple(dict.fromkeys((group.text_indices[0], group.text_indices[-1]))))
 
 
@@ -506,23 +519,15 @@ def _is_near_plain_pass(score: ContinuationScore, scorer: ContinuationScorer, in
     return bool(abs(score.nats - expected) <= tolerance * max(1.0, abs(expected)))
 
 
-# Pairs: planned over all of them, computed in chunks, each cached under a key of all its inputs.
-
-METHOD = "prefixes shared 1"
-"""Part of every cache key: another method would round its sums differently."""
-
-CHUNK_BATCHES = 4
-"""Batches that are cached together; a kill loses at most this many."""
-
-ResultCache = Callable[[str, Callable[[], Any]], Any]
-"""Returns the cached JSON value of a key; if absent, calls the function and caches its result."""
+# Pairs of prompt and continuation: all are planned together, computed in chunks, and cached by chunk under a key of all
+# inputs of the chunk.
 
 
 class UnscorablePairError(ValueError):
-    """A pair that cannot be scored, by no model or not by this one."""
+    """Error for a pair that this model, or any model, cannot score."""
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
         self.index = index
         """Index of the pair."""
 
@@ -532,7 +537,7 @@ class LikelihoodLimits:
     """Limits and padding of a model's input."""
 
     batch_rows: int
-    """Texts, or trunks of several texts, that are computed together."""
+    """Number of texts, or of trunks of several texts, that are computed together."""
     max_tokens: int
     """Maximum tokens that the model reads; longer texts lose their beginning."""
     pad_token_id: int
@@ -542,16 +547,16 @@ class LikelihoodLimits:
 def score_pairs(
     model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], limits: LikelihoodLimits, cached: ResultCache
 ) -> list[ContinuationScore] | None:
-    """Scores the second tokens of each pair after the first, in the order of the pairs.
+    """Return the score of each pair's continuation after its prompt, in the order of the pairs.
 
     Args:
         model: the model that scores.
         pairs: token ids of prompt and continuation.
-        limits: batch size and maximum length.
+        limits: batch size, maximum length and padding.
         cached: result cache; its keys cover all inputs except the model.
 
     Returns:
-        None if the model's body cannot be run separately from its head even for whole texts.
+        None if the model's logits cannot be computed at single positions, not even for complete texts.
 
     Raises:
         UnscorablePairError: prompt or continuation is empty, or the continuation is longer than the model's window.

@@ -1,8 +1,8 @@
 """Loads a causal language model on GPU or CPU, with its linear layers in 4 bits (bitsandbytes) or unquantized.
 
-Besides the model itself, loading needs host memory for one tensor at a time: as stored, in the dtype it is loaded in,
-and what bitsandbytes needs to quantize it on a CPU (12 bytes per weight). Without quantization transformers reads with
-up to four threads, so up to four tensors are in memory at once. For a model on a GPU these tensors are on the host.
+In addition to the model, loading needs host memory for one tensor at a time, also for a model on a GPU: the tensor as
+stored, its copy in the dtype of the model, and the memory that bitsandbytes needs to quantize it on a CPU (12 bytes per
+weight). Without quantization, transformers reads with up to four threads, so up to four tensors are in memory at once.
 """
 
 from pathlib import Path
@@ -29,19 +29,19 @@ disable_progress_bar()
 def load(
     path: Path, card: BaseCard | None, settings: Train, device: torch.device, storage_device: torch.device | None = None
 ) -> Model:
-    """Load the frozen base as training uses it, in evaluation mode, with an embedding row for every token.
+    """Load the base as training uses it: frozen, in evaluation mode, with an embedding row for every token.
 
     Args:
         path: directory of the model.
-        card: names added tokens and states whether custom code may run; None: no added tokens, no custom code.
-        settings: quantization, dtypes and attention.
+        card: names the added tokens and states whether custom code may run; None: no added tokens, no custom code.
+        settings: section train, of which quantization, dtypes and attention are used.
         device: device of the computation.
-        storage_device: device that holds the weights meanwhile; None: `device`.
+        storage_device: device onto which the weights are loaded; None: `device`.
 
     Raises:
         BaseModelError: the directory holds no causal model, or some weights are missing.
         SettingsError: the model does not support `train.attention`; its files are quantized differently from section
-            `train`; the device does not support bitsandbytes or the compute dtype.
+            `train`; or the device does not support bitsandbytes or the compute dtype.
     """
     require_dtype(settings.compute_dtype, device)
     dtype = pick_dtype(settings.compute_dtype, device)
@@ -81,7 +81,7 @@ def load(
 
 
 def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False) -> Model:
-    """Load an unquantized model, frozen, in evaluation mode, with the attention that transformers prefers.
+    """Load an unquantized model: frozen, in evaluation mode, with the attention that transformers prefers.
 
     Raises:
         BaseModelError: the directory holds no causal model, some weights are missing, or they are quantized.
@@ -95,7 +95,7 @@ def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code
 
 
 def _require_four_bits(meta_model: Model, settings: Train, device: torch.device) -> None:
-    """Raise SettingsError unless bitsandbytes quantizes correctly on this device; every layer width is tested."""
+    """Test every layer width; raise SettingsError unless bitsandbytes quantizes correctly on this device."""
     names = set(parameters.list_quantized_modules(meta_model))
     widths = {layer.inputs for layer in model_spec.list_layers(meta_model) if layer.name in names}
     if fault := device_probe.find_four_bit_fault(device, widths, settings.quantization):
@@ -138,14 +138,14 @@ def _quantization_config(settings: Train, dtype: torch.dtype) -> BitsAndBytesCon
 def _read_weights(
     path: Path, meta_model: Model, dtype: torch.dtype, device: torch.device, quantization: BitsAndBytesConfig | None
 ) -> Model:
-    """Load the weights of a directory into a model like `meta_model`, with its dtypes, quantized as configured."""
+    """Load the weights of a directory into a model like `meta_model`, with its dtypes and the given quantization."""
     config = meta_model.config
     if getattr(config, "quantization_config", None):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
     reader = weights.WeightReader(path)
     try:
         with model_spec.use_plain_linears(config):
-            # Without a path: otherwise transformers maps the files and loads adapters and functions next to them.
+            # With a path, transformers would map the files, and load adapters and functions next to them.
             model = type(meta_model).from_pretrained(
                 None,
                 config=config,

@@ -1,4 +1,7 @@
-"""Losses: negative log-likelihood of answer tokens and distillation loss; checks that packed rows do not interact."""
+"""Computes the losses of training, and checks that a model keeps packed rows separate.
+
+The losses are the negative log-likelihood of answer tokens, and the distillation loss with its gradient.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -15,15 +18,18 @@ from ratchet.errors import SettingsError
 from ratchet.models.device import Model
 
 MAX_ROUNDING_DEVIATION = {torch.float32: (1e-5, 1e-3)}
-"""Maximum difference of a row's logits by other rows in its pack, and between packed and unpacked, by dtype.
+"""Limits, by dtype, of two differences of a row's logits: by other rows in its pack, and between packed and unpacked.
 
-Both are in standard deviations of the logits. Measured on small models of up to 24 layers: the eleven architectures
-that keep rows separate show at most 2e-6 (0 except for mixtures of experts) and 4e-6 in float32, 0 and 0.04 in
-bfloat16; the seven that mix them (recurrent, hybrid, without position ids) show an influence of at least 2e-4 and
-0.018.
+Both are in standard deviations of the logits. They were measured on small models of up to 24 layers. The eleven
+architectures that keep rows separate show at most 2e-6 (0 except for mixtures of experts) and 4e-6 in float32, and 0
+and 0.04 in bfloat16. The seven that mix rows (recurrent, hybrid, without position ids) show at least 2e-4 and 0.018.
 """
 MAX_ROUNDING_DEVIATION_16_BIT = (5e-3, 0.1)
 """The same limits for bfloat16 and float16."""
+
+TOP_K_TENSORS, FULL_TENSORS = 2, 4
+"""Tensors of the logits' size that exist at a time, relative to training without a teacher: if the teacher's most
+probable tokens are known, and if all its tokens are known."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class SequenceBatch:
     def from_sequences(
         cls, rows: TokenRows, sequences: Sequence[Sequence[int]], device: torch.device
     ) -> "SequenceBatch":
-        """Build the batch of the sequences (each the indices of its rows) on a device."""
+        """Build a batch on a device from sequences, each given as the indices of its rows."""
         batch = rows.pad(sequences)
         packed = any(len(sequence) > 1 for sequence in sequences)
         return cls(
@@ -50,7 +56,7 @@ class SequenceBatch:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
-    """Pad rows of different lengths on the right to one tensor [rows, longest]."""
+    """Pad rows of different lengths on the right; return one tensor [rows, longest]."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], device=device)
 
@@ -60,17 +66,17 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
 
     No attention mask is needed: sequences are padded on the right, and causal attention does not see later positions.
     `position_ids` that restart at 0 make transformers keep the rows of a pack separate. Logits are computed only for
-    columns in which any sequence is trained, never for the whole batch x vocabulary.
+    columns with at least one label, never for all positions.
     """
     targets = labels[:, 1:]
     columns = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
     logits = _compute_column_logits(model, input_ids, position_ids, columns)
     column_targets = targets[:, columns]
-    nll_of_columns = functional.cross_entropy(
+    column_nll = functional.cross_entropy(
         logits.float().flatten(0, 1), column_targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
-    nll = torch.zeros(targets.shape, dtype=nll_of_columns.dtype, device=targets.device)
-    return nll.index_copy(1, columns, nll_of_columns.view(column_targets.shape))
+    nll = torch.zeros(targets.shape, dtype=column_nll.dtype, device=targets.device)
+    return nll.index_copy(1, columns, column_nll.view(column_targets.shape))
 
 
 def forward_inputs(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
@@ -104,8 +110,8 @@ def _forward_parameter_names(model: Model) -> set[str]:
 def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int], device: torch.device) -> None:
     """Check on a real pack that the model keeps its rows separate. Draws no random numbers and changes nothing.
 
-    Recurrent layers, or attention of another kind, may carry one row into the next. So other tokens in one row must not
-    change the logits of the others, and the pack's logits must equal those of its rows alone.
+    Recurrent layers and some kinds of attention carry one row into the next. So the check requires that other tokens in
+    one row do not change the logits of the other rows, and that a row has the same logits packed and unpacked.
 
     Raises:
         SettingsError: the model mixes rows, or does not accept position ids.
@@ -119,7 +125,7 @@ def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int]
     model.eval()
     with torch.no_grad():
         batch = SequenceBatch.from_sequences(rows, [pack], device)
-        logits = _learned_logits(model, batch)
+        logits = _trained_logits(model, batch)
         influence, noise = _cross_row_influence(model, batch, logits, rows, pack)
         distance = _deviation_from_unpacked(model, logits, rows, pack)
     model.train(was_training)
@@ -139,15 +145,15 @@ def _cross_row_influence(
 ) -> tuple[float, float]:
     """Return the greatest change of later rows' logits by the first row's tokens, and of earlier rows' by the last row.
 
-    No causal model lets the last row change anything, so the second number is noise (experts round depending on how
-    many tokens they get).
+    In a causal model the last row cannot change earlier rows, so the second number is noise: rounding in experts
+    depends on the number of their tokens.
     """
     first, last = rows.count_tokens(pack[:1]), rows.count_tokens(pack[:-1])
-    learned_first, learned_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
-    changed = _learned_logits(model, _replace_tokens(batch, 0, first))
-    influence = _greatest_deviation(logits[learned_first:], changed[learned_first:])
-    changed = _learned_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
-    return influence, _greatest_deviation(logits[:learned_last], changed[:learned_last])
+    trained_in_first, trained_before_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
+    changed = _trained_logits(model, _replace_tokens(batch, 0, first))
+    influence = _greatest_deviation(logits[trained_in_first:], changed[trained_in_first:])
+    changed = _trained_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
+    return influence, _greatest_deviation(logits[:trained_before_last], changed[:trained_before_last])
 
 
 def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatch:
@@ -157,26 +163,26 @@ def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatc
     return replace(batch, input_ids=input_ids)
 
 
-def _greatest_deviation(logits: Tensor, others: Tensor) -> float:
-    """Return the greatest difference in standard deviations of the logits; 0 if there are none."""
+def _greatest_deviation(logits: Tensor, changed: Tensor) -> float:
+    """Return the greatest difference, in standard deviations of the logits; 0 if there are no logits."""
     if not logits.numel():
         return 0.0
-    return float((logits.float() - others.float()).abs().max() / logits.float().std())
+    return float((logits.float() - changed.float()).abs().max() / logits.float().std())
 
 
 def _deviation_from_unpacked(model: Model, logits: Tensor, rows: TokenRows, pack: Sequence[int]) -> float:
     """Return the greatest RMS difference of a row's logits between packed and unpacked, in standard deviations."""
     deviations, start = [0.0], 0
     for row in pack:
-        alone = _learned_logits(model, SequenceBatch.from_sequences(rows, [[row]], logits.device)).float()
-        if len(alone):
-            difference = (logits[start : start + len(alone)].float() - alone).square().mean().sqrt()
-            deviations.append(float(difference / alone.std()))
-        start += len(alone)
+        unpacked = _trained_logits(model, SequenceBatch.from_sequences(rows, [[row]], logits.device)).float()
+        if len(unpacked):
+            difference = (logits[start : start + len(unpacked)].float() - unpacked).square().mean().sqrt()
+            deviations.append(float(difference / unpacked.std()))
+        start += len(unpacked)
     return float(torch.tensor(deviations).max())  # nan stays nan, unlike with Python's max
 
 
-def _learned_logits(model: Model, batch: SequenceBatch) -> Tensor:
+def _trained_logits(model: Model, batch: SequenceBatch) -> Tensor:
     """Return logits [trained positions, vocabulary] of a single sequence."""
     columns = (batch.labels[0, 1:] != IGNORE_INDEX).nonzero().squeeze(1)
     return _compute_column_logits(model, batch.input_ids, batch.position_ids, columns)[0]
@@ -184,27 +190,24 @@ def _learned_logits(model: Model, batch: SequenceBatch) -> Tensor:
 
 # Distillation loss: cross entropy of the answers, and the divergence between student and teacher.
 #
-# At each trained position, with student's and teacher's distributions q and p at temperature T (softmax of logits / T):
+# Let q and p be the student's and the teacher's distributions at temperature T (softmax of logits / T). The loss at
+# each trained position is:
 #
 #     (1 - weight) x -log q_1(answer)  +  weight x T^2 x D,    D = KL(p || q), or KL(q || p) if `direction` is reverse
 #
 # T^2 makes the size of the second part's gradient independent of T (Hinton et al. 2015, arXiv 1503.02531, section 2).
-# The reverse direction is that of MiniLLM (Gu et al. 2024, arXiv 2306.08543), on given answers instead of the student's
-# own.
+# The reverse direction is that of MiniLLM (Gu et al. 2024, arXiv 2306.08543), but on the answers of the data instead of
+# the student's own.
 #
-# Either p is known for every token; then q is normalized over these tokens too, without the padding that a student's
-# embedding may have beyond them. Or p is known for the `k` most probable tokens S, together with the rest's total. Then
-# D is computed over k tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality
-# (Cover and Thomas, theorem 2.7.1) this is never more than the full D, and 0 wherever the full D is 0. Truncating p and
-# rescaling it to 1 instead would teach probabilities that are too large (Anshumann et al. 2025, arXiv 2503.16870).
+# If p is known for every token, q is normalized over the same tokens, which excludes padding in the student's
+# embedding. If p is known only for the `k` most probable tokens S, with the total of the rest, D is computed over k
+# tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality (Cover and Thomas,
+# theorem 2.7.1) the result is at most the full D, and 0 wherever the full D is 0. The alternative, to truncate p and
+# rescale it to 1, would teach probabilities that are too large (Anshumann et al. 2025, arXiv 2503.16870).
 #
-# The gradient is computed by hand, because the logits of a micro-batch never exist as a whole (chunked_loss.py). With u
-# = logits / T, for a bucket b it is `g_b = q_b - p_b` (forward), `g_b = q_b (log(q_b / p_b) - D)` (reverse). A token of
-# S is its own bucket; each token of the rest has the share of g_rest that it has of q_rest.
-
-TOP_K_TENSORS, FULL_TENSORS = 2, 4
-"""Tensors of the logits' size that exist at a time, relative to training without a teacher: with the most probable
-tokens, and with all tokens."""
+# The gradient is computed by hand, because the logits of a micro-batch never exist at once (chunked_loss.py). With
+# respect to u = logits / T, it is for a bucket b `g_b = q_b - p_b` (forward) or `g_b = q_b (log(q_b / p_b) - D)`
+# (reverse). A token of S is its own bucket; a token of the rest has the same share of g_rest as of q_rest.
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,10 @@ class StoredTeacherTargets:
     """Teacher distributions at the trained positions of a micro-batch, row after row, and their weight in the loss."""
 
     tokens: Tensor | None
-    """int64 [positions, k], unique per position. None: every token, ordered by id."""
+    """int64 [positions, k], unique per position. None: all tokens, ordered by id."""
     log_probabilities: Tensor
-    """float [positions, k + 1] at the temperature: of the tokens, then of all others together. With every token:
-    [positions, tokens]."""
+    """At the temperature, float [positions, k + 1]: those of the tokens, then that of all other tokens together. If all
+    tokens are known: [positions, tokens]."""
     weight: float
     temperature: float
     direction: Literal["forward", "reverse"]
@@ -236,7 +239,7 @@ class TeacherTargets(Protocol):
 
     @property
     def distributions(self) -> int:
-        """TOP_K_TENSORS or FULL_TENSORS: the divisor of the piece size."""
+        """TOP_K_TENSORS or FULL_TENSORS, by which the chunk size is divided."""
 
     def select(self, positions: slice) -> StoredTeacherTargets:
         """Return the targets of a range of positions."""
@@ -245,19 +248,21 @@ class TeacherTargets(Protocol):
 def compute_loss_and_gradient(
     logits: Tensor, targets: Tensor, teacher_targets: StoredTeacherTargets
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over positions in nats (float64) and its gradient by the logits (float32, or float64 like them).
+    """Return the loss summed over positions, in nats (float64), and its gradient by the logits.
+
+    The gradient has dtype float32, or float64 if the logits have.
 
     Args:
         logits: student logits [positions, vocabulary]; the vocabulary may have tokens that the teacher lacks.
-        targets: int64 [positions]: the token of the answer.
+        targets: int64 [positions]: the tokens of the answer.
         teacher_targets: teacher distributions of the same positions.
     """
     with torch.no_grad():
         logits_float = logits if logits.dtype == torch.float64 else logits.float()
         weight, temperature = teacher_targets.weight, teacher_targets.temperature
-        gradient = functional.log_softmax(logits_float, dim=-1)
-        loss = -(1 - weight) * gradient.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
-        gradient = gradient.exp_()
+        log_probabilities = functional.log_softmax(logits_float, dim=-1)
+        loss = -(1 - weight) * log_probabilities.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+        gradient = log_probabilities.exp_()  # in place: one tensor less of this size
         gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
         gradient.mul_(1 - weight)
 
@@ -272,31 +277,29 @@ def compute_loss_and_gradient(
 def _add_top_k_gradient(
     gradient: Tensor, logits: Tensor, teacher_targets: StoredTeacherTargets, tokens: Tensor
 ) -> Tensor:
-    """Add the divergence's gradient for k tokens and one bucket for the rest; return the divergences [positions, 1]."""
+    """Add the divergence's gradient for k tokens and a bucket for the rest; return the divergences [positions, 1]."""
     student = functional.log_softmax(logits / teacher_targets.temperature, dim=-1)
     top_k = student.gather(1, tokens)
     rest = student.scatter_(1, tokens, -torch.inf).logsumexp(dim=1, keepdim=True)
-    student_log, teacher_log = (
-        torch.cat([top_k, rest], dim=1),
-        _normalize_probabilities(teacher_targets.log_probabilities.to(logits.dtype)),
-    )
+    student_log = torch.cat([top_k, rest], dim=1)
+    teacher_log = _normalize_probabilities(teacher_targets.log_probabilities.to(logits.dtype))
     if teacher_targets.direction == "forward":
         distance = (teacher_log.exp() * (teacher_log - student_log)).sum(dim=1, keepdim=True)
-        by_bucket = student_log.exp() - teacher_log.exp()
+        bucket_gradient = student_log.exp() - teacher_log.exp()
     else:
         terms = student_log - teacher_log
         distance = (student_log.exp() * terms).sum(dim=1, keepdim=True)
-        by_bucket = student_log.exp() * (terms - distance)
-    by_bucket *= teacher_targets.weight * teacher_targets.temperature  # T^2, and 1 / T of u = logits / T
-    # Tokens of the rest get their share. Those of S are -inf here, so their share is 0.
-    gradient += student.sub_(rest).exp_().mul_(by_bucket[:, -1:])
-    # Each token is unique, so no sum depends on an order that a GPU would choose.
-    gradient.scatter_(1, tokens, gradient.gather(1, tokens) + by_bucket[:, :-1])
+        bucket_gradient = student_log.exp() * (terms - distance)
+    bucket_gradient *= teacher_targets.weight * teacher_targets.temperature  # T^2, and 1 / T of u = logits / T
+    # Tokens of the rest get their share. In `student`, tokens of S are -inf, so their share is 0.
+    gradient += student.sub_(rest).exp_().mul_(bucket_gradient[:, -1:])
+    # Tokens are unique, so no sum depends on the order in which a GPU adds.
+    gradient.scatter_(1, tokens, gradient.gather(1, tokens) + bucket_gradient[:, :-1])
     return distance
 
 
 def _add_full_gradient(gradient: Tensor, logits: Tensor, teacher_targets: StoredTeacherTargets) -> Tensor:
-    """Add the divergence's gradient for every token of the teacher; memory-saving in-place operations."""
+    """Add the divergence's gradient for all tokens of the teacher, in place; return the divergences [positions, 1]."""
     teacher_log = teacher_targets.log_probabilities
     student_log = functional.log_softmax(logits[:, : teacher_log.shape[1]] / teacher_targets.temperature, dim=-1)
     difference = student_log - teacher_log
@@ -304,11 +307,11 @@ def _add_full_gradient(gradient: Tensor, logits: Tensor, teacher_targets: Stored
     if teacher_targets.direction == "forward":
         probabilities = teacher_log.exp()
         distance = -difference.mul_(probabilities).sum(dim=1, keepdim=True)
-        by_token = student_log.sub_(probabilities)
+        token_gradient = student_log.sub_(probabilities)
     else:
         distance = (student_log * difference).sum(dim=1, keepdim=True)
-        by_token = student_log.mul_(difference.sub_(distance))
-    gradient[:, : teacher_log.shape[1]].add_(by_token, alpha=teacher_targets.weight * teacher_targets.temperature)
+        token_gradient = student_log.mul_(difference.sub_(distance))
+    gradient[:, : teacher_log.shape[1]].add_(token_gradient, alpha=teacher_targets.weight * teacher_targets.temperature)
     return distance
 
 

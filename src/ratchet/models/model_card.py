@@ -1,8 +1,8 @@
 """Renders model cards: the README.md of an adapter and of an exported model.
 
 The front matter is in the format of the Hugging Face hub
-(https://huggingface.co/docs/hub/model-cards#model-card-metadata). Equal inputs give equal bytes: a card holds no local
-paths, no times, and nothing else that differs between repetitions.
+(https://huggingface.co/docs/hub/model-cards#model-card-metadata). Equal inputs give equal bytes: a card contains no
+local paths, no times, and nothing else that differs between repetitions.
 """
 
 import json
@@ -69,7 +69,7 @@ def _render(front_matter: str, title: str, tables: Mapping[str, Mapping[str, str
 
 
 def _front_matter(base: BaseCard, library: str, relation: str, tags: Sequence[str]) -> str:
-    """Return YAML between two lines of dashes. Values are written as JSON, which is valid YAML."""
+    """Return YAML between two lines of dashes, with values as JSON, which is valid YAML."""
     metadata: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation"}
     if base.revision is not None:
         metadata |= {"base_model": base.source, "base_model_relation": relation}
@@ -79,12 +79,12 @@ def _front_matter(base: BaseCard, library: str, relation: str, tags: Sequence[st
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in metadata.items()), "---", ""])
 
 
-def _license_fields(declared: str) -> dict[str, object]:
-    """Return the license as the hub expects it: a lowercase identifier, or `other` and an arbitrary name."""
-    lowercase = declared.lower()
+def _license_fields(licence: str) -> dict[str, object]:
+    """Return the licence in the hub's format: a lowercase identifier, or `other` and an arbitrary name."""
+    lowercase = licence.lower()
     if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", lowercase):
         return {"license": lowercase}
-    return {"license": "other", "license_name": declared}
+    return {"license": "other", "license_name": licence}
 
 
 def _base_display_name(base: BaseCard) -> str:

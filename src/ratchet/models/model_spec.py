@@ -1,11 +1,11 @@
 """Describes a model's layers from its module graph on the meta device, without loading weights.
 
-Roles are derived from a layer's position, not from a table of models. The innermost name or class around a layer that
-indicates attention or MLP decides; a layer directly in a decoder layer next to an attention belongs to the MLP (like
-fc1 and fc2 of OPT). Linear attention (Gated DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention.
-Projections of state-space mixers (Mamba) have the role `other` and belong to no group: their fused kernels read weights
-directly and would skip an adapter, so they are adapted only if named explicitly. The same applies to vision and audio
-towers.
+The role of a layer follows from its position, not from a table of models. The innermost name or class around a layer
+that indicates attention or MLP decides. A layer directly in a decoder layer, next to an attention, belongs to the MLP
+(fc1 and fc2 of OPT). Linear attention (Gated DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention.
+Projections of state-space mixers (Mamba) have the role `other` and belong to no group, because their fused kernels read
+weights directly and would skip an adapter. They are adapted only if the settings name them. The same applies to vision
+and audio towers.
 """
 
 import copy
@@ -30,6 +30,21 @@ Kind = Literal["linear", "conv1d", "embedding", "experts"]
 """Kinds of layers that peft can adapt. `conv1d` is GPT-2's linear layer with a transposed weight; `experts` is a
 parameter that holds the matrices of many experts as one tensor of three dimensions."""
 Role = Literal["attention", "mlp", "router", "embedding", "head", "other"]
+
+_TOWER_NAME = re.compile(r"vision|visual|image|audio|speech|multi_modal|mm_projector", re.IGNORECASE)
+_RECURRENCE_NAME = re.compile(r"mamba|ssm|mlstm|recurrent_block|(^|[a-z])Mixer$")
+_ATTENTION_NAME = re.compile(r"attn|attention|^mha$", re.IGNORECASE)
+_MLP_NAME = re.compile(r"(mlp|feed_?forward|moe|experts?|moe_?block)$|ffn|^ff$|denserelu", re.IGNORECASE)
+_ROLE_PATTERNS: dict[Role, re.Pattern[str]] = {
+    "attention": _ATTENTION_NAME,
+    "other": _RECURRENCE_NAME,
+    "mlp": _MLP_NAME,
+}
+_ATTENTION_LEAF = re.compile(
+    r"([qkvo]_proj|w?_?(qkv|q|k|v)(_proj)?|query|key|value|query_key_value|c_attn)", re.IGNORECASE
+)
+_MLP_LEAF = re.compile(r"c?_?fc_?\w*|lin(ear)?_?\d?|dense_?\d?|w\d|wi\w*|wo|ff\w*|output|intermediate", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"router", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class ModelSpec:
         return int(self.config.get_text_config().vocab_size)
 
     def model(self, dtype: torch.dtype, attention: Literal["auto", "sdpa", "eager"] = "auto") -> Model:
-        """Build the model on the meta device in evaluation mode, with the dtypes that the weights have when loaded."""
+        """Build the model on the meta device in evaluation mode, with the dtypes that loaded weights have."""
         model = _build_on_meta(self.config, dtype, attention, self.remote_code)
         for name, fixed_dtype in _fixed_dtypes(model, dtype):
             parameter = model.get_parameter(name)
@@ -88,7 +103,7 @@ class ModelSpec:
 
 
 def load(path: Path, remote_code: bool = False) -> ModelSpec:
-    """Read the spec of a model directory, or of a config file with any name.
+    """Return the spec of a model directory, or of a config file with any name.
 
     Raises:
         BaseModelError: the config is missing, or transformers does not know the model.
@@ -98,7 +113,7 @@ def load(path: Path, remote_code: bool = False) -> ModelSpec:
     config = _parse_config(file, raw, remote_code)
     try:
         model = _build_on_meta(config, torch.float32, "auto", remote_code)
-    except Exception as error:  # a class computes with values of the file and may raise anything
+    except Exception as error:  # the class computes with values from the file and may raise any error
         raise BaseModelError(f"{file}: transformers cannot build the model: {first_line(error)}") from error
     return describe(model, remote_code, file.parent)
 
@@ -109,7 +124,7 @@ def from_config(config: Any) -> ModelSpec:
 
 
 def describe(model: Model, remote_code: bool = False, directory: Path | None = None) -> ModelSpec:
-    """Build the spec of an existing model without adapters, on any device, not in 4 bits."""
+    """Build the spec of an existing model: without adapters, not in 4 bits, on any device."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     return ModelSpec(
@@ -126,7 +141,7 @@ def describe(model: Model, remote_code: bool = False, directory: Path | None = N
 
 
 def list_layers(model: Model) -> tuple[LayerSpec, ...]:
-    """List every layer of a model without adapters, on any device, in 4 bits or not, in module order."""
+    """Return every layer in module order. The model has no adapters; it may be in 4 bits, on any device."""
     head = model.get_output_embeddings()
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     layers = []
@@ -163,7 +178,7 @@ def _matrix_spec(name: str, module: nn.Module, role: Role) -> LayerSpec:
 
 
 def _expert_specs(name: str, module: nn.Module, classes: dict[str, str], model: Model) -> Iterator[LayerSpec]:
-    """Yield fused experts among a module's own parameters.
+    """Yield the fused experts among a module's own parameters.
 
     transformers stores them as [experts, outputs, inputs], or as [experts, inputs, outputs] if the module has
     `is_transposed`; peft uses the same attribute.
@@ -180,22 +195,6 @@ def _expert_specs(name: str, module: nn.Module, classes: dict[str, str], model: 
         full_name = f"{name}.{parameter_name}"
         role = _classify_role(full_name, classes, model)
         yield LayerSpec(full_name, "experts", role, inputs, outputs, count, bias=f"{parameter_name}_bias" in parameters)
-
-
-_TOWER_NAME = re.compile(r"vision|visual|image|audio|speech|multi_modal|mm_projector", re.IGNORECASE)
-_RECURRENCE_NAME = re.compile(r"mamba|ssm|mlstm|recurrent_block|(^|[a-z])Mixer$")
-_ATTENTION_NAME = re.compile(r"attn|attention|^mha$", re.IGNORECASE)
-_MLP_NAME = re.compile(r"(mlp|feed_?forward|moe|experts?|moe_?block)$|ffn|^ff$|denserelu", re.IGNORECASE)
-_ROLE_PATTERNS: dict[Role, re.Pattern[str]] = {
-    "attention": _ATTENTION_NAME,
-    "other": _RECURRENCE_NAME,
-    "mlp": _MLP_NAME,
-}
-_ATTENTION_LEAF = re.compile(
-    r"([qkvo]_proj|w?_?(qkv|q|k|v)(_proj)?|query|key|value|query_key_value|c_attn)", re.IGNORECASE
-)
-_MLP_LEAF = re.compile(r"c?_?fc_?\w*|lin(ear)?_?\d?|dense_?\d?|w\d|wi\w*|wo|ff\w*|output|intermediate", re.IGNORECASE)
-_ROUTER_NAME = re.compile(r"router", re.IGNORECASE)
 
 
 def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
@@ -215,7 +214,7 @@ def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
 
 
 def _is_router(segments: list[str], model: Model) -> bool:
-    """Return True for a `router`, or a `gate` (`shared_expert_gate`) in a module that has experts."""
+    """Return True for a `router`, and for a `gate` (or `shared_expert_gate`) in a module that has experts."""
     if any(_ROUTER_NAME.search(segment) for segment in segments):
         return True
     if segments[-1] != "gate" and not segments[-1].endswith("expert_gate"):
@@ -234,16 +233,16 @@ def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bo
 
 
 def _is_causal(model: Model) -> bool:
-    """Return True for causal models. Encoders have causal classes too, which set `is_decoder` if used as such."""
+    """Return True for causal models. Encoders have causal classes too; their config sets `is_decoder` if used so."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
-    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return not encoder or bool(getattr(config, "is_decoder", True))
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return not is_encoder or bool(getattr(config, "is_decoder", True))
 
 
 def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool) -> Model:
-    """Build the model as transformers loads it; encoder-decoders with their own class."""
+    """Build the model as transformers loads it; encoder-decoders have their own class."""
     auto_class: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
     options = {} if attention == "auto" else {"attn_implementation": attention}
     with torch.device("meta"), use_plain_linears(config):  # from_config modifies the config
@@ -256,7 +255,7 @@ def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code:
 def use_plain_linears(config: Any) -> Iterator[None]:
     """Build Falcon models with plain `nn.Linear` layers, which compute the same as Falcon's own class.
 
-    transformers quantizes exactly `nn.Linear`, so it would not quantize any layer of an unmodified Falcon.
+    transformers quantizes only layers of the exact class `nn.Linear`, so none of an unmodified Falcon.
     """
     if config.model_type != "falcon":
         yield
@@ -272,7 +271,7 @@ def use_plain_linears(config: Any) -> Iterator[None]:
 
 
 def _fixed_dtypes(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the parameters that transformers always loads in another dtype than `dtype`."""
+    """Yield name and dtype of the parameters that transformers loads in another dtype than `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     dtype_plan = model._get_dtype_plan(dtype)
@@ -312,7 +311,7 @@ def _parse_config(file: Path, raw: dict[str, Any], remote_code: bool) -> Any:
     source = file.parent if file.name == "config.json" else file
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # a class computes with values of the file and may raise anything
+    except Exception as error:  # the class computes with values from the file and may raise any error
         raise BaseModelError(f"{file}: transformers cannot read it: {first_line(error)}") from error
 
 
@@ -326,16 +325,16 @@ def find_body(model: Model) -> Model:
         model: model without adapters (`get_base_model`).
     """
     body = model.get_decoder()
-    # Some classes (ModernBERT) return a part of the head, which is a plain module, as their decoder.
+    # Some classes (ModernBERT) return a part of the head as their decoder, which is a module without children.
     return body if any(True for _ in body.children()) else model
 
 
 def find_blocks(model: Model) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of decoder layers; empty if they cannot be distinguished from other lists.
+    """Return the name and the list of decoder layers; both are empty if other lists look the same.
 
     The blocks are the highest list in the decoder whose members have submodules. Lists of experts are deeper; lists of
-    projections or rotations (Gemma 3n, Granite with sliding windows) have plain members. If two lists are at the same
-    level (XLM: attentions, feed-forward parts; HRM: stacks run in turn), no list is a sequence of blocks.
+    projections or rotations (Gemma 3n, Granite with sliding windows) have members without submodules. If two lists are
+    at the same level (XLM: attentions and feed-forward parts; HRM: stacks run in turn), none is a sequence of blocks.
 
     Args:
         model: model with or without adapters; the name is the one in this model.

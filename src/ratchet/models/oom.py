@@ -8,13 +8,11 @@ import torch
 
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
-from ratchet.config.units import format_bytes as size
+from ratchet.config.units import format_bytes
 from ratchet.models import targets
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
-
-__all__ = ["describe_alternatives", "is_out_of_memory", "release_memory", "size"]
 
 _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
@@ -29,38 +27,38 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of any device; a smaller batch would not avoid other errors."""
+    """Return True for an out-of-memory error of any device, which a smaller batch may avoid."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def release_memory() -> None:
-    """Release unreferenced memory. Call it outside the `except` block: a traceback holds frames."""
+    """Release unreferenced memory. Call this outside the `except` block, whose traceback keeps frames alive."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def describe_alternatives(spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> str:
-    """Describe changes with which micro-batches would fit and what each would save, best first.
+    """Describe changes of settings that reduce the memory of a micro-batch, and what each saves, best first.
 
     Args:
         spec: spec of the base.
         settings: current section train.
-        machine: activation_checkpointing and shard_base are used.
+        machine: section machine, of which activation_checkpointing and shard_base are used.
         work: the workload that does not fit, usually a single row.
     """
     expected = forecast.forecast(spec, settings, machine, work)
     peak, total = expected.peak, expected.needed_bytes(work.local_ranks)
-    parts = ", ".join(f"{name} {size(count)}" for name, count in peak.parts.items())
-    sentences = [f"The forecast needs {size(peak.total_bytes)} ({parts})."]
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in peak.parts.items())
+    sentences = [f"The forecast needs {format_bytes(peak.total_bytes)} ({parts})."]
     savings = [
         (total - forecast.forecast(spec, *arguments).needed_bytes(work.local_ranks), change)
         for change, arguments in _alternatives(settings, machine, work)
     ]
     suggestions = [
-        f"{change} ({size(saved)} less)" for saved, change in sorted(savings, key=lambda s: -s[0]) if saved > 0
+        f"{change} ({format_bytes(saved)} less)" for saved, change in sorted(savings, key=lambda s: -s[0]) if saved > 0
     ]
     if suggestions:
         sentences.append(f"Change one or more of these settings: {'; '.join(suggestions)}.")
@@ -73,7 +71,7 @@ def describe_alternatives(spec: ModelSpec, settings: Train, machine: Machine, wo
 def _alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """Yield settings that may need less memory, each as written in params.yaml."""
+    """Yield changes that may need less memory, each as (text as in params.yaml, changed settings)."""
     if work.row_tokens >= 4:
         length = work.row_tokens // 2
         name = "prepare.max_tokens"
@@ -101,7 +99,7 @@ def _alternatives(
 def _teacher_alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """Yield settings for a smaller teacher, or none in memory."""
+    """Yield changes with which the teacher needs less memory, or none."""
     distill = settings.distill
     if distill.quantization == "none":
         quantized = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
@@ -112,7 +110,10 @@ def _teacher_alternatives(
 def _sharding_alternative(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> tuple[str, tuple[Train, Machine, MemoryWorkload]]:
-    """Shard the base among the current ranks; if it is sharded or there is one rank, among twice as many ranks."""
+    """Return the change that shards the base among the current ranks, or among twice as many.
+
+    Twice as many are needed if the base is already sharded, or if there is one rank.
+    """
     sharded = machine.model_copy(update={"shard_base": True})
     if work.ranks > 1 and machine.shard_base is not True:
         return "machine.shard_base: true", (settings, sharded, work)

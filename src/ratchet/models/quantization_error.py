@@ -1,4 +1,4 @@
-"""Measures the error of 4-bit quantization: full precision against NF4 and FP4, on real rows and layer by layer."""
+"""Measures the error of 4-bit quantization (NF4, FP4) against full precision, on real rows and layer by layer."""
 
 import inspect
 import math
@@ -36,7 +36,7 @@ Row = tuple[Sequence[int], Sequence[int]]
 
 
 def count_answer_tokens(rows: Sequence[Row]) -> int:
-    """Return the number of positions that are compared."""
+    """Return the number of positions at which models are compared."""
     return sum(label != IGNORE_INDEX for _, labels in rows for label in labels[1:])
 
 
@@ -69,9 +69,9 @@ def measure_cost(
 
     Args:
         load: loads the frozen base for settings.
-        settings: section train; the settings of VARIANTS, and those that 4 bits exclude, are replaced.
+        settings: section train, in which quantization, double_quantization and initialization are replaced.
         rows: token ids and labels.
-        progress: receives the current variant.
+        progress: receives messages with the current variant.
     """
     unquantized = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
     progress(f"{FULL}: loading")
@@ -130,7 +130,7 @@ def _row_logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
-    """Add positions: logits are [positions, vocabulary].
+    """Add the positions of two tensors of logits [positions, vocabulary] to the sums.
 
     KL(full || model) = sum of p log(p / q), with p the distribution of full precision.
     """
@@ -143,7 +143,7 @@ def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, tar
 
 
 def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return the layers in 4 bits with their counterparts in full precision, by name."""
+    """Return, by name, each layer in 4 bits as (its counterpart in full precision, the layer)."""
     from bitsandbytes.nn import Linear4bit
 
     full_modules = dict(full.named_modules())
@@ -152,17 +152,17 @@ def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Mod
 
 @contextmanager
 def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Feed each 4-bit layer with the inputs of its counterpart in full precision.
+    """Run each 4-bit layer on the inputs of its counterpart in full precision, whenever that runs.
 
     Yields:
-        For each layer, the sum of squares of the difference of both outputs, and of the full-precision outputs.
+        For each layer, the sum of squares of the difference of both outputs, and that of the full-precision outputs.
     """
     squares: dict[str, tuple[Tensor, Tensor]] = {}
 
     def record(name: str, quantized_layer: nn.Module, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        difference, size = squares[name]
-        difference += _squared_norm(quantized_layer(*inputs) - output)
-        size += _squared_norm(output)
+        difference_square, output_square = squares[name]
+        difference_square += _squared_norm(quantized_layer(*inputs) - output)
+        output_square += _squared_norm(output)
 
     hooks = []
     for name, (full_layer, quantized_layer) in pairs.items():
@@ -190,6 +190,6 @@ def _squared_norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
 
 
-def _relative_error(difference: float, size: float) -> float:
-    """Return the square root of the ratio; 0 for an expert without tokens."""
-    return math.sqrt(difference / size) if size else 0.0
+def _relative_error(difference_square: float, reference_square: float) -> float:
+    """Return the square root of the ratio; 0 if the layer is an expert that received no tokens."""
+    return math.sqrt(difference_square / reference_square) if reference_square else 0.0

@@ -1,7 +1,7 @@
 """Recommends changes of params.yaml, each with reason and source; good values get no recommendation.
 
-A rule acts only outside the range that published work leaves open. Rules are applied in an order in which they build on
-each other; each sees the changes of earlier rules.
+A rule changes a value only if it is outside the range that published work supports. Rules are applied in order, and
+each sees the changes of earlier rules.
 """
 
 import math
@@ -21,6 +21,51 @@ from ratchet.models.memory.trace import Device
 from ratchet.models.model_spec import LayerSpec, ModelSpec
 from ratchet.storage.records.data import DatasetCard, LengthDistribution
 
+QLORA_PAPER = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314"
+LORA_WITHOUT_REGRET = "Schulman et al. 2025, LoRA Without Regret, thinkingmachines.ai/blog/lora"
+TINKER_PRIMER = "Thinking Machines 2025, LoRA primer of Tinker, tinker-docs.thinkingmachines.ai"
+LORA_LEARNS_LESS = "Biderman et al. 2024, LoRA Learns Less and Forgets Less, arXiv:2405.09673"
+RSLORA_PAPER = "Kalajdzievski 2023, rsLoRA, arXiv:2312.03732"
+LORA_PLUS_PAPER = "Hayou et al. 2024, LoRA+, arXiv:2402.12354"
+REPEATED_DATA_PAPER = "Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv:2305.16264"
+DATASET_CARD_SOURCE = "counted on this project's dataset card"
+BASE_CONFIG_SOURCE = "read from the base's config.json"
+BITSANDBYTES_SOURCE = "bitsandbytes 0.50: paged memory requires CUDA"
+CHECKPOINTING_PAPER = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
+FSDP_PAPER = "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277"
+EIGHT_BIT_PAPER = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
+FORECAST_SOURCE = "forecast for this machine"
+
+LEARNING_RATE_TOLERANCE = 4.0
+"""Learning rates within this factor of the reference are accepted: optima are flat and differ between tasks."""
+SCALE_RANGE = (0.25, 4.0)
+"""Accepted alpha / rank: from QLoRA's 16 / 64 to twice the 2 of Biderman et al."""
+MAX_RANK = 256
+"""Largest proposed rank, and the largest in most experiments of Biderman et al. and Schulman et al."""
+MIN_STEPS = 100
+"""With fewer optimizer steps a model learns little: the warm-up takes part of them, and B starts at zero."""
+SMALL_BATCH_ROWS = 16
+"""Batch size of QLoRA's runs with 7B and 13B models."""
+USEFUL_EPOCHS = 4.0
+MAX_EPOCHS = 16.0
+"""Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 there is little gain."""
+MAX_PADDED_SHARE = 0.25
+"""Share of computation spent on padding above which rows should be grouped by length."""
+MAX_LOST_SHARE = 0.01
+"""Share of rows lost because of their length above which a rule applies."""
+MEMORY_SHARE = 0.9
+"""Share of available memory that the forecast of proposed settings may use; a forecast may be a tenth too low."""
+MIN_ROW_TOKENS = 64
+"""Shorter rows are not proposed."""
+MICRO_BATCH_SIZE, ACTIVATION_CHECKPOINTING, SHARD_BASE = (
+    "machine.micro_batch_size",
+    "machine.activation_checkpointing",
+    "machine.shard_base",
+)
+
+Values = dict[str, Any]
+"""New values by key path."""
+
 
 @dataclass(frozen=True)
 class SettingProposal:
@@ -36,7 +81,7 @@ class SettingProposal:
 
 @dataclass(frozen=True)
 class RecommendationInputs:
-    """Inputs of the rules; unknown inputs are None, and rules that need them do not apply."""
+    """Inputs of the rules. Unknown inputs are None; rules that need them do not apply."""
 
     settings: Settings
     device: Device
@@ -51,7 +96,7 @@ class RecommendationInputs:
 
 @dataclass(frozen=True)
 class RecommendedChange:
-    """Values that change together for one reason."""
+    """New values of settings that change together for one reason."""
 
     values: dict[str, Any]
     """New values by key; the first is the reason for the others."""
@@ -94,39 +139,7 @@ def merge_into_proposals(settings: Settings, changes: Sequence[RecommendedChange
     return list(proposals.values())
 
 
-# Rules about learning and data.
-
-QLORA_PAPER = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314"
-LORA_WITHOUT_REGRET = "Schulman et al. 2025, LoRA Without Regret, thinkingmachines.ai/blog/lora"
-TINKER_PRIMER = "Thinking Machines 2025, LoRA primer of Tinker, tinker-docs.thinkingmachines.ai"
-LORA_LEARNS_LESS = "Biderman et al. 2024, LoRA Learns Less and Forgets Less, arXiv:2405.09673"
-RSLORA_PAPER = "Kalajdzievski 2023, rsLoRA, arXiv:2312.03732"
-LORA_PLUS_PAPER = "Hayou et al. 2024, LoRA+, arXiv:2402.12354"
-REPEATED_DATA_PAPER = "Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv:2305.16264"
-DATASET_CARD_SOURCE = "counted on this project's dataset card"
-BASE_CONFIG_SOURCE = "read from the base's config.json"
-BITSANDBYTES_SOURCE = "bitsandbytes 0.50: paged memory requires CUDA"
-
-LEARNING_RATE_TOLERANCE = 4.0
-"""Learning rates within this factor of the reference are accepted: optima are flat and differ between tasks."""
-SCALE_RANGE = (0.25, 4.0)
-"""Accepted alpha / rank: from QLoRA's 16 / 64 to twice the 2 of Biderman et al."""
-MAX_RANK = 256
-"""Largest proposed rank; Biderman et al. and Schulman et al. use no larger one in most of their experiments."""
-MIN_STEPS = 100
-"""Fewer optimizer steps are hardly a training: the warm-up takes part of them, and B starts at zero."""
-SMALL_BATCH_ROWS = 16
-"""Batch size of QLoRA's runs with 7B and 13B models."""
-USEFUL_EPOCHS = 4.0
-MAX_EPOCHS = 16.0
-"""Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 there is little gain."""
-MAX_PADDED_SHARE = 0.25
-"""Share of computation spent on padding above which rows should be grouped by length."""
-MAX_LOST_SHARE = 0.01
-"""Share of rows lost because of their length above which a rule applies."""
-
-
-# Quantization.
+# Rules about quantization.
 
 
 def recommend_number_format(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -137,7 +150,7 @@ def recommend_number_format(facts: RecommendationInputs) -> RecommendedChange | 
     return RecommendedChange({"train.quantization": "nf4"}, reason, f"{QLORA_PAPER}, table 2")
 
 
-# The adapter.
+# Rules about the adapter.
 
 
 def recommend_target_layers(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -231,7 +244,7 @@ def recommend_scale(facts: RecommendationInputs) -> RecommendedChange | None:
     )
 
 
-# The optimizer.
+# Rules about the optimizer.
 
 
 def recommend_learning_rate(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -250,8 +263,8 @@ def recommend_learning_rate(facts: RecommendationInputs) -> RecommendedChange | 
 def _reference_rate(spec: ModelSpec) -> tuple[float, str, str]:
     """Return the reference rate with description and source: QLoRA's from 1B parameters on, a fit by width below.
 
-    The fit is 5e-4 (2000 / width) ^ 0.781, by Thinking Machines for Llama models of at least 1B; below it is
-    extrapolated. For our tiny bases of width 256 it gives 2.5e-3, where 2e-3 was measured to be best.
+    The fit is 5e-4 (2000 / width) ^ 0.781, by Thinking Machines for Llama models of at least 1B parameters, so smaller
+    models use an extrapolation. For Ratchet's tiny base of width 256 it gives 2.5e-3; the best measured rate is 2e-3.
     """
     size = f"a model of {spec.parameters / 1e9:.3g}B parameters"
     if spec.parameters >= 1e9:
@@ -297,7 +310,7 @@ def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | Non
 
 
 def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend more epochs for little data, and fewer useless ones."""
+    """Recommend more epochs for little data, and fewer if the last ones teach little."""
     train, steps = facts.settings.train, _count_steps(facts)
     if train.epochs > MAX_EPOCHS and not train.early_stopping.patience:
         reason = f"{train.epochs:g} epochs teach little after the first 4, and early stopping is off"
@@ -310,7 +323,7 @@ def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
 
 
 def _count_steps(facts: RecommendationInputs) -> int | None:
-    """Return the optimizer steps of the run; None for packed rows, whose packs are not counted in the card."""
+    """Return the number of optimizer steps; None if rows are packed, because the card does not count packs."""
     train = facts.settings.train
     if facts.data is None or train.batching == "packed":
         return None
@@ -318,11 +331,11 @@ def _count_steps(facts: RecommendationInputs) -> int | None:
     return max(1, math.ceil(max(1, round(rows * train.epochs)) / train.batch_size))
 
 
-# Lengths.
+# Rules about the lengths of rows.
 
 
 def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Limit rows to the model's positions."""
+    """Limit the row length to the model's number of positions."""
     if facts.spec is None:
         return None
     max_positions = getattr(facts.spec.config.get_text_config(), "max_position_embeddings", None)
@@ -364,7 +377,7 @@ def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | Non
 
 
 def recommend_pack_length(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend packs that hold the longest row."""
+    """Recommend packs that are large enough for the longest row."""
     train = facts.settings.train
     longest = facts.settings.prepare.max_tokens
     if train.batching != "packed" or train.pack_tokens >= longest:
@@ -409,24 +422,9 @@ RULES: tuple[Rule, ...] = (
 
 # Rules about memory: settings with which a training fits, and settings that use spare memory.
 #
-# Cheap changes come first: fewer rows at a time cost only time, activation checkpointing about a third more time (Chen
-# et al. 2016), a sharded base network traffic; then fewer bits, and shorter rows last.
-
-CHECKPOINTING_PAPER = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
-FSDP_PAPER = "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277"
-EIGHT_BIT_PAPER = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
-FORECAST_SOURCE = "forecast for this machine"
-MEMORY_SHARE = 0.9
-"""Share of available memory that proposed settings may use by the forecast, which may be a tenth too low."""
-MIN_ROW_TOKENS = 64
-"""Shorter rows are not proposed."""
-MICRO_BATCH_SIZE, ACTIVATION_CHECKPOINTING, SHARD_BASE = (
-    "machine.micro_batch_size",
-    "machine.activation_checkpointing",
-    "machine.shard_base",
-)
-
-Values = dict[str, Any]
+# Cheap changes come first: fewer rows at a time, which cost some time; activation checkpointing, which costs about a
+# third more time (Chen et al. 2016); a sharded base, which costs network traffic. Then come fewer bits, and last
+# shorter rows.
 
 
 @dataclass(frozen=True)
@@ -435,7 +433,7 @@ class MemoryConstraint:
 
     available_bytes: int
     needed_bytes: Callable[[Settings], int]
-    """Forecast peak of a training with given settings."""
+    """Returns the forecast peak of a training with the given settings."""
     row_tokens: int
     """Tokens of the longest sequence with the current settings."""
     ranks: int = 1
@@ -447,16 +445,16 @@ class MemoryFit:
     """Result of fitting the settings to the memory."""
 
     needed_bytes: int
-    """Need with the current settings."""
+    """Forecast peak with the current settings."""
     changes: tuple[RecommendedChange, ...]
     reduced_bytes: int
-    """Need with the changes."""
+    """Forecast peak with the changes."""
     fits: bool
     """True if the training fits with the changes; if False, no change is sufficient."""
 
 
 def fit_to_memory(settings: Settings, device: Device, constraint: MemoryConstraint) -> MemoryFit:
-    """Find changes with which the training fits, or which use spare memory of a GPU.
+    """Find changes with which the training fits, or changes that use spare memory of a GPU.
 
     Raises:
         SettingsError: the settings do not fit the base.
@@ -470,7 +468,7 @@ def fit_to_memory(settings: Settings, device: Device, constraint: MemoryConstrai
 
 
 class _MemoryFitSearch:
-    """Changes settings step by step and forecasts their need."""
+    """Search that changes settings step by step and forecasts the memory they need."""
 
     def __init__(self, settings: Settings, constraint: MemoryConstraint) -> None:
         self.settings = settings
@@ -479,11 +477,11 @@ class _MemoryFitSearch:
         self.shortage = ""
 
     def needed_bytes(self, values: Values | None = None) -> int:
-        """Return the forecast peak with the current settings, optionally with some changed."""
+        """Return the forecast peak with the current settings, of which `values` replaces some."""
         return self.constraint.needed_bytes(params_file.apply_changes(self.settings, values or {}))
 
     def reduce_memory(self, needed: int) -> MemoryFit:
-        """Reduce rows at a time; then, with one row, apply further changes until the training fits."""
+        """Reduce the rows at a time; then, with one row, apply further changes until the training fits."""
         rows = self.settings.machine.micro_batch_size
         self.shortage = (
             f"needs {format_bytes(needed)}, but {format_bytes(self.constraint.available_bytes)} are available"
@@ -515,7 +513,7 @@ class _MemoryFitSearch:
         return MemoryFit(needed, tuple(changes), reduced, fits=True)
 
     def _reduce_rows(self, rows: int, needed: int) -> tuple[int, int]:
-        """Return the number of rows that fit and their need; 1 row if none fits."""
+        """Return the number of rows that fit at a time, and their forecast peak; 1 row if none fits."""
         single = self.needed_bytes({MICRO_BATCH_SIZE: 1}) if rows > 1 else needed
         if single > self.budget_bytes:
             return 1, single
@@ -530,9 +528,9 @@ class _MemoryFitSearch:
         if self.settings.machine.activation_checkpointing is not True:
             change = "activations recomputed instead of kept, for a third more time"
             reductions.append(({ACTIVATION_CHECKPOINTING: True}, change, f"{CHECKPOINTING_PAPER}; {FORECAST_SOURCE}"))
-        four_bits = train.model_copy(update={"quantization": "nf4"})  # a later change
-        may_share = self.constraint.ranks > 1 and targets.sharding_obstacle(four_bits) is None
-        if may_share and self.settings.machine.shard_base is not True:
+        four_bits = train.model_copy(update={"quantization": "nf4"})  # as a later reduction sets it
+        can_shard = self.constraint.ranks > 1 and targets.sharding_obstacle(four_bits) is None
+        if can_shard and self.settings.machine.shard_base is not True:
             change = f"the frozen base sharded among {self.constraint.ranks} ranks, with network traffic for every pass"
             reductions.append(({SHARD_BASE: True}, change, f"{FSDP_PAPER}; {FORECAST_SOURCE}"))
         if train.quantization == "none":
@@ -572,7 +570,7 @@ class _MemoryFitSearch:
         return {MICRO_BATCH_SIZE: 1, "prepare.max_tokens": length} | ({"train.pack_tokens": length} if packed else {})
 
     def use_spare_memory(self) -> list[RecommendedChange]:
-        """Use spare memory of a GPU: without activation checkpointing, or with more rows at a time."""
+        """Use spare memory of a GPU: turn off activation checkpointing, or compute more rows at a time."""
         changes = []
         if self.settings.machine.activation_checkpointing is True:
             needed = self.needed_bytes({ACTIVATION_CHECKPOINTING: False})

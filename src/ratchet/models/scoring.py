@@ -16,7 +16,10 @@ from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.decoding.token_choice import GumbelLogitsWarper
 from ratchet.models.device import Model
 from ratchet.models.likelihoods import is_plain_kv_cache, select_cache_rows
-from ratchet.models.loss import pad_rows as padded
+from ratchet.models.loss import pad_rows
+
+Labels = Sequence[Sequence[int]]
+"""Token ids of each label, including its end of turn; at least one token each."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class RowLikelihood:
     nll: float
     """Negative log-likelihood of all answer tokens (those with a label) together."""
     tokens: int
+    """Number of answer tokens."""
     prompt_nll: float
-    """Negative log-likelihood of all other tokens."""
+    """Negative log-likelihood of all other tokens together."""
     prompt_tokens: int
 
 
@@ -36,34 +40,34 @@ def score_rows(
 ) -> list[RowLikelihood]:
     """Compute the likelihoods of rows in one pass, in order.
 
-    Every token is a target, whatever the labels are, so answer and prompt cost one pass. No attention mask is needed:
+    Every token is a target, with or without a label, so answer and prompt need one pass. No attention mask is needed:
     rows are padded on the right, and causal attention does not see later positions. Sums are in float64.
 
     Args:
         model: the model that scores.
         input_ids: token ids of each row.
-        labels: IGNORE_INDEX where a token does not belong to an answer.
+        labels: labels of each row; IGNORE_INDEX for tokens that do not belong to an answer.
         pad_token_id: padding token.
     """
     lengths = [len(ids) for ids in input_ids]
     if max(lengths) < 2:
         return [RowLikelihood(0.0, 0, 0.0, 0) for _ in lengths]
     with torch.no_grad():
-        ids = padded(input_ids, pad_token_id, model.device)
+        ids = pad_rows(input_ids, pad_token_id, model.device)
         nll = ForwardPass(model, ids, (0, ids.shape[1] - 1)).nll(ids[:, 1:]).double()
-        is_answer = (padded(labels, IGNORE_INDEX, model.device) != IGNORE_INDEX)[:, 1:]
+        is_answer = (pad_rows(labels, IGNORE_INDEX, model.device) != IGNORE_INDEX)[:, 1:]
         is_real = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         is_prompt = is_real.to(model.device) & ~is_answer
-        # Multiplying by 0 would not work: values at padding may be NaN.
+        # A product with 0 would not work, because values at padding may be NaN.
         sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
     counts = [mask.sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
     return [RowLikelihood(*fields) for fields in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
 
 
 def list_end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
-    """Return ids that end an answer: the trained end of turn, and those in the model's own files.
+    """Return the ids that end an answer: the trained end of turn, and those in the model's own files.
 
-    They may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
+    The two may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
     """
     model_ids = model.generation_config.eos_token_id if model.generation_config else None
     vocabulary = tokenizer.get_vocab()
@@ -82,7 +86,7 @@ def generate(
     """Generate the answers to all prompts (ids that end where the assistant begins) in one batch, in order.
 
     An answer ends with one of `end_token_ids`, which it includes, or after `max_new_tokens`. Generation settings in a
-    model's files (such as a repetition penalty) are ignored, so that all models answer in the same way.
+    model's files, such as a repetition penalty, are ignored, so that all models answer in the same way.
 
     Args:
         model: the model that answers.
@@ -116,7 +120,7 @@ def generate(
 
 @contextmanager
 def _ignore_generation_config(base: Model) -> Iterator[None]:
-    """Hide a model's generation_config: transformers takes from it what a call does not set."""
+    """Hide a model's generation_config, from which transformers takes settings that a call leaves out."""
     original = base.generation_config
     base.generation_config = GenerationConfig()
     try:
@@ -136,7 +140,9 @@ class LogitComparison:
     """Differences between two models' logits on the same rows."""
 
     greatest: float
+    """Largest absolute difference of a logit."""
     mean: float
+    """Mean absolute difference of a logit."""
     positions: int
     agreeing: int
     """Answer positions at which both models have the same likeliest token."""
@@ -148,14 +154,14 @@ def compare_logits(
 ) -> LogitComparison:
     """Compare a model's logits with `reference` (from `collect_logits`), row by row, without padding."""
     greatest, total, elements, positions, agreeing, answer_positions = 0.0, 0.0, 0, 0, 0, 0
-    for expected, found, row_labels in zip(reference, collect_logits(model, input_ids), labels, strict=True):
-        difference = (expected - found).abs()
+    for expected, actual, row_labels in zip(reference, collect_logits(model, input_ids), labels, strict=True):
+        difference = (expected - actual).abs()
         greatest = max(greatest, float(difference.max()))
         total += float(difference.double().sum())
         elements += difference.numel()
         positions += difference.shape[0]
         is_answer = torch.tensor([label != IGNORE_INDEX for label in row_labels[1:]])
-        is_same = expected[:-1].argmax(-1) == found[:-1].argmax(-1)
+        is_same = expected[:-1].argmax(-1) == actual[:-1].argmax(-1)
         agreeing += int((is_same & is_answer).sum())
         answer_positions += int(is_answer.sum())
     return LogitComparison(greatest, total / elements, positions, agreeing, answer_positions)
@@ -169,24 +175,21 @@ def collect_logits(model: Model, input_ids: Sequence[Sequence[int]]) -> list[tor
         ]
 
 
-# Likelihood of each of a fixed set of labels as the whole answer: the prompt is computed once for all of them.
-
-Labels = Sequence[Sequence[int]]
-"""Token ids of each label, including its end of turn; at least one token each."""
+# Likelihood of each of a fixed set of labels as the complete answer. The prompt is computed once for all labels.
 
 
 def score_labels(
     model: Model, prompts: Sequence[Sequence[int]], labels: Labels, batch_rows: int, pad_token_id: int
 ) -> list[list[float]]:
-    """Return the log-probability in nats of each label as the whole answer to each prompt: [prompts][labels].
+    """Return the log-probability in nats of each label as the complete answer to each prompt: [prompts][labels].
 
-    The prompt's last logits give the first token of a label; the others continue from the key-value cache,
-    `batch_rows` rows of (prompt, label) at a time. Models without such a cache (recurrent ones) read prompt and label
-    again for each pair.
+    The prompt's last logits score the first token of a label. The other tokens are scored with the prompt's key-value
+    cache, `batch_rows` pairs of prompt and label at a time. Models without such a cache (recurrent ones) read prompt
+    and label again for each pair.
 
     Args:
         model: the model that scores.
-        prompts: all of one length, so that no padding is needed.
+        prompts: token ids of each prompt; all prompts have one length, so that no padding is needed.
         labels: token ids of each label.
         batch_rows: rows computed together.
         pad_token_id: padding token for shorter labels, on the right.
@@ -223,7 +226,7 @@ def _label_tail_nll(model: Model, cache: DynamicCache, prompts: int, labels: Lab
     """Compute the negative log-likelihood of all but the first tokens of labels; float64 [prompts, labels]."""
     rows_cache = select_cache_rows(cache, [row for row in range(prompts) for _ in labels])
     ids, targets = (
-        padded([label[part] for label in labels], fill, model.device).repeat(prompts, 1)
+        pad_rows([label[part] for label in labels], fill, model.device).repeat(prompts, 1)
         for part, fill in ((slice(None, -1), pad_token_id), (slice(1, None), IGNORE_INDEX))
     )
     is_real = targets != IGNORE_INDEX

@@ -1,7 +1,7 @@
 """Resolves `train.target_modules` and the rank and alpha patterns to layers of a model, and validates them.
 
-All checks run before weights are loaded: names without a match, modules that are not linear, ranks larger than a matrix
-allows, and adapters that a layer does not support. Names are matched as in peft.
+All checks run before weights are loaded. They find names without a match, modules that are not linear, ranks that are
+too large for a matrix, and adapters that a layer does not support. Names are matched as in peft.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from ratchet.models.device import Model
 from ratchet.models.model_spec import LayerSpec, ModelSpec, Role, list_layers, list_other_modules
 
 GROUPS: dict[str, tuple[Role, ...]] = {"attention": ("attention",), "mlp": ("mlp",), "all": ("attention", "mlp")}
-"""Groups accepted by train.target_modules. Embeddings, norms, routers and the head belong to none of them."""
+"""Groups that train.target_modules accepts. Embeddings, norms, routers and the head belong to no group."""
 
 _MIXER_MODEL_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types in which peft 0.21 rejects an adapter on `out_proj` (tuners_utils, _check_lora_target_modules_mamba)."""
@@ -44,8 +44,8 @@ def choose(
 
     Args:
         layers: layers of the model (`model_spec.list_layers`).
-        modules: a group; or a regular expression that must match a full name; or a list of full names or their suffixes
-            (`q_proj`, `self_attn.q_proj`).
+        modules: a group; or a regular expression that must match a full name; or a list of full names or of their last
+            parts (`q_proj`, `self_attn.q_proj`).
         others: classes of the model's other modules (`model_spec.list_other_modules`), for error messages.
 
     Raises:
@@ -57,18 +57,18 @@ def choose(
         return tuple(layer for layer in layers if layer.name in names)
     if modules in GROUPS:
         chosen = tuple(layer for layer in layers if layer.role in GROUPS[modules])
-        return chosen or _raise_unknown_group(modules, layers)
+        return chosen or _raise_empty_group(modules, layers)
     return _match_expression(modules, layers, others)
 
 
 def layer_rank(layer: LayerSpec, settings: Train) -> int:
-    """Return the rank of one layer's adapter: of the first pattern that matches its name, else train.rank."""
+    """Return the rank of a layer's adapter: that of the first pattern that matches its name, otherwise train.rank."""
     key = _first_matching_key(layer, settings.rank_pattern)
     return settings.rank if key is None else settings.rank_pattern[key]
 
 
 def layer_alpha(layer: LayerSpec, settings: Train) -> float:
-    """Return the alpha of one layer's adapter: of the first pattern that matches its name, else train.alpha."""
+    """Return the alpha of a layer's adapter: that of the first pattern that matches its name, otherwise train.alpha."""
     key = _first_matching_key(layer, settings.alpha_pattern)
     return settings.alpha if key is None else settings.alpha_pattern[key]
 
@@ -122,8 +122,8 @@ def _match_name(text: str, layers: Sequence[LayerSpec], others: Mapping[str, str
     matches = [layer for layer in layers if _ends_with(layer.name, text)]
     if matches:
         return matches
-    if wrong := [name for name in others if _ends_with(name, text)]:
-        _raise_unmatched_target(text, wrong, layers, others)
+    if unsupported := [name for name in others if _ends_with(name, text)]:
+        _raise_not_linear(text, unsupported, layers, others)
     raise SettingsError(
         f"train.target_modules: {text}: the model has no module with this "
         f"name{_suggest_nearest_names(text, layers, others)}; groups: {', '.join(GROUPS)}"
@@ -131,7 +131,7 @@ def _match_name(text: str, layers: Sequence[LayerSpec], others: Mapping[str, str
 
 
 def _match_expression(expression: str, layers: Sequence[LayerSpec], others: Mapping[str, str]) -> tuple[LayerSpec, ...]:
-    """Match a regular expression. Containers of layers may match too; other modules without layers may not."""
+    """Return the layers that match. Containers of layers may match too, but no module without layers."""
     pattern = _compile_expression(expression, f"train.target_modules: {expression}")
     matches = tuple(layer for layer in layers if pattern.fullmatch(layer.name))
     containers = (
@@ -139,8 +139,8 @@ def _match_expression(expression: str, layers: Sequence[LayerSpec], others: Mapp
         if matches
         else set()
     )
-    if wrong := [name for name in others if name not in containers and pattern.fullmatch(name)]:
-        _raise_unmatched_target(expression, wrong, layers, others)
+    if unsupported := [name for name in others if name not in containers and pattern.fullmatch(name)]:
+        _raise_not_linear(expression, unsupported, layers, others)
     if matches:
         return matches
     raise SettingsError(
@@ -165,7 +165,7 @@ def _dot_positions(name: str) -> list[int]:
     return [position for position, character in enumerate(name) if character == "."]
 
 
-def _raise_unknown_group(group: str, layers: Sequence[LayerSpec]) -> NoReturn:
+def _raise_empty_group(group: str, layers: Sequence[LayerSpec]) -> NoReturn:
     ungrouped = [layer for layer in layers if layer.role == "other"]
     raise SettingsError(
         f"train.target_modules: {group}: the model has no such layers; use a list of names, such as: "
@@ -173,17 +173,19 @@ def _raise_unknown_group(group: str, layers: Sequence[LayerSpec]) -> NoReturn:
     )
 
 
-def _raise_unmatched_target(
-    text: str, wrong: Sequence[str], layers: Sequence[LayerSpec], others: Mapping[str, str]
+def _raise_not_linear(
+    text: str, unsupported: Sequence[str], layers: Sequence[LayerSpec], others: Mapping[str, str]
 ) -> NoReturn:
-    others_count = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    inside = [layer for layer in layers if layer.name.startswith(f"{wrong[0]}.")]
+    more_count = f" and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
+    inner_layers = [layer for layer in layers if layer.name.startswith(f"{unsupported[0]}.")]
     advice = (
-        f"name its layers: {_summarize_layers(inside)}" if inside else f"linear layers: {_summarize_layers(layers)}"
+        f"name its layers: {_summarize_layers(inner_layers)}"
+        if inner_layers
+        else f"linear layers: {_summarize_layers(layers)}"
     )
     raise SettingsError(
-        f"train.target_modules: {text}: {wrong[0]}{others_count} is of class {others[wrong[0]]}, not a linear layer; "
-        f"{advice}"
+        f"train.target_modules: {text}: {unsupported[0]}{more_count} is of class {others[unsupported[0]]}, not a "
+        f"linear layer; {advice}"
     )
 
 
@@ -194,20 +196,21 @@ def _summarize_layers(layers: Sequence[LayerSpec]) -> str:
 
 
 def _suggest_nearest_names(text: str, layers: Iterable[LayerSpec], others: Mapping[str, str]) -> str:
-    """Return `; nearest: q_proj, k_proj`, comparing suffixes with as many parts as the text."""
+    """Return `; nearest: q_proj, k_proj`, from a comparison of last parts, as many as the text has."""
     plain = re.sub(r"[^\w.]+", "", text.replace(".*", "").replace(r"\.", ".")).strip(".")
     parts = plain.count(".") + 1
     linear = {".".join(layer.name.split(".")[-parts:]) for layer in layers}
     suffixes = linear | {".".join(name.split(".")[-parts:]) for name in others}
-    near = difflib.get_close_matches(plain, sorted(suffixes), n=4, cutoff=0.5)
-    near.sort(key=lambda suffix: suffix not in linear)  # linear layers come first
-    return f"; nearest: {', '.join(near)}" if near else f"; layers: {_summarize_layers(tuple(layers))}"
+    nearest = difflib.get_close_matches(plain, sorted(suffixes), n=4, cutoff=0.5)
+    nearest.sort(key=lambda suffix: suffix not in linear)  # linear layers come first
+    return f"; nearest: {', '.join(nearest)}" if nearest else f"; layers: {_summarize_layers(tuple(layers))}"
 
 
-# Combinations of adapters and layers that are refused before weights are loaded.
+# Checks of adapter and layer together.
 #
-# The reasons are limits of peft (0.21, tuners/lora/layer.py ParamWrapper, tuners/adalora/model.py,
-# tuners/trainable_tokens), except for embeddings tied to the head: there peft warns, but the adapter cannot be merged.
+# The checks refuse combinations that peft 0.21 does not support (tuners/lora/layer.py ParamWrapper,
+# tuners/adalora/model.py, tuners/trainable_tokens), and adapters on embeddings tied to the head. For the latter peft
+# only warns, but such an adapter cannot be merged.
 
 
 def check_adapter(spec: ModelSpec, settings: Train, trains_tokens: bool) -> tuple[LayerSpec, ...]:
@@ -216,7 +219,7 @@ def check_adapter(spec: ModelSpec, settings: Train, trains_tokens: bool) -> tupl
     Args:
         spec: spec of the base.
         settings: section train.
-        trains_tokens: True if rows of added tokens are trained.
+        trains_tokens: whether rows of added tokens are trained.
 
     Raises:
         BaseModelError: the model is not a causal language model.
@@ -230,7 +233,7 @@ def check_adapter(spec: ModelSpec, settings: Train, trains_tokens: bool) -> tupl
 
 
 def choose_for_adapter(base: Model, settings: Train, trains_tokens: bool) -> tuple[LayerSpec, ...]:
-    """Validate and choose the layers of an existing model without adapters, on any device, in 4 bits or not.
+    """Choose and validate the layers of an existing model: without adapters, in 4 bits or not, on any device.
 
     Raises:
         SettingsError: targets, ranks or patterns do not fit the model, or its layers do not support this adapter, alone
@@ -254,7 +257,7 @@ def sharding_obstacle(settings: Train) -> str | None:
 
 
 def has_tied_head(base: Model) -> bool:
-    """Return True if output layer and embedding of a model are one tensor."""
+    """Return True if the output layer and the embedding of a model are one tensor."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
 
@@ -280,7 +283,7 @@ def _check_tokens(chosen: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> N
 
 
 def _adapter_obstacle(layer: LayerSpec, settings: Train, tied_head: bool) -> str | None:
-    """Return the reason why this layer cannot have such an adapter; None if it can."""
+    """Return the reason why this layer cannot have the adapter of section train; None if it can."""
     if layer.kind == "experts":
         return _experts_obstacle(settings)
     if layer.role in ("embedding", "head") and tied_head:

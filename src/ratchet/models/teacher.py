@@ -1,4 +1,4 @@
-"""Teacher models of distillation: their validation, and their probabilities at every trained position."""
+"""Validates and loads the teacher of a distillation, and computes its probabilities at every trained position."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ _BYTES_PER_WEIGHT = {"nf4": 0.53, "fp4": 0.53}
 
 @dataclass(frozen=True)
 class TeacherCandidate:
-    """A validated teacher whose weights are not loaded."""
+    """A validated teacher without loaded weights."""
 
     path: Path
     spec: ModelSpec
     tokens: int
-    """Number of ids with equal tokens in both tokenizers, which are all of the base's; further rows are padding."""
+    """Number of token ids, which are the same in both tokenizers; further rows of the embedding are padding."""
     rows: int
     """Rows of the teacher's embedding."""
 
@@ -79,7 +79,7 @@ class TeacherPredictions:
     tokens: Tensor
     """int32 [positions, k], most probable first, on the CPU."""
     log_probabilities: Tensor
-    """float16 [positions, k + 1]: of the tokens, then of all others together, at the temperature."""
+    """At the temperature, float16 [positions, k + 1]: those of the tokens, then that of all other tokens together."""
     loss: float
     """Sum over positions of the negative log-likelihood of the rows' tokens, in nats, at temperature 1."""
     left_out: float
@@ -90,14 +90,14 @@ def inspect_teacher(path: Path, setting: str, tokenizer: Any, settings: DistillS
     """Validate a teacher without loading its weights.
 
     Args:
-        path: its directory.
-        setting: its value in params.yaml, for messages.
+        path: directory of the teacher.
+        setting: value of train.distill.teacher, for messages.
         tokenizer: tokenizer of the base, with its added tokens.
-        settings: section train.distill; top_k is used.
+        settings: section train.distill, of which top_k is used.
 
     Raises:
-        BaseModelError: the directory holds no model, or it cannot be read.
-        SettingsError: its tokens differ from the base's, or are fewer than top_k.
+        BaseModelError: the directory contains no model, or cannot be read.
+        SettingsError: the teacher's tokens differ from the base's, or are not more than top_k.
     """
     base_model.list_model_files(path)
     spec = model_spec.load(path)
@@ -148,13 +148,14 @@ def describe_embedding_padding(teacher_rows: int, base_rows: int, tokens: int) -
 
 
 def derive_teacher_settings(settings: Train) -> Train:
-    """Return the settings to load a teacher like a base: its own quantization, the training's compute dtype."""
+    """Return the settings with which a teacher is loaded: its own quantization, and the training's compute dtype."""
     return Train(quantization=settings.distill.quantization, compute_dtype=settings.compute_dtype)
 
 
 def take_top_k(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k most probable tokens [positions, k], and log-probabilities of them and of the rest [positions, k +
-    1].
+    """Return the k most probable tokens [positions, k], and the log-probabilities of these and of the rest.
+
+    The log-probabilities are [positions, k + 1]; the last is that of all other tokens together.
 
     Args:
         logits: [positions, tokens] in float32.
@@ -183,14 +184,14 @@ def nonfinite_answer_error(row: int, path: Path) -> DataError:
 
 
 class TeacherModel:
-    """A teacher whose weights are loaded."""
+    """A teacher with loaded weights."""
 
     def __init__(self, candidate: TeacherCandidate, settings: Train, device: torch.device) -> None:
         """Load the model.
 
         Raises:
             SettingsError: the device or the model does not support the settings.
-            BaseModelError: its files are damaged.
+            BaseModelError: the teacher's files are damaged.
         """
         self.candidate, self.settings, self.device = candidate, settings.distill, device
         self.dtype = loading.pick_dtype(settings.compute_dtype, device)
@@ -210,7 +211,7 @@ class TeacherModel:
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
         positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
         targets = targets[positions]
-        k = self.settings.top_k or 0  # stored outputs always have one
+        k = self.settings.top_k or 0  # top_k is always set for stored outputs
         tokens, values = [torch.empty((0, k), dtype=torch.int32)], [torch.empty((0, k + 1), dtype=torch.float16)]
         if not len(positions):
             return TeacherPredictions(tokens[0], values[0], 0.0, 0.0)
@@ -240,11 +241,12 @@ class TeacherModel:
 
 # A teacher that is evaluated during training.
 #
-# Its layers run once, before the student's, and their hidden states at trained positions are kept. Its head runs on as
-# many of them at a time as the student's does (chunked_loss.py), so the logits of neither exist as a whole.
+# The teacher's body runs once, before the student's, and its hidden states at trained positions are kept. The teacher's
+# head then runs on the same chunks of positions as the student's (chunked_loss.py), so that the logits of all positions
+# never exist at once, neither of the teacher nor of the student.
 #
-# Its outputs for a row depend on the other rows of the micro-batch only in their last bits, like the student's sums,
-# and not on earlier computations: it is frozen, in evaluation mode, and uses no cache.
+# The teacher is frozen, in evaluation mode, and uses no cache, so its outputs do not depend on earlier computations.
+# Only the last bits of a row's outputs depend on the other rows of the micro-batch, as for the student.
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class OnlineTeacherTargets:
             .squeeze(1)
         )
         forward_kwargs = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-        self._no_logits = torch.empty((0, teacher.tokens), device=batch.labels.device)
+        self._empty_logits = torch.empty((0, teacher.tokens), device=batch.labels.device)
         self._pass = None
         if len(trained_positions):
             with torch.no_grad():
@@ -300,7 +302,7 @@ class OnlineTeacherTargets:
         """
         settings, first = self._teacher.settings, int(positions.start)
         with torch.no_grad():
-            logits = self._no_logits
+            logits = self._empty_logits
             if self._pass is not None:
                 logits = self._pass.compute_logits(first, int(positions.stop))[:, : self._teacher.tokens].float()
             tokens = None

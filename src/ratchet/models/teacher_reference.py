@@ -1,4 +1,4 @@
-"""Locates the teacher of a distillation and identifies it by content. Imports no torch."""
+"""Locates the teacher of a distillation and identifies it by its content. This module does not import torch."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DISTILLATION_CARD, RERUN_HINT, DistillationCard
 
 KEY = "train.distill.teacher"
+"""Key path of the setting, for messages."""
 
 Stamp = tuple[str, int, int, int]
 """Name, size, modification time (ns) and inode of a file."""
@@ -20,7 +21,7 @@ def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
     """Return the directory of the configured teacher.
 
     Raises:
-        BaseModelError: it does not exist.
+        BaseModelError: the directory does not exist.
     """
     setting = str(train.distill.teacher)
     path = (layout.root / Path(setting).expanduser()).resolve()
@@ -44,20 +45,20 @@ def digest_files(path: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def _digest_unchanged_files(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tuple[str, str], ...]:
-    """Hash the files once per process while their stamps are unchanged: a sweep asks for every trial."""
+    """Hash the files once per process while their stamps are unchanged, because a sweep needs them for every trial."""
     return tuple((name, digests.hash_file(path / name)) for name, *_ in stamps)
 
 
 def require_files(path: Path, expected: dict[str, str]) -> None:
-    """Compare the teacher's files with the digests of the start of the run.
+    """Compare the teacher's files with the digests recorded at the start of the run.
 
     Raises:
         BaseModelError: a file differs, is missing, or is new.
     """
-    found = digest_files(path)
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            state = "missing" if name not in found else "new" if name not in expected else "changed"
+    actual = digest_files(path)
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            state = "missing" if name not in actual else "new" if name not in expected else "changed"
             raise BaseModelError(
                 f"{KEY}: {path / name}: {state} since the start of this run, which cannot resume with another teacher; "
                 "restore the file, or start a new run"
@@ -65,11 +66,11 @@ def require_files(path: Path, expected: dict[str, str]) -> None:
 
 
 def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tuple[Train, str | None]:
-    """Return section train as a run's spec contains it, and the digest of the teacher's part in the training.
+    """Return section train as a run's spec contains it, and a digest that identifies the teacher's outputs.
 
-    The digest is that of the stored teacher outputs or, if the teacher is evaluated during training, of its files; None
-    without a teacher. The teacher's path does not affect training, so the spec has the first digits of its digest
-    instead.
+    The digest is that of the stored teacher outputs or, if the teacher is evaluated during training, that of its files;
+    None without a teacher. The teacher's path does not affect training, so the spec contains the first digits of the
+    teacher's digest instead.
 
     Args:
         train: section train.
@@ -78,7 +79,7 @@ def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tu
 
     Raises:
         DataError: the stored outputs are missing, or belong to other data or settings.
-        BaseModelError: a teacher that is evaluated during training is missing or not a model.
+        BaseModelError: a teacher that is evaluated during training is missing, or is not a model.
     """
     settings = train.distill
     if settings.teacher is None:
@@ -93,7 +94,7 @@ def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tu
 
 
 def _load_matching_card(train: Train, directory: Path, data_digest: str) -> DistillationCard:
-    """Load the card of the stored teacher outputs if they match data and settings."""
+    """Load the card of the stored teacher outputs. Raises DataError if they do not match data and settings."""
     settings = train.distill
     if not (directory / DISTILLATION_CARD).is_file():
         raise DataError(f"{KEY}: {settings.teacher}: found no teacher outputs in {directory}; {RERUN_HINT}")
@@ -102,6 +103,8 @@ def _load_matching_card(train: Train, directory: Path, data_digest: str) -> Dist
         raise DataError(f"{directory}: the teacher outputs belong to other data than the prepared data; {RERUN_HINT}")
     expected = {name: getattr(settings, name) for name in ("teacher", "quantization", "temperature", "top_k")}
     for name, value in expected.items():
-        if (found := getattr(card, name)) != value:
-            raise DataError(f"{directory}: made with {name} {found}, but train.distill.{name} is {value}; {RERUN_HINT}")
+        if (actual := getattr(card, name)) != value:
+            raise DataError(
+                f"{directory}: made with {name} {actual}, but train.distill.{name} is {value}; {RERUN_HINT}"
+            )
     return card

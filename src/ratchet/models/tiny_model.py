@@ -2,12 +2,12 @@
 
 Tests, demos and machines without a network need a base model that is real (an ordinary Hugging Face directory with
 tokenizer, chat template and weights) and that LoRA can fine-tune. Random weights cannot be fine-tuned, because LoRA
-adapts features that a model already extracts. So the model is trained on two things, neither of which needs labels:
+adapts features that a model already extracts. So the model is trained on two tasks, neither of which needs labels:
 
-- the language of the texts: next-token prediction on packed documents;
-- topics: in the chat template, the user sends a text and the assistant names its topic, which is the few words that
-  weigh most in the text *and its nearest neighbours* (TF-IDF). That makes the assistant's first position a summary of
-  the user's turn, which a fine-tune needs.
+- language: next-token prediction on packed documents;
+- topics: in the chat template, the user sends a text and the assistant names its topic, which is the few words with the
+  largest weights (TF-IDF) in the text *and its nearest neighbours*. So the hidden state at the assistant's first
+  position summarizes the user's turn, which fine-tuning relies on.
 
 All random numbers come from one seed, so the same texts, settings, number of threads and library versions give the same
 bytes.
@@ -95,10 +95,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> list[str]:
-    """Return the topic of each text, such as "card, arrive, order": its neighbourhood's heaviest words.
+    """Return the topic of each text, such as "card, arrive, order": the words with the largest weights near the text.
 
-    Weights are TF-IDF, the distance of texts is their cosine. Words in fewer than two texts or in more than a tenth of
-    the texts are ignored. The result is empty for a text without any other word.
+    Weights are TF-IDF, summed over the text's nearest neighbours by cosine similarity. Words in fewer than two texts,
+    or in more than a tenth of the texts, are ignored. A text with no other words has an empty topic.
     """
     word_counts = [Counter(re.findall(r"[^\W\d_]+", text.lower())) for text in texts]
     document_frequency = Counter(word for counts in word_counts for word in counts)
@@ -131,7 +131,7 @@ class PretrainingDocuments:
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
         self.texts = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
-        # Finding neighbours is quadratic in the texts: 2 s at 7,500.
+        # The search for neighbours takes quadratic time: 2 s for 7,500 texts.
         sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
             tokenizer(part)["input_ids"]
@@ -229,8 +229,7 @@ def _orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _learning_rate_factor(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up over 1/20 of the steps, then cosine to 1/20 of the
-    peak."""
+    """Return the factor of the learning rate: linear warm-up over 1/20 of the steps, then cosine decay to 1/20."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return (step + 1) / warmup

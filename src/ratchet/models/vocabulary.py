@@ -1,8 +1,8 @@
 """Adds tokens to a tokenizer, and trainable embedding rows for them to a model.
 
-Embeddings grow but never shrink. Many models have more rows than their tokenizer has tokens (padding for fast kernels):
-then new tokens use the padding, and nothing grows. A tokenizer may have tokens without rows in the model (added without
-saving a resized model); they are treated like tokens of `base.added_tokens`.
+Embeddings grow but never shrink. Many models have more rows than their tokenizer has tokens (padding for fast kernels).
+There, new tokens use the padding, and embeddings do not grow. A tokenizer may have tokens without rows in the model, if
+tokens were added but the resized model was not saved. They are treated like tokens of `base.added_tokens`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,20 @@ from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
 
 Pieces = Mapping[int, Sequence[int]]
-"""For the id of a new token: ids of the pieces into which its text was split before it was added."""
+"""By id of a new token: ids of the pieces into which its text was split before the token was added."""
 
 _GROWN_ATTRIBUTE = "grown_rows"
+"""Attribute of a model with the ids of the rows that `grow_embeddings` added."""
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
     """Add tokens to a tokenizer; tokens that it already has are unchanged.
 
-    They are matched literally, without the tokenizer's normalization, and are not special tokens: answers may contain
-    them, while special tokens are removed from decoded answers.
+    New tokens are matched literally, without the tokenizer's normalization. They are not special tokens, which would be
+    removed from decoded answers.
 
     Returns:
-        For each new token: its id, and the ids of the pieces into which its text was split before.
+        By id of each new token: ids of the pieces into which its text was split before.
     """
     vocabulary = tokenizer.get_vocab()
     new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
@@ -39,7 +40,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
 
 
 def required_rows(tokenizer: Any) -> int:
-    """Return the rows that a tokenizer needs: its greatest id plus one (ids may have gaps, which `len` ignores)."""
+    """Return the rows that a tokenizer needs: its largest id plus one. Ids may have gaps, so `len` may be too small."""
     return 1 + max(int(id_) for id_ in tokenizer.get_vocab().values())
 
 
@@ -67,7 +68,7 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
     Args:
         model: model without adapters, on any device; its linear layers may be in 4 bits.
         tokenizer_size: result of `required_rows`.
-        pieces: result of `add_tokens`. Its rows are initialized even if the model had them as padding.
+        pieces: result of `add_tokens`; rows of these tokens are initialized even if they were padding.
 
     Returns:
         Ids of the added rows, ascending; empty if the model had enough rows.
@@ -91,7 +92,7 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
 
 
 def _can_resize(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
-    """Return True if rows can be added and set. Raises BaseModelError if they are needed and cannot be added."""
+    """Return True if rows can be added and set. Raises BaseModelError if that is necessary but impossible."""
     head = model.get_output_embeddings()
     if not isinstance(head, Linear4bit):
         return True
@@ -114,7 +115,7 @@ def _list_token_tensors(model: Model) -> list[torch.Tensor]:
 
 
 def initialize_rows(tensor: torch.Tensor, new_rows: Pieces, old_count: int) -> None:
-    """Set each row of `new_rows` to the mean of its pieces' rows, else of the first `old_count` rows."""
+    """Set each row of `new_rows` to the mean of its pieces' rows; without pieces, to that of the `old_count` rows."""
     mean = tensor[:old_count].mean(dim=0, dtype=torch.float32) if new_rows else None
     values = {}
     for row, pieces in new_rows.items():

@@ -1,9 +1,7 @@
-"""Checks the weights in a model's files before reading them, and reads them with little memory.
+"""Checks, reads and converts the weights in a model's files, and returns weights of a loaded model as dense tensors.
 
-Frozen weights of layers are read as dense float32 tensors, whether quantized, sharded or wrapped by an adapter.
-
-transformers only warns of a missing weight and initializes it at random; and while quantizing it does not notice that a
-linear layer has another shape than the config says. Both are errors here.
+The checks are stricter than those of transformers, which only warns of a missing weight and initializes it at random,
+and which quantizes a linear layer even if its shape differs from the config. Both are errors here.
 """
 
 import copy
@@ -38,62 +36,17 @@ from ratchet.storage.records.base import StoredQuantization
 TRANSPOSED = (Conv1D, nn.Embedding)
 """Layers that store their weight as [inputs, outputs]; the inputs of an embedding are tokens."""
 
-
-def dense_weight(module: Any) -> Tensor:
-    """Return the frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
-
-    A 4-bit weight is dequantized as bitsandbytes' kernel does it for each matrix product: to the compute dtype,
-    whatever dtype it was quantized from. The part that PiSSA subtracted is added back. A float32 weight is not copied.
-    A sharded weight is gathered: every rank must make this call.
-
-    Raises:
-        BaseModelError: the weight is quantized by an unknown method.
-    """
-    layer = unwrap_to_base(module)
-    if isinstance(layer, Linear4bit):
-        state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
-        state.dtype = layer.compute_dtype or state.dtype
-        return dequantize_4bit(gather_full_weight(layer.weight.data), state).float()
-    if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
-        raise BaseModelError(
-            f"weight of a {type(layer).__name__} layer: found {layer.weight.dtype}; only bitsandbytes 4-bit weights "
-            "can be dequantized; use the model from before it was quantized"
-        )
-    stored = gather_full_weight(layer.weight.detach()).float()
-    weight = stored.T if isinstance(layer, TRANSPOSED) else stored
-    pissa_offset = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
-    return weight if pissa_offset is None else weight + pissa_offset.to(weight.device)
-
-
-def gather_full_weight(weight: Any) -> Tensor:
-    """Gather a weight that may be sharded across ranks; then every rank must make this call."""
-    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return full
-
-
-def unwrap_to_base(module: Any) -> Any:
-    """Return the base model's module below all adapters."""
-    while (inner := wrapped_module(module)) is not None:
-        module = inner
-    return module
-
-
-def wrapped_module(module: Any) -> Any:
-    """Return the module that an adapter wraps; None for a module of the base model."""
-    if isinstance(module, TrainableTokensWrapper):
-        return module.token_adapter
-    return module.base_layer if isinstance(module, BaseTunerLayer) else None
-
-
 TRIM_EVERY_BYTES = 64 * 2**20
 """Bytes read between two calls that return freed memory to the system."""
+
+_SINGLE_PICKLE = "pytorch_model.bin"
 
 
 def check_stored_tensors(path: Path, spec: ModelSpec, stored: StoredQuantization | None) -> tuple[str, ...]:
     """Compare names and shapes of all stored tensors with the model's, from headers only.
 
-    transformers' own loader compares them, with tensors on the meta device, so names of old and foreign checkpoints are
-    interpreted as in loading.
+    transformers' own loader compares them, with tensors on the meta device. So it converts the names of old and foreign
+    checkpoints in the same way as when it loads them.
 
     Args:
         path: directory of the weights.
@@ -130,11 +83,10 @@ def check_stored_tensors(path: Path, spec: ModelSpec, stored: StoredQuantization
 
 
 def loading_report(meta_model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the report of transformers' loader for tensors of these names and shapes: missing_keys, mismatched_keys,
-    ...
+    """Return the report of transformers' loader for tensors of these names and shapes (missing_keys, ...).
 
     Args:
-        meta_model: model whose class and config are used.
+        meta_model: model with the class and the config to use.
         shapes: shapes of the tensors by name.
     """
     with _suppress_loading_report():
@@ -152,7 +104,7 @@ def loading_report(meta_model: Model, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def tied_names(spec: ModelSpec) -> frozenset[str]:
-    """Return the names of weights that are tied to others and need not be stored, usually the output head."""
+    """Return the names of weights that need not be stored, because they are tied to others; usually the output head."""
     return frozenset(spec.model(torch.float32).all_tied_weights_keys)
 
 
@@ -164,7 +116,7 @@ def _without_quantization_config(config: Any) -> Any:
 
 
 def plain_shapes(path: Path, spec: ModelSpec, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
-    """Return shapes of all stored tensors; 4-bit weights have their unquantized shape, without their constants.
+    """Return the shapes of all stored tensors by name: the unquantized shapes of 4-bit weights, not their constants.
 
     Raises:
         BaseModelError: a file is damaged.
@@ -172,9 +124,8 @@ def plain_shapes(path: Path, spec: ModelSpec, stored: StoredQuantization | None)
     shapes = base_model.read_tensor_shapes(path)
     if stored is None:
         return shapes
-    transposed = tuple(
-        layer.name for layer in spec.layers if layer.kind == "conv1d"
-    )  # stored as an ordinary linear layer
+    # A 4-bit Conv1D is stored as an ordinary linear layer, which is transposed.
+    transposed = tuple(layer.name for layer in spec.layers if layer.kind == "conv1d")
     unpacked = unpacked_shapes(path, stored)
     for weight, shape in unpacked.items():
         if any(layer.endswith(weight.removesuffix(".weight")) for layer in transposed):
@@ -186,7 +137,7 @@ def plain_shapes(path: Path, spec: ModelSpec, stored: StoredQuantization | None)
 def unpacked_shapes(path: Path, stored: StoredQuantization) -> dict[str, tuple[int, ...]]:
     """Return the original shape [outputs, inputs] of every stored 4-bit weight.
 
-    bitsandbytes stores it in a small tensor next to the weight.
+    bitsandbytes stores this shape in a small tensor next to the weight.
     """
     suffix = f".quant_state.bitsandbytes__{stored.kind}"
     shapes = {}
@@ -210,7 +161,7 @@ def _count_suffix(count: int) -> str:
 
 @contextmanager
 def _suppress_loading_report() -> Iterator[None]:
-    """Suppress transformers' own report, because the error message has its content."""
+    """Suppress transformers' own report, because Ratchet's error message has its content."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -220,7 +171,7 @@ def _suppress_loading_report() -> Iterator[None]:
 
 
 def require_finite(path: Path) -> None:
-    """Check every number of the weights once, when the base is pinned; later its digest is sufficient.
+    """Check that all weights are finite. This is done once, when the base is pinned; later its digest is sufficient.
 
     Raises:
         BaseModelError: a number is NaN or infinite.
@@ -232,12 +183,12 @@ def require_finite(path: Path) -> None:
 
 
 class WeightReader:
-    """Reads tensors of a model's files one by one on request, without memory mapping.
+    """Reader of the tensors in a model's files, one by one on request, without memory mapping.
 
-    transformers maps the files into memory instead: all that was read then counts as memory of the process until
-    loading ends, or longer if one tensor is used in place; and a file that is replaced while a model is trained would
-    change it or kill the process. Freed memory is regularly returned to the system, because the C library would keep it
-    (a third of the size of a model of 160M parameters, measured).
+    transformers instead maps the files into memory. Then all tensors that were read count as memory of the process
+    until loading ends, or longer if a tensor is used in place; and a file that is replaced during a training would
+    change the model or kill the process. The reader regularly returns freed memory to the system, because the C library
+    would keep it (a third of the size of a model of 160M parameters, measured).
     """
 
     def __init__(self, path: Path) -> None:
@@ -252,7 +203,7 @@ class WeightReader:
         return {name: LazyTensor(file.get_slice(name), self) for file in self._files for name in file.keys()}  # noqa: SIM118
 
     def count_read(self, tensor: torch.Tensor) -> None:
-        """Count bytes read; threads may lose counts, which is harmless."""
+        """Count the bytes of a tensor as read. Concurrent threads may lose counts, which is harmless."""
         self._read_bytes += tensor.nbytes
         if self._read_bytes >= TRIM_EVERY_BYTES:
             self._read_bytes = 0
@@ -260,7 +211,7 @@ class WeightReader:
 
 
 class LazyTensor:
-    """A stored tensor whose shape and dtype transformers can query, and which it reads with `[...]`."""
+    """A stored tensor that is read with `[...]`; transformers can query its shape and dtype before."""
 
     def __init__(self, stored: Any, reader: WeightReader) -> None:
         self._stored = stored
@@ -286,13 +237,60 @@ def trim_heap() -> None:
         trim(0)
 
 
+# Weights of a loaded model.
+
+
+def dense_weight(module: Any) -> Tensor:
+    """Return the frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
+
+    A 4-bit weight is dequantized to the compute dtype, as in bitsandbytes' matrix product, even if it was quantized
+    from another dtype. The part that PiSSA subtracted is added back. A float32 weight is not copied. A sharded weight
+    is gathered, so every rank must call this.
+
+    Raises:
+        BaseModelError: the weight is quantized by an unknown method.
+    """
+    layer = unwrap_to_base(module)
+    if isinstance(layer, Linear4bit):
+        state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
+        state.dtype = layer.compute_dtype or state.dtype
+        return dequantize_4bit(gather_full_weight(layer.weight.data), state).float()
+    if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
+        raise BaseModelError(
+            f"weight of a {type(layer).__name__} layer: found {layer.weight.dtype}; only bitsandbytes 4-bit weights "
+            "can be dequantized; use the model from before it was quantized"
+        )
+    stored = gather_full_weight(layer.weight.detach()).float()
+    weight = stored.T if isinstance(layer, TRANSPOSED) else stored
+    pissa_offset = adapter_format.pissa_offset(module) if isinstance(module, LoraLayer) else None
+    return weight if pissa_offset is None else weight + pissa_offset.to(weight.device)
+
+
+def gather_full_weight(weight: Any) -> Tensor:
+    """Return a full weight. If it is sharded across ranks, it is gathered, so every rank must call this."""
+    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return full
+
+
+def unwrap_to_base(module: Any) -> Any:
+    """Return the base model's module inside all adapters."""
+    while (inner := wrapped_module(module)) is not None:
+        module = inner
+    return module
+
+
+def wrapped_module(module: Any) -> Any:
+    """Return the module that an adapter wraps; None for a module of the base model."""
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter
+    return module.base_layer if isinstance(module, BaseTunerLayer) else None
+
+
 # Conversion of pickles (pytorch_model.bin) to safetensors, shard by shard, without running their code.
 #
-# A pickle is a program. torch's reader with `weights_only` interprets only the part that builds tensors and refuses the
-# rest. Files are memory-mapped, so a shard need not fit into memory; files written before torch 1.6 are read whole.
-
-_PICKLE_INDEX = base_model.PICKLE_INDEX
-_SINGLE_PICKLE = "pytorch_model.bin"
+# A pickle is a program. torch's reader with `weights_only` interprets only operations that build tensors, and refuses
+# all others. Files are memory-mapped, so a shard need not fit into memory; files written before torch 1.6 are read at
+# once.
 
 
 def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), include_code: bool = False) -> None:
@@ -301,12 +299,12 @@ def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), i
     Args:
         directory: the model with pickles.
         target: a new directory.
-        tied: names of tied weights: one that shares its memory with another in the file is omitted. Other weights that
-            share memory are written separately.
+        tied: names of tied weights. Those that share their memory with another weight in the file are omitted; other
+            weights that share memory are written separately.
         include_code: copy the model's Python code too.
 
     Raises:
-        BaseModelError: there are no such files, a shard is missing or damaged, or holds more than tensors.
+        BaseModelError: there are no pickles, or a shard is missing, damaged, or contains more than tensors.
     """
     pickles = _list_pickles(directory)
     target.mkdir()
@@ -328,9 +326,9 @@ def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), i
 
 
 def _list_pickles(directory: Path) -> list[str]:
-    """Return the names of the pickles that hold the model, in order."""
-    if (directory / _PICKLE_INDEX).exists():
-        return base_model.list_shards(directory / _PICKLE_INDEX)
+    """Return the names of the pickles with the model's weights, in order."""
+    if (directory / base_model.PICKLE_INDEX).exists():
+        return base_model.list_shards(directory / base_model.PICKLE_INDEX)
     if (directory / _SINGLE_PICKLE).exists():
         return [_SINGLE_PICKLE]
     raise BaseModelError(
@@ -341,7 +339,7 @@ def _list_pickles(directory: Path) -> list[str]:
 def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of unknown newer protocols, and then raises as well
+            warnings.simplefilter("ignore")  # for unknown newer protocols torch warns, and then raises as well
             content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # for a damaged file torch raises half a dozen unrelated types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -1,8 +1,7 @@
-"""Evidence for the gate, read from a project once: reports, per-sample scores, champion, test set uses and noise.
+"""Reads the evidence for the gate, pairs the scores that a rule compares, and records each use of a test set.
 
-It also selects and pairs the scores that a rule compares, or explains why they cannot be compared.
-
-Uses of a test set: which models were evaluated and judged on it, and overlaps with sets for model selection.
+The evidence is read from a project once: reports, per-sample scores, champion, test set uses and noise. If two scores
+cannot be compared, IncomparableError explains why.
 
 Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
 points better than it is. So every evaluated model is counted, and the gate holds above gate.max_test_set_uses. For the
@@ -40,115 +39,22 @@ from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision, TestSetUse, Verdict, read_champion
 
 LOCK_WAIT_S = 60.0
+"""Maximum wait for the lock of the file with test set uses."""
 
+MAX_TERMS = 5
+"""Number of differences between two contracts that a message lists; it counts the rest."""
 
-def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
-    """Record that a model was evaluated on a test set. Recording it again changes nothing.
-
-    Args:
-        layout: The project.
-        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
-        model: Adapter digest.
-        run_id: Training run of the model.
-
-    Raises:
-        DamagedFileError: A line of the file is invalid; nothing is written.
-        LockHeldError: Another process held the lock of the file for a minute.
-    """
-    _append_use(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
-
-
-def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
-    """Record the rules and the decision of a verdict, so that a margin changed afterwards leaves a trace.
-
-    Raises the same errors as `record_test_set_use`.
-    """
-    use = TestSetUse(
-        test_set_digest=verdict.test_set_digest,
-        model=verdict.adapter_digest,
-        run_id=verdict.run_id,
-        rules=verdict.rules,
-        decision=verdict.decision,
-    )
-    _append_use(layout, use)
-
-
-def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
-    with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
-        uses = read_test_set_uses(layout.test_set_uses)
-        if any(_use_key(known) == _use_key(use) for known in uses):
-            return
-        rows = (known.model_dump(mode="json", exclude={"format"}, exclude_none=True) for known in (*uses, use))
-        files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
-
-
-def _use_key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
-    return use.test_set_digest, use.model, use.rules, use.decision
-
-
-def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: str, rules: str) -> tuple[Decision, ...]:
-    """List the decisions about this model on this test set under different rules, oldest first."""
-    return tuple(
-        use.decision
-        for use in read_test_set_uses(layout.test_set_uses)
-        if (use.test_set_digest, use.model) == (test_set_digest, model) and use.decision and use.rules != rules
-    )
-
-
-def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
-    """Count the different models evaluated on this test set; `model` always counts."""
-    uses = read_test_set_uses(layout.test_set_uses)
-    return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
-
-
-def read_test_set_uses(path: Path) -> list[TestSetUse]:
-    """Read all uses, oldest first; empty without a file. Raises DamagedFileError with the number of an invalid line."""
-    if not path.exists():
-        return []
-    uses = []
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            uses.append(TestSetUse.model_validate(json.loads(text)))
-        except ValueError:
-            raise DamagedFileError(
-                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
-                "restore the file from git, or remove this line"
-            ) from None
-    return uses
-
-
-def count_overlaps(
-    layout: ProjectLayout, ids: Iterable[str], tasks: Iterable[str], further: Sequence[ObjectiveSet] = ()
-) -> dict[str, int]:
-    """Count the test rows and tasks that belong to a set for model selection, by the name of that set.
-
-    Args:
-        layout: The project; its folder experiments/objectives is read.
-        ids: Test rows.
-        tasks: Names of harness tasks.
-        further: Sets that are not in that folder.
-
-    Raises:
-        DamagedFileError: A file in that folder is not such a set.
-    """
-    sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
-    rows, names = set(ids), set(tasks)
-    counts = {one.name: len(rows & set(one.sample_ids)) + len(names & set(one.tasks)) for one in sets}
-    return {name: count for name, count in counts.items() if count}
-
+MAX_TERM_CHARACTERS = 60
+ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
+"""Role under which each format of the candidate is scored."""
 
 T = TypeVar("T", bound=base.Record)
 Samples = Mapping[str, SampleScore]
 """Per-sample scores by sample id."""
-ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
-"""Role under which each format of the candidate is scored."""
-MAX_TERMS = 5
-"""Differences between two contracts that a message lists; the rest is counted."""
-MAX_TERM_CHARACTERS = 60
 
 
 class IncomparableError(Exception):
-    """Two scores cannot be compared. The text becomes the reason of an INVALID."""
+    """Two scores cannot be compared. The message becomes the reason in an INVALID verdict."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +96,7 @@ class GateEvidence:
 
 
 def rules_digest(gate: Gate) -> str:
-    """Return the digest of the section gate of params.yaml."""
+    """Return the digest of section gate of params.yaml."""
     return digests.hash_json(gate.model_dump(mode="json"))
 
 
@@ -283,6 +189,9 @@ def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str
     return noise, {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
 
 
+# Selecting and pairing the scores that a rule compares.
+
+
 @dataclass(frozen=True)
 class MatchedScores:
     """Scores of the candidate and a reference model on the same samples."""
@@ -310,7 +219,7 @@ def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> Mat
     """Pair the reference with the preferred format of the candidate that was scored under the same contract.
 
     Raises:
-        IncomparableError: One of them was not scored, was scored on other samples, or under another contract.
+        IncomparableError: One of the two models was not scored, or their samples or contracts differ.
     """
     return next(iterate_matches(evidence, name, reference))
 
@@ -456,7 +365,7 @@ def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: M
         )
     for attribute in ("better", "kind", "unit"):
         a, b = getattr(metric, attribute), getattr(reference_metric, attribute)
-        # If all scores of one model are 0 or 1, its unit is proportion; the other's is a mean of the same scale.
+        # If all scores of a model are 0 or 1, its unit is proportion; the other may have a mean of the same scale.
         if a != b and not (attribute == "unit" and "proportion" in (a, b)):
             raise IncomparableError(f"{name}: {attribute} is {a!r} for {role} and {b!r} for {reference}")
     first, second = sort_samples(new), sort_samples(old)
@@ -476,10 +385,10 @@ def _list_scored_metrics(evidence: GateEvidence, role: ModelRole) -> str:
 def _describe_contract_differences(evidence: GateEvidence, role: ModelRole, reference: ModelRole) -> str:
     """List the terms in which two contracts differ, with both values."""
     scores, contracts = evidence.report.scores, evidence.report.contracts
-    sides = [contracts.get(scores[one].contract) for one in (role, reference)]
-    for one, terms in zip((role, reference), sides, strict=True):
+    sides = [contracts.get(scores[side].contract) for side in (role, reference)]
+    for side, terms in zip((role, reference), sides, strict=True):
         if terms is None:
-            return f"the report does not contain the contract of {one} ({scores[one].contract[:SHORT]})"
+            return f"the report does not contain the contract of {side} ({scores[side].contract[:SHORT]})"
     first, second = (dict(_iterate_leaves(terms)) for terms in sides)
     keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
     listed = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MAX_TERMS]]
@@ -503,3 +412,101 @@ def _format_term(terms: Mapping[str, Any], key: str) -> str:
     if is_digest:
         return text[:SHORT]
     return text if len(text) <= MAX_TERM_CHARACTERS else f"{text[:MAX_TERM_CHARACTERS]}..."
+
+
+# Uses of a test set: the models that were evaluated and judged on it, and its overlaps with sets for model selection.
+
+
+def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
+    """Record that a model was evaluated on a test set. Recording it again changes nothing.
+
+    Args:
+        layout: The project.
+        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
+        model: Adapter digest.
+        run_id: Training run of the model.
+
+    Raises:
+        DamagedFileError: A line of the file is invalid; nothing is written.
+        LockHeldError: Another process held the lock of the file for LOCK_WAIT_S.
+    """
+    _append_use(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
+
+
+def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
+    """Record the rules and the decision of a verdict, so that a later change of a margin is visible.
+
+    Raises the same errors as `record_test_set_use`.
+    """
+    use = TestSetUse(
+        test_set_digest=verdict.test_set_digest,
+        model=verdict.adapter_digest,
+        run_id=verdict.run_id,
+        rules=verdict.rules,
+        decision=verdict.decision,
+    )
+    _append_use(layout, use)
+
+
+def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
+    with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
+        uses = read_test_set_uses(layout.test_set_uses)
+        if any(_use_key(earlier) == _use_key(use) for earlier in uses):
+            return
+        rows = (earlier.model_dump(mode="json", exclude={"format"}, exclude_none=True) for earlier in (*uses, use))
+        files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
+
+
+def _use_key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
+    return use.test_set_digest, use.model, use.rules, use.decision
+
+
+def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: str, rules: str) -> tuple[Decision, ...]:
+    """List the decisions about this model on this test set under different rules, oldest first."""
+    return tuple(
+        use.decision
+        for use in read_test_set_uses(layout.test_set_uses)
+        if (use.test_set_digest, use.model) == (test_set_digest, model) and use.decision and use.rules != rules
+    )
+
+
+def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
+    """Count the different models evaluated on this test set; `model` always counts."""
+    uses = read_test_set_uses(layout.test_set_uses)
+    return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
+
+
+def read_test_set_uses(path: Path) -> list[TestSetUse]:
+    """Read all uses, oldest first; empty without a file. Raises DamagedFileError with the number of an invalid line."""
+    if not path.exists():
+        return []
+    uses = []
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            uses.append(TestSetUse.model_validate(json.loads(text)))
+        except ValueError:
+            raise DamagedFileError(
+                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
+                "restore the file from git, or remove this line"
+            ) from None
+    return uses
+
+
+def count_overlaps(
+    layout: ProjectLayout, ids: Iterable[str], tasks: Iterable[str], further: Sequence[ObjectiveSet] = ()
+) -> dict[str, int]:
+    """Count the test rows and tasks that belong to a set for model selection, by the name of that set.
+
+    Args:
+        layout: The project; its folder experiments/objectives is read.
+        ids: Test rows.
+        tasks: Names of harness tasks.
+        further: Further sets, which are not in that folder.
+
+    Raises:
+        DamagedFileError: A file in that folder is not such a set.
+    """
+    sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
+    rows, names = set(ids), set(tasks)
+    counts = {s.name: len(rows & set(s.sample_ids)) + len(names & set(s.tasks)) for s in sets}
+    return {name: count for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Final round of a sweep: compare finalists trained with several seeds on the same rows, and choose the winner."""
+"""Compares the finalists of a sweep, trained with several seeds and scored on the same rows, and chooses the winner."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,19 @@ from ratchet.quality_gate.statistics import Numbers, adjust_p_values
 from ratchet.storage.records.sweep import Finalist, FinalistComparison, FinalRound, SweepObjective, TrainingCost
 
 RESAMPLES = 9999
+"""Default number of bootstrap resamples."""
 
-# PairedTestPlan requires these, but they only affect sample sizes, which the final round does not use.
 POWER, DISCORDANCE = 0.8, 0.1
+"""PairedTestPlan requires them, but they only affect sample sizes, which the final round does not use."""
+
+MIN_P_VALUE = 1e-9
+"""Smallest reported p-value; the tails beyond it are unknown."""
+
+_COST_NAMES = ("fewest trainable parameters", "least memory", "shortest training", "tried first")
+"""Reasons to call a finalist the cheapest, in the order in which costs are compared."""
+
+StandardError = tuple[float, float]
+"""A standard error and its degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class FinalistComparator:
         """Sum the values of each group; a row without a group is its own group."""
         if self.groups is None:
             return values
+        # A row without a group is named by its index (an int), so it cannot collide with a group name (a str).
         numbers: dict[str | int, int] = {}
         group_of_row = [
             numbers.setdefault(row if name is None else name, len(numbers)) for row, name in enumerate(self.groups)
@@ -114,16 +125,16 @@ def choose_winner(comparator: FinalistComparator, finalists: Sequence[FinalistSc
         ValueError: There are no finalists, or their scores are of different rows or not finite.
     """
     require_same_rows(finalists)
-    leader, *others = sorted(finalists, key=lambda one: (bool(one.dropped), *comparator.sort_key(one)))
+    leader, *others = sorted(finalists, key=lambda finalist: (bool(finalist.dropped), *comparator.sort_key(finalist)))
     comparisons = _compare_with_leader(comparator, leader, others)
     worse = {comparison.other for comparison in comparisons if comparison.better}
-    equals = [leader, *(one for one in others if one.number not in worse and not one.dropped)]
+    equals = [leader, *(other for other in others if other.number not in worse and not other.dropped)]
     winner = min(equals, key=_cost_order)
     return FinalRound(
         metric=comparator.objective.metric,
         direction=comparator.objective.direction,
         rows=leader.matrix.shape[1],
-        finalists=tuple(_build_record(comparator, one) for one in (leader, *others)),
+        finalists=tuple(_build_record(comparator, finalist) for finalist in (leader, *others)),
         comparisons=tuple(comparisons),
         winner=winner.number,
         reason=_explain_winner(comparator, winner, equals, comparisons) + _describe_seed_doubt([leader, *others]),
@@ -154,49 +165,59 @@ def find_trailing(
     require_same_rows(finalists)
     leader = min(finalists, key=comparator.sort_key)
     reasons = {}
-    for one in finalists:
-        gains = comparator.sign * (leader.row_means - one.row_means)
-        if one is leader or math.fsum(gains) <= 0:
+    for finalist in finalists:
+        gains = comparator.sign * (leader.row_means - finalist.row_means)
+        if finalist is leader or math.fsum(gains) <= 0:
             continue
         p = float(stats.wilcoxon(comparator.sum_groups(gains), alternative="greater", zero_method="zsplit").pvalue)
         if p < threshold:
-            after = f"{one.seed_count} seed{'s' if one.seed_count > 1 else ''}"
-            reasons[one.number] = f"worse than trial {leader.number} after {after} (Wilcoxon signed-rank, p = {p:.2g})"
+            after = f"{finalist.seed_count} seed{'s' if finalist.seed_count > 1 else ''}"
+            reasons[finalist.number] = (
+                f"worse than trial {leader.number} after {after} (Wilcoxon signed-rank, p = {p:.2g})"
+            )
     return reasons
 
 
 def require_same_rows(finalists: Sequence[FinalistScores]) -> None:
-    """Raise ValueError without finalists, and for scores that are of different rows or not finite."""
+    """Raise ValueError if there are no finalists, or if their scores are of different rows or not finite."""
     if not finalists:
         raise ValueError("there are no finalists to compare")
-    for one in finalists:
-        if one.matrix.ndim != 2 or one.matrix.shape[1:] != finalists[0].matrix.shape[1:] or not one.matrix.size:
+    for finalist in finalists:
+        if (
+            finalist.matrix.ndim != 2
+            or finalist.matrix.shape[1:] != finalists[0].matrix.shape[1:]
+            or not finalist.matrix.size
+        ):
             raise ValueError(
-                f"trial {one.number}: scores of shape {one.matrix.shape} do not match the rows of the other trials"
+                f"trial {finalist.number}: scores of shape {finalist.matrix.shape} do not match the rows of the other "
+                "trials"
             )
-        if not np.isfinite(one.matrix).all():
-            raise ValueError(f"trial {one.number}: scores are not finite numbers")
+        if not np.isfinite(finalist.matrix).all():
+            raise ValueError(f"trial {finalist.number}: scores are not finite numbers")
 
 
 def _compare_with_leader(
     comparator: FinalistComparator, leader: FinalistScores, others: Sequence[FinalistScores]
 ) -> list[FinalistComparison]:
-    """Compute each bound at the level of Holm's procedure, so that bound and p-value agree."""
+    """Compare the leader with each other finalist, each bound at the level of Holm's procedure.
+
+    So bound and p-value agree.
+    """
     alpha = 1 - comparator.confidence
     everyone = [leader, *others]
-    differences = [compare_pair(comparator, (leader, one), everyone, alpha / 2) for one in others]
+    differences = [compare_pair(comparator, (leader, other), everyone, alpha / 2) for other in others]
     adjusted = adjust_p_values([min(1.0, 2 * difference.p) for difference in differences])
     comparisons = []
-    for one, difference, p in zip(others, differences, adjusted, strict=True):
+    for other, difference, p in zip(others, differences, adjusted, strict=True):
         level = min(alpha / 2, alpha * difference.p / p) if difference.p > 0 else alpha / (2 * len(others))
         at_level = difference
         if level != alpha / 2:
-            at_level = compare_pair(comparator, (leader, one), everyone, level)
+            at_level = compare_pair(comparator, (leader, other), everyone, level)
         # Near the threshold, numerical error can make bound and p-value disagree: then neither is significant.
         better = p < alpha and at_level.low > 0
         comparisons.append(
             FinalistComparison(
-                other=one.number,
+                other=other.number,
                 difference=difference.value,
                 low=at_level.low if better else min(at_level.low, 0.0),
                 p=p if better else max(p, alpha),
@@ -221,11 +242,8 @@ def _build_record(comparator: FinalistComparator, finalist: FinalistScores) -> F
     )
 
 
-_COST_NAMES = ("fewest trainable parameters", "least memory", "shortest training", "tried first")
-
-
 def _cost_order(finalist: FinalistScores) -> tuple[float, float, float, int]:
-    """Return a sort key in the order of _COST_NAMES; an unknown cost is infinite."""
+    """Return a sort key with one item for each of _COST_NAMES; an unknown cost is infinite."""
     cost = finalist.cost
     measured = (cost.trainable_parameters, cost.memory_bytes, cost.train_seconds)
     parameters, memory, seconds = (value or math.inf for value in measured)
@@ -247,9 +265,9 @@ def _explain_winner(
         if winner.dropped:
             return f"trial {winner.number} has the best mean; all finalists were dropped"
         return f"trial {winner.number} is the best of the finalists that were not dropped"
-    others = [_cost_order(one) for one in equals if one is not winner]
+    others = [_cost_order(finalist) for finalist in equals if finalist is not winner]
     deciding = next(i for i in range(len(_COST_NAMES)) if any(cost[i] != _cost_order(winner)[i] for cost in others))
-    numbers = ", ".join(str(one.number) for one in equals)
+    numbers = ", ".join(str(finalist.number) for finalist in equals)
     return (
         f"trials {numbers} do not differ significantly at confidence {comparator.confidence:g}, and trial "
         f"{winner.number} is the cheapest of them ({_COST_NAMES[deciding]})"
@@ -257,7 +275,7 @@ def _explain_winner(
 
 
 def _describe_seed_doubt(finalists: Sequence[FinalistScores]) -> str:
-    if len(finalists) < 2 or any(one.seed_count > 1 for one in finalists):
+    if len(finalists) < 2 or any(finalist.seed_count > 1 for finalist in finalists):
         return ""
     return "; each was trained with one seed, so the variation between seeds is unknown"
 
@@ -267,19 +285,13 @@ def _describe_seed_doubt(finalists: Sequence[FinalistScores]) -> str:
 # A different seed often changes a result as much as a different setting (X. Bouthillier et al., "Accounting for
 # Variance in Machine Learning Benchmarks", MLSys 2021). So the difference of two means has two sources of error: the
 # rows, measured by the gate's paired test of the means over seeds, and the seeds, measured by the spread of each
-# finalist's means. Each source has a bound of its own, and the squares of their distances are added (G. Y. Zou,
-# A. Donner, Statistics in Medicine 27, 2008, 1693-1702). The interaction of rows and seeds is in both, which is
-# conservative.
+# finalist's means. Each source has its own bound, and the squares of the distances to the bounds are added (G. Y. Zou,
+# A. Donner, Statistics in Medicine 27, 2008, 1693-1702). The interaction of rows and seeds is counted in both, which
+# is conservative.
 #
 # Simulated (3,000 cases each of two equal finalists, 60 rows, 1 to 3 seeds, spread of seeds from none to 12 times the
 # error of rows, of one or of both): a false winner in 0.9-5.0 % of cases instead of 5 %. A single t-test of the summed
 # variances with Satterthwaite's degrees of freedom has up to 7.7 %: three seeds can hide a spread.
-
-MIN_P_VALUE = 1e-9
-"""Smallest reported p-value; the tails beyond it are unknown."""
-
-StandardError = tuple[float, float]
-"""A standard error and its degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -370,18 +382,20 @@ def _estimate_seed_error(
     """Estimate the standard error due to seeds of the difference of two means; 0 if no finalist has two seeds.
 
     Degrees of freedom: F. Satterthwaite, Biometrics Bulletin 2, 1946, 110-114. A finalist with one seed is assumed to
-    vary as much as the finalist that varies most. If one spread is used for both of the pair, it counts once.
+    vary as much as the finalist that varies most. If both finalists of the pair use the same spread, it counts once.
     """
-    known = {
-        one.number: (variance, one.seed_count - 1) for one in everyone if (variance := one.seed_variance(comparator))
+    spreads = {
+        finalist.number: (variance, finalist.seed_count - 1)
+        for finalist in everyone
+        if (variance := finalist.seed_variance(comparator))
     }
-    most_varying = max(known, key=lambda number: known[number], default=None)
+    most_varying = max(spreads, key=lambda number: spreads[number], default=None)
     squares: dict[int, float] = {}
-    for one in pair:
-        source = one.number if one.seed_count > 1 else most_varying
-        if source is not None and source in known:
-            squares[source] = squares.get(source, 0.0) + known[source][0] / one.seed_count
+    for finalist in pair:
+        source = finalist.number if finalist.seed_count > 1 else most_varying
+        if source is not None and source in spreads:
+            squares[source] = squares.get(source, 0.0) + spreads[source][0] / finalist.seed_count
     if not squares:
         return 0.0, 1.0
     total = math.fsum(squares.values())
-    return math.sqrt(total), total**2 / math.fsum(square**2 / known[one][1] for one, square in squares.items())
+    return math.sqrt(total), total**2 / math.fsum(square**2 / spreads[source][1] for source, square in squares.items())

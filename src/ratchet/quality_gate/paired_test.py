@@ -1,4 +1,4 @@
-"""Paired comparison of two models on the same samples: difference, one-sided bounds, p-value, detectable difference."""
+"""Compares two models on the same samples: difference, one-sided bounds, p-value and detectable difference."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,12 @@ from ratchet.quality_gate import statistics
 from ratchet.quality_gate.statistics import Numbers, ResamplingUnits
 
 MIN_CHANGED_UNITS = 20
-"""With fewer changed units, Tango's interval also guards bounded scores, because a bootstrap cannot draw changes that
-were not observed. Simulated (1,500 cases, 10-400 samples, 2-30 % of them changed by .2 to 1, true value at the bound):
-the bootstrap alone passes 6-81 % instead of 5 % while fewer than ten samples differ, with this guard 6.0 % at most."""
+"""With fewer changed units, bounds of bounded scores also cover Tango's interval: a bootstrap cannot draw changes that
+were not observed. Simulated (1,500 cases, 10-400 samples, 2-30 % of them changed by 0.2 to 1, true value at the
+bound): while fewer than ten samples differ, the bootstrap alone passes 6-81 % instead of 5 %; with Tango's interval, at
+most 6.0 %."""
 MAX_NATS = 700.0
-"""exp overflows beyond this value."""
+"""Limit of an exponent: exp overflows soon beyond it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PairedTestPlan:
 
 @dataclass(frozen=True)
 class PairedTestResult:
-    """A comparison. Positive differences are improvements; for perplexities, the relative decrease 1 - new/old."""
+    """Result of a comparison. Positive differences are improvements; for perplexities, a difference is 1 - new/old."""
 
     difference: float
     low: float
@@ -192,7 +193,8 @@ def _largest_possible_score(new: Numbers, old: Numbers, pairs: PairedScores) -> 
         return None
     if pairs.better == "higher":
         return max(1.0, float(largest))
-    # Of "lower is better" scores, an error rate reaches 0 or 1 in some samples; a loss is below 1 only by chance.
+    # If lower is better, the score is an error rate, which is 0 or 1 for some samples, or a loss, which is unbounded
+    # and below 1 only by chance.
     return 1.0 if largest == 1 or (largest < 1 and smallest == 0) else None
 
 
@@ -203,7 +205,7 @@ def _estimate_from_counts(better: int, worse: int, n: int, bound: float, plan: P
     detectable = statistics.detectable_difference(n, min(observed, plan.discordance), plan.confidence, plan.power)
     required_samples = 0.0
     if bound and detectable > abs(bound):
-        # The planned discordance: the observed one is unreliable for few samples or for one much better model.
+        # Use the planned discordance: the observed one is unreliable for few samples, or if one model is much better.
         required_samples = statistics.required_pairs(abs(bound), plan.discordance, plan.confidence, plan.power)
     if bound:
         p, method = statistics.tango_p_value(better, worse, n, bound), "Tango score interval"
@@ -222,7 +224,7 @@ class _PairedRatio:
     ceiling: float | None
     """Largest possible score; None if unbounded."""
     score_size: float
-    """Mean absolute score of both models together: an upper limit of the spread if there is one unit only."""
+    """Mean absolute score of both models together: the upper limit of the spread if there is only one unit."""
     is_grouped: bool
 
 
@@ -247,8 +249,8 @@ def _estimate_from_units(ratio: _PairedRatio, bound: float, plan: PairedTestPlan
 def _estimate_by_resampling(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
     """Estimate by the BCa bootstrap, widened as for Student's t, and never narrower than t or Hall's skewed t.
 
-    Simulated (2,000 cases, each end of 95 %): plain BCa misses 5-12 % at 10-30 units, be they normal, exponential or
-    t with 4 degrees, and up to 7 % at 400. At the level Phi(sqrt(n / (n - 1)) t) (T. Hesterberg, The American
+    Simulated (2,000 cases, each end of 95 %): plain BCa misses 5-12 % at 10-30 units (normal, exponential, or t with 4
+    degrees of freedom), and up to 7 % at 400. At the level Phi(sqrt(n / (n - 1)) t) (T. Hesterberg, The American
     Statistician 69, 2015, 371-386), guarded by t and by Hall's t, it is 7 % at 20 exponential units and 3-5.5 % from 50
     units on; changes with a long tail (lognormal, skewness 6) need 200. The cost: 4 % of width for normal units.
     """

@@ -1,4 +1,4 @@
-"""Statistics of the gate: intervals of proportions, paired binary tests, the BCa bootstrap, and sample sizes."""
+"""Computes the statistics of the gate: intervals of proportions, paired binary tests, BCa bootstrap, sample sizes."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
+
+Numbers = NDArray[np.float64]
+MIN_SKEW = 1e-8
+"""Below this value of skewness / sqrt(n), the transformation only adds rounding errors."""
+
+MAX_DRAWS_PER_CHUNK = 4_000_000
+"""Unit indices drawn at once; limits memory to about 100 MB for any number of units and resamples."""
+
+MIN_UNITS_PER_KIND = 20
+"""If each distinct unit occurs at least this often on average, drawing the count of each distinct unit is faster than
+drawing units."""
 
 
 def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, float]:
@@ -61,9 +72,6 @@ def adjust_p_values(p: Sequence[float]) -> list[float]:
 # P. Hall, "On the removal of skewness by transformation", Journal of the Royal Statistical Society B 54, 1992, 221-228.
 # The transformation is monotone, so it can be inverted, and it is the identity for scores without skewness.
 
-MIN_SKEW = 1e-8
-"""Below this value of skewness / sqrt(n), the transformation would change nothing but rounding errors."""
-
 
 def remove_skewness(t: float, skewness: float, n: int) -> float:
     """Transform a t-statistic of `n` samples with this sample skewness into one of samples without skewness."""
@@ -72,7 +80,7 @@ def remove_skewness(t: float, skewness: float, n: int) -> float:
 
 
 def add_skewness(t: float, skewness: float, n: int) -> float:
-    """Invert `remove_skewness`."""
+    """Invert `remove_skewness`: transform back to samples with this skewness."""
     k = skewness / math.sqrt(n)
     return t if abs(k) < MIN_SKEW else 3 / k * (math.cbrt(1 + k * (t - k / 6)) - 1)
 
@@ -135,13 +143,6 @@ def mcnemar_mid_p(better: int, worse: int) -> float:
 # samples of one group. The statistic sum(top) / sum(bottom) is a mean where every bottom is 1, a mean over samples of
 # clusters where bottom is the cluster size, and a difference of log-perplexities where top is in nats and bottom in
 # tokens.
-
-Numbers = NDArray[np.float64]
-
-MAX_DRAWS_PER_CHUNK = 4_000_000
-"""Unit indices drawn at once; limits memory to about 100 MB for any number of units and resamples."""
-MIN_UNITS_PER_KIND = 20
-"""With at least this many units per distinct unit, drawing counts of distinct units is faster than drawing units."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,8 @@ def _remove_acceleration(step: float, acceleration: float) -> float:
 def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> BootstrapDistribution:
     """Draw bootstrap resamples of at least two units that are not constant.
 
-    The result does not depend on the order of the units, and negating every `top` negates every resample: units are
-    sorted first, with the sign for which the estimate is not negative.
+    The result does not depend on the order of the units, and negating every `top` negates every resample: the units are
+    sorted first, with the sign that makes the estimate positive or zero.
     """
     sign = -1.0 if (units.estimate or math.fsum(units.top**3)) < 0 else 1.0
     top = sign * units.top
@@ -267,7 +268,7 @@ def _draw_resamples(top: Numbers, bottom: Numbers, resamples: int, rng: np.rando
 
 
 def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
-    """Return the normal quantiles of confidence and power: the standard errors that each of them requires.
+    """Return the normal quantiles of confidence and power: the number of standard errors that each requires.
 
     Raises:
         ValueError: A value is not between 0 and 1.

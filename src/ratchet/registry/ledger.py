@@ -1,8 +1,8 @@
-"""The promotion ledger: one JSON line per promotion or rollback, each with the digest of the previous line.
+"""Reads and appends the promotion ledger: a chain of JSON lines, one for each promotion or rollback.
 
-A changed, removed, inserted or moved line breaks the chain from there on. A truncated file is detected because the
-champion file names the newest entry. Lines are only appended, but the file is replaced as a whole: after a crash it
-contains the new line completely or not at all.
+Each line contains the digest of the previous line. A changed, removed, inserted or moved line breaks the chain. A
+truncated file is detected because the champion file names the newest entry. Appending replaces the whole file, so that
+after a crash it contains the new line completely or not at all.
 """
 
 import getpass
@@ -26,7 +26,7 @@ _RESTORE = "compare the file with `git log -p`, and restore it from git"
 
 
 def current_actor(root: Path) -> str:
-    """Name the actor: RATCHET_ACTOR, else git's user.email, else the login name, else the numeric user id."""
+    """Return the actor: RATCHET_ACTOR, else git's user.email, else the login name, else the numeric user id."""
     if named := _clean_line(os.environ.get(ACTOR_VARIABLE, "")):
         return named
     try:
@@ -77,7 +77,7 @@ def append_entry(path: Path, entry: Promotion) -> Promotion:
     """Chain an entry to the newest one and append it; the caller holds the promotion lock.
 
     Returns:
-        The entry with its digests; an entry with the same id that is already in the ledger.
+        The entry with its digests. If the ledger already has an entry with this id, that entry.
 
     Raises:
         DamagedFileError: the chain is broken; nothing is appended.
@@ -92,14 +92,14 @@ def append_entry(path: Path, entry: Promotion) -> Promotion:
 
 
 def entry_digest(entry: Promotion) -> str:
-    """SHA-256 of an entry's canonical JSON without the field `digest`."""
+    """Return the SHA-256 of an entry's canonical JSON without the field `digest`."""
     return digests.hash_json(entry.model_dump(mode="json", exclude={"digest"}))
 
 
 def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile) -> None:
     """Check that the champion file names the newest entry, and that this entry names the champion.
 
-    A champion file without champion and without entry is new: its first champion is chained to the existing entries.
+    A champion file without champion and entry is new: the first promotion is chained to the existing entries.
 
     Raises:
         DamagedFileError: they do not match.
@@ -136,7 +136,7 @@ def _encode_entry(entry: Promotion) -> bytes:
 
 
 def _find_problem(line: bytes, previous: Sequence[Promotion]) -> str | None:
-    """Describe what is wrong with a line that follows these entries; None if it is valid."""
+    """Describe the problem of a line that follows these entries; None if it is valid."""
     try:
         entry = Promotion.model_validate(json.loads(line))
     except ValueError as error:
@@ -147,8 +147,8 @@ def _find_problem(line: bytes, previous: Sequence[Promotion]) -> str | None:
         return f"changed: its content has digest {entry_digest(entry)[:12]}, but it names {entry.digest[:12] or 'none'}"
     expected = previous[-1].digest if previous else None
     if entry.previous != expected:
-        found, wanted = (entry.previous or "none")[:12], (expected or "none")[:12]
-        return f"the chain is broken: it names previous entry {found}; expected {wanted}"
+        named = (entry.previous or "none")[:12]
+        return f"the chain is broken: it names previous entry {named}; expected {(expected or 'none')[:12]}"
     if any(entry.id == other.id for other in previous):
         return f"event {entry.id} is in the ledger twice"
     return None

@@ -1,8 +1,9 @@
-"""Records where a model comes from (base, data, settings, run, code, libraries), without secrets and without rows.
+"""Records the origin of a model (base, data, settings, run, code, libraries), without secrets and rows of the data.
 
-Also writes the model's software bill of materials (SBOM) as CycloneDX 1.6. Equal inputs give equal bytes: it contains
-no time, and its serial number follows from its content. Libraries are Ratchet's installed dependencies, direct and
-indirect (importlib.metadata), with versions and licences as declared by their authors (PEP 639, or classifiers).
+This module also writes the model's software bill of materials (SBOM) as CycloneDX 1.6. Equal inputs give equal bytes:
+the SBOM contains no time, and its serial number is computed from its content. It lists Ratchet's installed
+dependencies, direct and indirect (importlib.metadata), with the versions and licences that their authors declare (PEP
+639, or classifiers).
 """
 
 import json
@@ -37,6 +38,7 @@ SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
 """Sections of params.yaml that affect the model. `machine` and `promote` do not, and hooks contain addresses."""
 
 MASK = "***"
+"""Replaces secrets and directories."""
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s?#]*@")
 """User and password before the host of an address (RFC 3986, 3.2.1)."""
@@ -53,7 +55,7 @@ _TOKENS = re.compile(
 """Keys of well-known services, recognized by their prefix, and JSON web tokens."""
 
 MAX_LICENCE_CHARACTERS = 100
-"""Limit of a licence name: some libraries declare the text of the licence instead."""
+"""Limit of a licence name: a longer one is the text of the licence, which some libraries declare instead."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ModelOrigin:
 
 
 def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
-    """Build the record. Values that look like secrets or absolute paths are masked, because bundles are published."""
+    """Build the record. It masks values that look like secrets or absolute paths, because bundles are published."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
     return ModelLineage(
         base=origin.base.model_copy(update={"source": mask_secrets(origin.base.source)}),
@@ -87,7 +89,7 @@ def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin
 
 
 def mask_secrets(text: str) -> str:
-    """Mask everything in a text that looks like a secret; of an absolute path, only the last name remains."""
+    """Mask everything in a text that looks like a secret, and the directories of an absolute path."""
     if text.startswith(("/", "~")) and "/" in text[1:]:
         return f"{MASK}/{text.rstrip('/').rpartition('/')[2]}"
     text = _USER_INFO.sub(f"{MASK}@", text)
@@ -99,9 +101,9 @@ def _mask_value(value: Any) -> Any:
     if isinstance(value, str):
         return mask_secrets(value)
     if isinstance(value, dict):
-        return {key: _mask_value(one) for key, one in value.items()}
+        return {key: _mask_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_mask_value(one) for one in value]
+        return [_mask_value(item) for item in value]
     return value
 
 
@@ -110,7 +112,7 @@ def _mask_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SbomContents:
-    """Contents of the bill of materials, apart from libraries."""
+    """Contents of the SBOM, apart from libraries."""
 
     name: str
     """Name of the exported model."""
@@ -138,20 +140,25 @@ class InstalledLibrary:
         return url
 
     def required(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
-        """Yield the libraries that it requires on this machine, with the requested extras."""
-        for one in self.requirements:
-            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-                yield canonicalize_name(one.name), frozenset(one.extras)
+        """Yield the name and extras of each library that this one requires on this machine.
+
+        Args:
+            extras: the requested extras of this library.
+        """
+        for requirement in self.requirements:
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                yield canonicalize_name(requirement.name), frozenset(requirement.extras)
 
     def field(self, name: str) -> list[str]:
-        """All values of a metadata field."""
+        """Return all values of a metadata field."""
         return self.metadata.get_all(name) or []
 
 
 def write_sbom(contents: SbomContents, target: Path) -> str:
-    """Write the bill of materials, and return the SHA-256 of its bytes."""
+    """Write the SBOM, and return the SHA-256 of its bytes."""
     libraries = installed_libraries()
-    components = {name: _library_component(one) for name, one in libraries.items()}
+    components = {name: _library_component(library) for name, library in libraries.items()}
     base, data, python = _base_component(contents.base), _data_component(contents), _python_component()
     subject = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL, name=contents.name, version=contents.model_digest[: digests.SHORT],
@@ -161,8 +168,8 @@ def write_sbom(contents: SbomContents, target: Path) -> str:
     bom.metadata.component = subject
     bom.register_dependency(subject, [base, data, components[DISTRIBUTION]])
     for name, component in components.items():
-        required = sorted({other for other, _ in libraries[name].required() if other in components})
-        bom.register_dependency(component, [components[other] for other in required])
+        required = sorted({library for library, _ in libraries[name].required() if library in components})
+        bom.register_dependency(component, [components[library] for library in required])
     document = json.loads(JsonV1Dot6(bom).output_as_string())
     del document["metadata"]["timestamp"], document["serialNumber"]
     document["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.hash_json(document)).urn
@@ -183,7 +190,7 @@ def installed_libraries() -> dict[str, InstalledLibrary]:
         except PackageNotFoundError:
             continue  # many libraries work without some of their declared requirements
         libraries[name] = library
-        new = [one for one in library.required(extras) if one not in seen]
+        new = [requirement for requirement in library.required(extras) if requirement not in seen]
         seen.update(new)
         queue += new
     return dict(sorted(libraries.items()))
@@ -203,7 +210,7 @@ def _library_component(library: InstalledLibrary) -> Component:
 
 
 def _licences(library: InstalledLibrary) -> list[Any]:
-    """Declared licences: an SPDX expression (PEP 639), else classifiers, else the field `License`."""
+    """Return the declared licences: an SPDX expression (PEP 639), else classifiers, else the field `License`."""
     factory = LicenseFactory()
     if expressions := library.field("License-Expression"):
         return [factory.make_from_string(expressions[0])]
@@ -228,7 +235,7 @@ def _python_component() -> Component:
 
 
 def _base_component(card: BaseCard) -> Component:
-    """The base model, with a package URL if it comes from the Hugging Face hub (purl-spec, type huggingface)."""
+    """Return the base model, with a package URL if it comes from the Hugging Face hub (purl-spec, type huggingface)."""
     purl, version = None, card.revision or card.digest[: digests.SHORT]
     if card.revision is not None:
         owner, _, name = card.source.rpartition("/")
@@ -245,7 +252,7 @@ def _base_component(card: BaseCard) -> Component:
 
 
 def _data_component(contents: SbomContents) -> Component:
-    """The training data: numbers of rows and a digest, but no content."""
+    """Return the training data: numbers of rows and a digest, but no content."""
     rows = [Property(name=f"ratchet:rows:{split}", value=str(rows)) for split, rows in contents.data_rows.items()]
     return Component(
         type=ComponentType.DATA, name="training data", version=contents.data_digest[: digests.SHORT], bom_ref="data",

@@ -1,12 +1,12 @@
-"""Stores promoted models: a signed and sealed folder with the export, its adapter and its reports, outside DVC outputs.
+"""Stores and verifies promoted models: signed and sealed folders with the export, its adapter and its reports.
 
     hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
 
-A folder is named by the model's digest. Nothing refers to it before a promotion, so it can be written early. It
-contains no row of the data; the gate's page, which shows rows, is stored separately (`ProjectLayout.evidence`).
+The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to the folder before the
+promotion, so it can be written early. It contains no row of the data; the gate's page, which shows rows, is stored
+separately (`ProjectLayout.evidence`).
 
-Checks that the files of an export or a promoted model are the ones that bundle.json records, and names their
-paths.
+The formats and reports of an export or a promoted model must have the digests in its bundle.json (`require_match`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,83 +17,29 @@ from typing import Protocol
 from ratchet.errors import ChampionError, DamagedFileError, DataError
 from ratchet.registry.promotion import version_label
 from ratchet.storage import digests, files
-from ratchet.storage import digests as digest
 from ratchet.storage.files import Manifest
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ExportArtifact, FormatKind, ModelBundle
 from ratchet.storage.records.gate import Champion, ForcedPromotion
 
+KIND = "model"
+"""Kind in the manifest of a folder."""
+
 BUNDLE = "bundle.json"
 SBOM = "sbom.json"
 _EVALUATION, _VERDICT = "eval.json", "verdict.json"
-
-
-def artifact_path(artifact: ExportArtifact) -> str:
-    """Relative path of a format, in the export, the promoted model and its release alike."""
-    return format_path(artifact.kind, artifact.type)
-
-
-def format_path(kind: FormatKind, type_: str) -> str:
-    """Relative path of a format with this kind and type."""
-    if kind == "hf":
-        return kind
-    return f"gguf/model-{type_}.gguf" if kind == "gguf" else f"{kind}/{type_}"
-
-
-def model_digest(artifacts: Iterable[ExportArtifact]) -> str:
-    """Digest of a model: of the digests of all its formats."""
-    return digest.hash_json({one.name: one.digest for one in artifacts})
-
-
-def verify_export(layout: ProjectLayout) -> Manifest:
-    """Verify the seal of the export and bundle.json. Raises DamagedFileError with the first file that differs."""
-    manifest = files.verify_sealed(layout.export, "export")
-    require_match(layout.export, {name: entry[0] for name, entry in manifest.files.items()})
-    return manifest
-
-
-def require_match(folder: Path, digests: Mapping[str, str]) -> None:
-    """Compare a folder's files with its bundle.json.
-
-    Args:
-        folder: an export, or a promoted model.
-        digests: SHA-256 of every file in it by relative POSIX name.
-
-    Raises:
-        DamagedFileError: a format or a file differs from bundle.json; the message names it.
-    """
-    bundle = ModelBundle.load(folder / BUNDLE)
-    for one in bundle.artifacts:
-        path = artifact_path(one)
-        found = {name: sha for name, sha in digests.items() if name == path or name.startswith(f"{path}/")}
-        start = path.rfind("/") + 1 if path in found else len(path) + 1
-        if digest.hash_files({name[start:]: sha for name, sha in found.items()}) != one.digest:
-            problem = f"differs from format {one.name} in" if found else f"missing; format {one.name} is in"
-            raise DamagedFileError(f"{folder / path}: {problem} {BUNDLE}; run `dvc repro -f export`")
-    if bundle.artifacts and model_digest(bundle.artifacts) != bundle.model_digest:
-        raise DamagedFileError(
-            f"{folder / BUNDLE}: model_digest does not match the digests of its formats; run `dvc repro -f export`"
-        )
-    expected = {_EVALUATION: bundle.evaluation, _VERDICT: bundle.verdict}
-    if bundle.lineage is not None:
-        expected[SBOM] = bundle.lineage.sbom_digest
-    for name, sha in expected.items():
-        if sha is not None and digests.get(name) != sha:
-            raise DamagedFileError(f"{folder / name}: differs from its digest in {BUNDLE}; run `dvc repro -f export`")
-
-
-KIND = "model"
 FORCED = "forced.json"
-"""Record of who forced the promotion and why; only in folders of forced promotions."""
+"""File with the actor and the reason of a forced promotion; other folders do not have it."""
 
 BLOCK_BYTES = 8 * 2**20
+"""Bytes that are copied at once."""
 
 Content = Path | bytes
 """Content of a file: a file to copy, or bytes."""
 
 
 class FolderSigner(Protocol):
-    """Signs and verifies folders."""
+    """Signer and verifier of folders."""
 
     @property
     def signature_name(self) -> str:
@@ -105,31 +51,8 @@ class FolderSigner(Protocol):
         ...
 
     def is_signed(self, folder: Path) -> bool:
-        """Whether the folder has a trusted signature."""
+        """Return whether the folder has a trusted signature."""
         ...
-
-
-def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.Manifest) -> dict[str, Content]:
-    """Collect the content of each file in the folder, apart from files that depend on how the model is promoted.
-
-    Raises:
-        DataError: the adapter has changed since the export, or the gate's page is missing.
-    """
-    adapter = sorted(p.name for p in layout.adapter.iterdir()) if layout.adapter.is_dir() else []
-    if not adapter or digests.hash_tree(layout.adapter, adapter) != bundle.adapter_digest:
-        raise DataError(
-            f"{layout.adapter}: the exported model was merged from another adapter ({bundle.adapter_digest[:12]}); run "
-            "`dvc repro`"
-        )
-    if not layout.gate_page.is_file():
-        raise DataError(f"{layout.gate_page}: file not found; run `dvc repro -f gate`")
-    evaluation, verdict = layout.eval_report.read_bytes(), layout.verdict.read_bytes()
-    complete_bundle = bundle.model_copy(
-        update={"evaluation": digests.hash_bytes(evaluation), "verdict": digests.hash_bytes(verdict)}
-    ).model_dump(mode="json")
-    sources: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
-    sources |= {f"adapter/{file}": layout.adapter / file for file in adapter}
-    return sources | {BUNDLE: files.json_bytes(complete_bundle), "verdict.json": verdict, "eval.json": evaluation}
 
 
 def store_model(
@@ -159,7 +82,7 @@ def store_model(
     files.remove_partials(layout.models)
     _store_gate_page(layout, bundle)
     if folder.exists():
-        with suppress(DamagedFileError):  # a damaged folder is written again
+        with suppress(DamagedFileError):  # if it is damaged, write it again
             stored = dict(files.verify_sealed(folder, KIND).files)
             stored.pop(signer.signature_name, None)
             is_same = stored.keys() == contents.keys() and all(
@@ -184,13 +107,36 @@ def store_model(
         )
 
 
+def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.Manifest) -> dict[str, Content]:
+    """Collect the content of each file in the folder, apart from files that depend on the promotion (`store_model`).
+
+    Raises:
+        DataError: the adapter has changed since the export, or the gate's page is missing.
+    """
+    adapter = sorted(p.name for p in layout.adapter.iterdir()) if layout.adapter.is_dir() else []
+    if not adapter or digests.hash_tree(layout.adapter, adapter) != bundle.adapter_digest:
+        raise DataError(
+            f"{layout.adapter}: the exported model was merged from another adapter ({bundle.adapter_digest[:12]}); run "
+            "`dvc repro`"
+        )
+    if not layout.gate_page.is_file():
+        raise DataError(f"{layout.gate_page}: file not found; run `dvc repro -f gate`")
+    evaluation, verdict = layout.eval_report.read_bytes(), layout.verdict.read_bytes()
+    complete_bundle = bundle.model_copy(
+        update={"evaluation": digests.hash_bytes(evaluation), "verdict": digests.hash_bytes(verdict)}
+    ).model_dump(mode="json")
+    sources: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
+    sources |= {f"adapter/{file}": layout.adapter / file for file in adapter}
+    return sources | {BUNDLE: files.json_bytes(complete_bundle), _VERDICT: verdict, _EVALUATION: evaluation}
+
+
 def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
-    """The file that marks a folder as a forced promotion; nothing if it was not forced."""
+    """Return the file that marks a folder as a forced promotion, by name; empty if it was not forced."""
     return {FORCED: files.json_bytes(forced.model_dump(mode="json"))} if forced else {}
 
 
 def gate_page_path(layout: ProjectLayout, model_digest: str) -> Path:
-    """Path of the stored gate page of a promoted model."""
+    """Return the path of the stored gate page of a promoted model."""
     return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
 
 
@@ -202,7 +148,7 @@ def _store_gate_page(layout: ProjectLayout, bundle: ModelBundle) -> None:
 
 
 def _read_blocks(path: Path) -> Iterator[list[bytes]]:
-    """Read a file in blocks. Files are copied, not linked, so that changes of a stage's output leave the champion."""
+    """Read a file in blocks. Files are copied, not linked, so that a stage cannot change the champion."""
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             yield [block]
@@ -227,3 +173,60 @@ def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
             "another version: `ratchet rollback VERSION`"
         ) from error
     return folder / "hf"
+
+
+# Files of an export or a promoted model, and their digests in bundle.json.
+
+
+def verify_export(layout: ProjectLayout) -> Manifest:
+    """Verify the seal of the export and bundle.json. Raises DamagedFileError with the first file that differs."""
+    manifest = files.verify_sealed(layout.export, "export")
+    require_match(layout.export, {name: entry[0] for name, entry in manifest.files.items()})
+    return manifest
+
+
+def require_match(folder: Path, file_digests: Mapping[str, str]) -> None:
+    """Compare a folder's files with its bundle.json.
+
+    Args:
+        folder: an export, or a promoted model.
+        file_digests: SHA-256 of every file in it by relative POSIX name.
+
+    Raises:
+        DamagedFileError: a format or a file differs from bundle.json; the message names it.
+    """
+    bundle = ModelBundle.load(folder / BUNDLE)
+    for artifact in bundle.artifacts:
+        path = artifact_path(artifact)
+        own = {name: sha for name, sha in file_digests.items() if name == path or name.startswith(f"{path}/")}
+        start = path.rfind("/") + 1 if path in own else len(path) + 1
+        if digests.hash_files({name[start:]: sha for name, sha in own.items()}) != artifact.digest:
+            problem = f"differs from format {artifact.name} in" if own else f"missing; format {artifact.name} is in"
+            raise DamagedFileError(f"{folder / path}: {problem} {BUNDLE}; run `dvc repro -f export`")
+    if bundle.artifacts and model_digest(bundle.artifacts) != bundle.model_digest:
+        raise DamagedFileError(
+            f"{folder / BUNDLE}: model_digest does not match the digests of its formats; run `dvc repro -f export`"
+        )
+    expected = {_EVALUATION: bundle.evaluation, _VERDICT: bundle.verdict}
+    if bundle.lineage is not None:
+        expected[SBOM] = bundle.lineage.sbom_digest
+    for name, sha in expected.items():
+        if sha is not None and file_digests.get(name) != sha:
+            raise DamagedFileError(f"{folder / name}: differs from its digest in {BUNDLE}; run `dvc repro -f export`")
+
+
+def artifact_path(artifact: ExportArtifact) -> str:
+    """Return the relative path of a format. It is the same in the export, the promoted model and its release."""
+    return format_path(artifact.kind, artifact.type)
+
+
+def format_path(kind: FormatKind, type_: str) -> str:
+    """Return the relative path of a format with this kind and type."""
+    if kind == "hf":
+        return kind
+    return f"gguf/model-{type_}.gguf" if kind == "gguf" else f"{kind}/{type_}"
+
+
+def model_digest(artifacts: Iterable[ExportArtifact]) -> str:
+    """Return the digest of a model, computed from the digests of all its formats."""
+    return digests.hash_json({artifact.name: artifact.digest for artifact in artifacts})

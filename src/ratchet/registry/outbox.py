@@ -2,15 +2,15 @@
 
     outbox/000003-5f0c.../event.json   the exact bytes to send; written last: a folder without it is ignored
                           hooks.json   hooks that receive the event
-                          KEY.json     result of one hook: delivered or failed (KEY: see hooks.hook_key)
+                          KEY.json     result of one hook: delivered or failed (KEY: see `hook_key`)
                           KEY.log      output of a command
 
 Names begin with the line number in the ledger, so that they sort in the order of the promotions.
 
 `python -m ratchet.registry.outbox OUTBOX PROJECT` sends the events to hooks, oldest first. It runs in its own process
-and session, so it continues if the caller is killed. A lock on the outbox admits one at a time; a second process waits
-and then delivers what is left. A result is written after a hook was called: after a crash in between, the next delivery
-calls the hook again with the same id.
+and session, so it continues if the caller is killed. A lock admits one such process at a time; a second one waits, and
+then delivers the remaining events. A result is written after its hook was called: after a crash in between, the next
+delivery calls the hook again with the same id.
 
 A webhook request has these headers (times in Unix seconds; the key comes from the environment and is never stored):
 
@@ -20,8 +20,8 @@ A webhook request has these headers (times in Unix seconds; the key comes from t
     X-Ratchet-Signature   sha256=HMAC-SHA256(key, timestamp + "." + body), hexadecimal; only if there is a key
 
 A request is retried after connection errors, 5xx and 429 (Retry-After is obeyed), but not after other answers, which
-would not change. Redirects are not followed, because they would send the signature elsewhere. A command is retried
-after any failure.
+would be the same again. Redirects are not followed, because they would send the signature elsewhere. A command is
+retried after any failure.
 """
 
 import hashlib
@@ -47,7 +47,153 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Promotion
 
+LOCK_WAIT_S = 3600.0
+"""Maximum wait for a running delivery, which has its own timeouts."""
+
+WAIT_S = 60.0
+"""Maximum wait of a promotion for its hooks; after that, delivery continues in the background."""
+
 Wait = Callable[[float], None]
+"""Waits for a number of seconds."""
+
+
+class HookDelivery(Record):
+    """Result of delivering an event to one hook."""
+
+    hook: str
+    """Description of the hook without secrets."""
+    is_delivered: bool
+    """False: the delivery failed; it is repeated only on request (`retry_failed`)."""
+    detail: str
+    attempts: int
+
+
+class EventRecipients(Record):
+    """hooks.json: hooks that receive an event."""
+
+    hooks: tuple[HookSettings, ...]
+
+
+@dataclass(frozen=True)
+class EventDelivery:
+    """An event and the state of its delivery."""
+
+    folder: Path
+    id: str
+    results: tuple[HookDelivery, ...]
+    waiting: tuple[HookSettings, ...]
+    """Hooks without a result."""
+
+    @property
+    def failed(self) -> tuple[HookDelivery, ...]:
+        """Results of failed hooks."""
+        return tuple(result for result in self.results if not result.is_delivered)
+
+
+def build_event(entry: Promotion, line: int, project: str, model_name: str, source: str) -> dict[str, Any]:
+    """Build the content of an event.
+
+    Args:
+        entry: the ledger's entry.
+        line: its line in the ledger, from 1; the later of two events has the higher one.
+        project: name of the project.
+        model_name: name of the registered model.
+        source: URI of the promoted model's folder.
+    """
+    return {
+        "id": entry.id, "line": line, "action": entry.action, "time": entry.time, "project": project,
+        "model_name": model_name, "version": entry.version, "model_digest": entry.model_digest,
+        "previous_version": entry.previous_version, "actor": entry.actor, "decision": entry.decision,
+        "forced": entry.forced, "reason": entry.reason, "source": source,
+    }  # fmt: skip
+
+
+def add_event(outbox: Path, content: dict[str, Any], recipients: Sequence[HookSettings]) -> str:
+    """Store an event for the hooks that subscribe to it, and return its name. Repeating this changes nothing."""
+    name = f"{content['line']:06d}-{content['id']}"
+    subscribed = _subscribed_hooks(recipients, content["action"])
+    if subscribed and not (outbox / name / "event.json").exists():
+        files.remove_partials(outbox / name)  # left by an interrupted process
+        EventRecipients(hooks=subscribed).save(outbox / name / "hooks.json")
+        files.write_json(outbox / name / "event.json", content)
+    return name
+
+
+def deliver_pending(outbox: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
+    """Start a delivery process if an event waits for delivery, and wait for the process.
+
+    Args:
+        outbox: the outbox.
+        root: directory of the project.
+        wait_s: maximum wait.
+
+    Returns:
+        A problem to report, or None.
+    """
+    if not any(delivery.waiting for delivery in read_deliveries(outbox)):
+        return None
+    log_path = outbox / "delivery.log"
+    command = [sys.executable, "-m", "ratchet.registry.outbox", str(outbox), str(root)]
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=root
+        )
+    try:
+        code = process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        process.returncode = 0  # the process continues on purpose; without this, Popen would warn
+        return f"hooks are still running (process {process.pid}); check `ratchet promotions`"
+    if code:
+        return f"delivery to hooks failed with exit code {code} (see {log_path}); `ratchet promotions` continues it"
+    return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Deliver all waiting events."""
+    outbox, root = map(Path, arguments)
+    with acquire_lock(outbox):
+        for delivery in read_deliveries(outbox):
+            for hook in delivery.waiting:
+                record_result(delivery, hook, send_event(hook, delivery.folder / "event.json", root))
+    return 0
+
+
+def read_deliveries(outbox: Path) -> list[EventDelivery]:
+    """Read all events, oldest first. Raises DamagedFileError for a folder that cannot be read."""
+    return [_read_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
+
+
+def read_event_deliveries(outbox: Path, event: str) -> tuple[HookDelivery, ...]:
+    """Return the results of one event; hooks without a result are not included."""
+    return tuple(
+        result for delivery in read_deliveries(outbox) if delivery.folder.name == event for result in delivery.results
+    )
+
+
+def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
+    """Schedule failed deliveries again, for the hooks of the current settings, because addresses may be corrected.
+
+    Returns:
+        Number of events.
+    """
+    count = 0
+    with acquire_lock(outbox):
+        for delivery in read_deliveries(outbox):
+            if not delivery.failed:
+                continue
+            action = json.loads((delivery.folder / "event.json").read_bytes())["action"]
+            EventRecipients(hooks=_subscribed_hooks(recipients, action)).save(delivery.folder / "hooks.json")
+            for path in _result_files(delivery.folder):
+                if not HookDelivery.load(path).is_delivered:
+                    files.before("unlink", path)
+                    path.unlink()
+            count += 1
+    return count
+
+
+def acquire_lock(outbox: Path) -> FileLock:
+    """Wait for the delivery lock and take it; one process delivers at a time, so that hooks receive events in order."""
+    return FileLock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -59,8 +205,45 @@ class HookResult:
     attempts: int
 
 
+def record_result(delivery: EventDelivery, hook: HookSettings, result: HookResult) -> HookDelivery:
+    """Store a hook's result durably."""
+    record = HookDelivery(
+        hook=hook_label(hook), is_delivered=result.is_delivered, detail=result.detail, attempts=result.attempts
+    )
+    record.save(delivery.folder / f"{hook_key(hook)}.json")
+    return record
+
+
+def _subscribed_hooks(candidates: Sequence[HookSettings], action: str) -> tuple[HookSettings, ...]:
+    """Return the hooks that subscribe to this action, each once."""
+    return tuple({hook_key(hook): hook for hook in candidates if action in hook.events}.values())
+
+
+def _result_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*.json") if p.name not in ("event.json", "hooks.json"))
+
+
+def _read_delivery(folder: Path) -> EventDelivery:
+    try:
+        content = json.loads((folder / "event.json").read_bytes())
+        identity = str(content["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(
+            f"{folder / 'event.json'}: not an event ({error}); remove the folder, and inform the receivers of the "
+            "hooks yourself"
+        ) from None
+    results = {path.stem: HookDelivery.load(path) for path in _result_files(folder)}
+    recipients = EventRecipients.load(folder / "hooks.json").hooks
+    return EventDelivery(
+        folder, identity, tuple(results.values()), tuple(h for h in recipients if hook_key(h) not in results)
+    )
+
+
+# Hooks: checks, and sending one event to one hook.
+
+
 def check_hooks(hooks: Sequence[HookSettings], require_keys: bool = True) -> None:
-    """Check, before anything is promoted, that hooks can receive events.
+    """Check, before a promotion, that hooks can receive events.
 
     Args:
         hooks: hooks in params.yaml.
@@ -86,7 +269,7 @@ def hook_key(hook: HookSettings) -> str:
 
 
 def hook_label(hook: HookSettings) -> str:
-    """Describe a hook without path and query of its address, which contain a secret for some services."""
+    """Describe a hook, without the path and query of its address, which contain a secret for some services."""
     if hook.webhook is None:
         return f"command {Path(hook.command[0]).name}"
     parts = urlsplit(hook.webhook)
@@ -113,12 +296,12 @@ def send_event(hook: HookSettings, event: Path, root: Path, wait: Wait = time.sl
 
 
 def compute_signature(secret: str, timestamp: str, body: bytes) -> str:
-    """Compute a request's signature. Receivers compare it in constant time, and reject old timestamps."""
+    """Compute a request's signature. Receivers should compare it in constant time, and reject old timestamps."""
     return "sha256=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
 
 
 def _post_event(hook: HookSettings, event: Path) -> PostResult:
-    """Make one attempt. The result says if the event was sent unsigned."""
+    """Make one attempt. The result mentions if the event was sent unsigned."""
     body, timestamp = event.read_bytes(), str(int(time.time()))
     content = json.loads(body)
     headers = {
@@ -135,7 +318,7 @@ def _post_event(hook: HookSettings, event: Path) -> PostResult:
 
 
 def _run_command(hook: HookSettings, event: Path, root: Path) -> PostResult:
-    """Make one attempt: the event is on standard input, its id in RATCHET_EVENT_ID; output goes to a log file."""
+    """Make one attempt: the command gets the event on standard input and its id in RATCHET_EVENT_ID."""
     environment = os.environ | {"RATCHET_EVENT_ID": str(json.loads(event.read_bytes())["id"])}
     log = event.parent / f"{hook_key(hook)}.log"
     with event.open("rb") as stdin, log.open("ab") as out:
@@ -152,185 +335,6 @@ def _run_command(hook: HookSettings, event: Path, root: Path) -> PostResult:
             process.wait()
             return PostResult(False, f"timed out after {hook.timeout_s:g} s and was killed")
     return PostResult(code == 0, f"exit code {code}" + (f" (see {log})" if code else ""))
-
-
-LOCK_WAIT_S = 3600.0
-"""Maximum wait for a running delivery, which has its own timeouts."""
-WAIT_S = 60.0
-"""How long a promotion waits for its hooks; delivery continues in the background."""
-
-
-class HookDelivery(Record):
-    """Result of delivering an event to one hook."""
-
-    hook: str
-    """Description of the hook without secrets."""
-    is_delivered: bool
-    """False: the delivery failed, and is repeated only on request."""
-    detail: str
-    attempts: int
-
-
-class EventRecipients(Record):
-    """hooks.json: hooks that receive an event."""
-
-    hooks: tuple[HookSettings, ...]
-
-
-@dataclass(frozen=True)
-class EventDelivery:
-    """An event and the state of its delivery."""
-
-    folder: Path
-    id: str
-    results: tuple[HookDelivery, ...]
-    waiting: tuple[HookSettings, ...]
-    """Hooks without a result."""
-
-    @property
-    def failed(self) -> tuple[HookDelivery, ...]:
-        """Results of failed hooks."""
-        return tuple(one for one in self.results if not one.is_delivered)
-
-
-def build_event(entry: Promotion, line: int, project: str, model_name: str, source: str) -> dict[str, Any]:
-    """Build the content of an event.
-
-    Args:
-        entry: the ledger's entry.
-        line: its line in the ledger, from 1; the later of two events has the higher one.
-        project: name of the project.
-        model_name: name of the registered model.
-        source: URI of the promoted model's folder.
-    """
-    return {
-        "id": entry.id, "line": line, "action": entry.action, "time": entry.time, "project": project,
-        "model_name": model_name, "version": entry.version, "model_digest": entry.model_digest,
-        "previous_version": entry.previous_version, "actor": entry.actor, "decision": entry.decision,
-        "forced": entry.forced, "reason": entry.reason, "source": source,
-    }  # fmt: skip
-
-
-def add_event(outbox: Path, content: dict[str, Any], recipients: Sequence[HookSettings]) -> str:
-    """Store an event for the hooks that subscribe to it, and return its name. Repeating this changes nothing."""
-    name = f"{content['line']:06d}-{content['id']}"
-    subscribed = _subscribed_hooks(recipients, content["action"])
-    if subscribed and not (outbox / name / "event.json").exists():
-        files.remove_partials(outbox / name)  # of an interrupted process
-        EventRecipients(hooks=subscribed).save(outbox / name / "hooks.json")
-        files.write_json(outbox / name / "event.json", content)
-    return name
-
-
-def read_deliveries(outbox: Path) -> list[EventDelivery]:
-    """Read all events, oldest first. Raises DamagedFileError for a folder that cannot be read."""
-    return [_read_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
-
-
-def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
-    """Schedule failed deliveries again, with the hooks of the current settings, so that corrected addresses are used.
-
-    Returns:
-        Number of events.
-    """
-    count = 0
-    with acquire_lock(outbox):
-        for delivery in read_deliveries(outbox):
-            if not delivery.failed:
-                continue
-            action = json.loads((delivery.folder / "event.json").read_bytes())["action"]
-            EventRecipients(hooks=_subscribed_hooks(recipients, action)).save(delivery.folder / "hooks.json")
-            for path in _result_files(delivery.folder):
-                if not HookDelivery.load(path).is_delivered:
-                    files.before("unlink", path)
-                    path.unlink()
-            count += 1
-    return count
-
-
-def acquire_lock(outbox: Path) -> FileLock:
-    """Wait for the delivery lock and take it; one process delivers at a time, so that hooks receive events in order."""
-    return FileLock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
-
-
-def record_result(delivery: EventDelivery, hook: HookSettings, result: HookResult) -> HookDelivery:
-    """Store a hook's result durably."""
-    record = HookDelivery(
-        hook=hook_label(hook), is_delivered=result.is_delivered, detail=result.detail, attempts=result.attempts
-    )
-    record.save(delivery.folder / f"{hook_key(hook)}.json")
-    return record
-
-
-def _subscribed_hooks(candidates: Sequence[HookSettings], action: str) -> tuple[HookSettings, ...]:
-    """Hooks that subscribe to this action, each once."""
-    return tuple({hook_key(hook): hook for hook in candidates if action in hook.events}.values())
-
-
-def _result_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("*.json") if p.name not in ("event.json", "hooks.json"))
-
-
-def _read_delivery(folder: Path) -> EventDelivery:
-    try:
-        content = json.loads((folder / "event.json").read_bytes())
-        identity = str(content["id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(
-            f"{folder / 'event.json'}: not an event ({error}); remove the folder, and inform the receivers of the "
-            "hooks yourself"
-        ) from None
-    results = {path.stem: HookDelivery.load(path) for path in _result_files(folder)}
-    recipients = EventRecipients.load(folder / "hooks.json").hooks
-    return EventDelivery(
-        folder, identity, tuple(results.values()), tuple(h for h in recipients if hook_key(h) not in results)
-    )
-
-
-def deliver_pending(outbox: Path, root: Path, wait_s: float = WAIT_S) -> str | None:
-    """Start a delivery process if any event waits, and wait for it.
-
-    Args:
-        outbox: the outbox.
-        root: directory of the project.
-        wait_s: maximum wait.
-
-    Returns:
-        A problem to report, or None.
-    """
-    if not any(delivery.waiting for delivery in read_deliveries(outbox)):
-        return None
-    log_path = outbox / "delivery.log"
-    command = [sys.executable, "-m", "ratchet.registry.outbox", str(outbox), str(root)]
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=root
-        )
-    try:
-        code = process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        process.returncode = 0  # it continues on purpose; otherwise Popen would warn
-        return f"hooks are still running (process {process.pid}); check `ratchet promotions`"
-    if code:
-        return f"delivery to hooks failed with exit code {code} (see {log_path}); `ratchet promotions` continues it"
-    return None
-
-
-def read_event_deliveries(outbox: Path, event: str) -> tuple[HookDelivery, ...]:
-    """Results of one event; hooks without a result are not included."""
-    return tuple(
-        result for delivery in read_deliveries(outbox) if delivery.folder.name == event for result in delivery.results
-    )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Deliver until no event waits."""
-    outbox, root = map(Path, arguments)
-    with acquire_lock(outbox):
-        for delivery in read_deliveries(outbox):
-            for hook in delivery.waiting:
-                record_result(delivery, hook, send_event(hook, delivery.folder / "event.json", root))
-    return 0
 
 
 if __name__ == "__main__":

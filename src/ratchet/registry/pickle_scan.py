@@ -1,9 +1,9 @@
-"""Scans model files from other sources for pickles, and for the code that these would run, before any file is opened.
+"""Scans model files from other sources for pickles, and for code that they would run, before any file is loaded.
 
-A pickle is a program, and opening it as one runs it. Ratchet never does: weights are safetensors, or are converted with
-torch's restricted reader, which builds tensors only. This scan is a second line of defense and a record. picklescan
-classifies the names of functions; this module chooses files and parts of archives by content as well as by name,
-because hidden programs are not named `model.pkl`.
+A pickle is a program, and loading it runs the program. Ratchet never loads one: weights are safetensors, or are
+converted with torch's restricted reader, which only builds tensors. This scan is a second line of defense and a record.
+picklescan classifies the names of functions. This module chooses the files and parts of archives to scan, by content as
+well as by name, because a hidden program is not named `model.pkl`.
 
 A scan cannot prove that a file is harmless, because a list of dangerous functions is never complete.
 """
@@ -39,9 +39,9 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 _TAR_MAGIC_OFFSET, _TAR_MAGIC = 257, b"ustar"
 _HEAD_BYTES = 512
 _UNMARKED_BYTES = 2**20
-"""Bytes of a file without a signature that are tried as a pickle."""
+"""Number of bytes of a file without a signature that are read as a pickle."""
 _UNPACKED_BYTES = 256 * 2**20
-"""Bytes of an archive member or of a compressed file that are scanned."""
+"""Number of bytes of an archive member or of a compressed file that are scanned."""
 _MAX_DEPTH = 4
 """Levels of archives in archives."""
 
@@ -65,13 +65,13 @@ class _FileScan:
     dangerous: set[str] = field(default_factory=set)
 
     def add(self, where: str, result: scanner.ScanResult, only_dangerous: bool = False) -> None:
-        """Add picklescan's result for a stream; with `only_dangerous`, only what is certainly dangerous."""
-        for one in result.globals:
-            text = f"{one.module} {one.name}"
-            if one.safety == scanner.SafetyLevel.Dangerous and not (only_dangerous and "unknown" in text):
+        """Add picklescan's result for a stream; with `only_dangerous`, only functions that are certainly dangerous."""
+        for function in result.globals:
+            text = f"{function.module} {function.name}"
+            if function.safety == scanner.SafetyLevel.Dangerous and not (only_dangerous and "unknown" in text):
                 self.dangerous.add(f"{where}: {text}")
                 self.has_pickles = True
-            elif one.safety == scanner.SafetyLevel.Suspicious and not only_dangerous:
+            elif function.safety == scanner.SafetyLevel.Suspicious and not only_dangerous:
                 self.suspicious.add(f"{where}: {text}")
 
 
@@ -83,11 +83,11 @@ def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
         card: card of the base, if available; messages then name its source.
 
     Raises:
-        BaseModelError: a file contains a pickle that would import something dangerous.
+        BaseModelError: a file contains a pickle that would import a dangerous function.
     """
     logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it logs each finding, which the record contains
     scans = [_scan_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
-    dangerous = [text for one in scans for text in sorted(one.dangerous)]
+    dangerous = [text for scan in scans for text in sorted(scan.dangerous)]
     if dangerous:
         others = f" and {len(dangerous) - 1} similar functions" if len(dangerous) > 1 else ""
         raise BaseModelError(
@@ -96,8 +96,8 @@ def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
         )
     return BaseScan(
         files=len(scans),
-        pickles=tuple(one.name for one in scans if one.has_pickles),
-        suspicious=tuple(text for one in scans for text in sorted(one.suspicious)),
+        pickles=tuple(scan.name for scan in scans if scan.has_pickles),
+        suspicious=tuple(text for scan in scans for text in sorted(scan.suspicious)),
         scanner=f"picklescan {version('picklescan')}",
     )
 
@@ -178,7 +178,7 @@ def _scan_zip(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> Non
 
 
 def _is_unmarked(head: bytes, name: str) -> bool:
-    """Whether an archive member has no signature of a pickle or an archive, like the values of a tensor."""
+    """Return whether an archive member has no signature of a pickle or an archive, like the values of a tensor."""
     signatures = (*_ZIP_MAGIC, *_PICKLE_MAGIC, *_WINDOW_BITS, _NUMPY_MAGIC)
     return not head.startswith(signatures) and PurePosixPath(name).suffix.lower() not in _PICKLE_SUFFIXES
 
@@ -215,7 +215,7 @@ def _scan_member(scan: _FileScan, where: str, content: bytes, depth: int) -> Non
 def _scan_unmarked(scan: _FileScan, where: str, stream: IO[bytes]) -> None:
     """Scan a file without a signature as a pickle of an early protocol, and add only certain dangers.
 
-    Most files fail at once as pickles, but a text may begin like one.
+    For most files, reading a pickle fails at once, but a text may begin like a pickle.
     """
     stream.seek(0)
     head = io.BytesIO(stream.read(_UNMARKED_BYTES))

@@ -1,11 +1,9 @@
 """Executes promotions and rollbacks: intent → version → alias → ledger → champion file → outbox.
 
-Moving the alias commits the promotion; it is a compare-and-set. Steps before it can be dropped, steps after it can be
-repeated: they cannot be refused, and each first checks whether it is done. So a process that dies anywhere leaves one
-of two states: the promotion did not happen (the intent is dropped), or the next command completes it.
-
-An intent whose alias has not moved is dropped, and nothing has happened. If the alias has moved, the next command
-completes the promotion (promotion.py). The intent is removed when all steps are done.
+Moving the alias is a compare-and-set, and commits the promotion. The steps before it can be dropped. The steps after it
+can be repeated: each first checks whether it is done, and none can be refused. If a process dies before the alias has
+moved, the next command drops the intent, and nothing has happened. If it dies later, the next command completes the
+promotion. The intent is removed when all steps are done.
 """
 
 import re
@@ -39,20 +37,25 @@ from ratchet.storage.records.gate import (
 UNREGISTERED = 0
 """Version of a model that is not registered yet; MLflow counts from 1."""
 
+LOCK_WAIT_S = 60.0
+"""Maximum wait for another promotion; most take seconds."""
+
 MAX_TAG_CHARACTERS = 250
 """MLflow's limit of a tag's name."""
 
 FORCED, FORCED_BY, FORCED_REASON, DECISION = (
     f"ratchet.{name}" for name in ("forced", "forced_by", "forced_reason", "decision")
 )
+
 ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
+"""Tags of a registered version."""
 
 
 class PromotionIntent(Record):
-    """Everything needed to complete a promotion or rollback, because files and settings may change before that."""
+    """Record with everything needed to complete a promotion or rollback; files and settings may change before that."""
 
     id: str
-    """Id of the event; a repeated command gets another one."""
+    """Id of the event; a repeated command creates a new id."""
     time: str
     """UTC, ISO 8601."""
     action: Action
@@ -64,7 +67,7 @@ class PromotionIntent(Record):
     champion: Champion
     """The new champion; its version is UNREGISTERED until the model is registered."""
     alias: int | None
-    """Version that the alias named before; the alias moves only from there."""
+    """Version that the alias named before; the alias moves only if it still names it."""
     previous_version: int | None
     """Version that the champion file named before."""
     decision: Decision | None
@@ -76,7 +79,7 @@ class PromotionIntent(Record):
     hooks: tuple[HookSettings, ...] = ()
 
     def entry(self, version: int) -> Promotion:
-        """The ledger's entry, not yet chained."""
+        """Return the ledger's entry, not yet chained."""
         champion = self.champion
         return Promotion(
             id=self.id, time=self.time, action=self.action, actor=self.actor, version=version,
@@ -86,14 +89,131 @@ class PromotionIntent(Record):
         )  # fmt: skip
 
 
-def new_event_id() -> str:
-    """Create an event id: 128 random bits."""
-    return secrets.token_hex(16)
+class ModelVersionRegistry(Protocol):
+    """The registered model (`tracking.mlflow.registry.MlflowModelRegistry`). All methods may raise TrackingError."""
+
+    def champion(self) -> int | None:
+        """Return the version that the alias names; None without an alias."""
+
+    def find_version(self, model_digest: str) -> int | None:
+        """Return the version of a model; None if it is not registered."""
+
+    def set_champion(self, version: int, expected: int | None) -> None:
+        """Move the alias. Raises ChampionError if it is no longer at `expected`."""
+
+    def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
+        """Write tags and a description to a version, and the tags to the MLflow run of this run id."""
 
 
-def utc_now() -> str:
-    """Current time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+OpenRegistry = Callable[[str], ModelVersionRegistry]
+"""Opens the registered model with this name."""
+
+
+def acquire_lock(layout: ProjectLayout) -> FileLock:
+    """Take the lock for promotions, rollbacks and their recovery. Raises LockHeldError after a timeout."""
+    return FileLock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
+
+
+def execute_promotion(
+    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, register: Callable[[], int]
+) -> tuple[Promotion, str]:
+    """Execute a promotion or rollback.
+
+    Args:
+        layout: the project.
+        registry: the registered model.
+        intent: the promotion or rollback.
+        register: registers the model if necessary, and returns its version.
+
+    Returns:
+        The ledger's entry, and the name of the event in the outbox.
+
+    Raises:
+        ChampionError: the alias was moved by another process; nothing happened.
+        TrackingError: MLflow's database is not available; repeat the command to complete the promotion.
+    """
+    intent.save(layout.promotion_intent)
+    version = intent.champion.version
+    try:
+        if version == UNREGISTERED:
+            version = register()
+    except TrackingError:
+        remove_intent(layout.promotion_intent)
+        raise
+    try:
+        registry.set_champion(version, intent.alias)
+    except ChampionError:
+        remove_intent(layout.promotion_intent)
+        raise
+    return finish_promotion(layout, registry, intent, version)
+
+
+def finish_promotion(
+    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
+) -> tuple[Promotion, str]:
+    """Do all steps after the alias has moved; this may be repeated. Returns the same as `execute_promotion`."""
+    champion = intent.champion.model_copy(update={"version": version})
+    entry = ledger.append_entry(layout.promotions, intent.entry(version))
+    current = read_champion(layout.champion)
+    if current.ledger != entry.digest:
+        update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
+    folder = layout.promoted_model(champion.model_digest)
+    registry.annotate_version(version, champion.run_id, promotion_tags(intent), intent.description)
+    line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
+    event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
+    name = outbox.add_event(layout.outbox, event, intent.hooks)
+    remove_intent(layout.promotion_intent)
+    return entry, name
+
+
+@dataclass(frozen=True)
+class InterruptedPromotion:
+    """An interrupted promotion or rollback."""
+
+    intent: PromotionIntent
+    version: int | None
+    """Version of its model; None: the model is not registered yet."""
+    is_committed: bool
+    """Whether the alias moved, so that the promotion is completed instead of dropped."""
+
+    def describe(self) -> str:
+        """Describe the recovery for the user."""
+        intent = self.intent
+        noun = "promotion" if intent.action == "promote" else "rollback"
+        subject = f"the {noun} of model {intent.champion.model_digest[:12]}, started on {intent.time} by {intent.actor}"
+        if self.is_committed:
+            return f"{subject}, was interrupted after the alias had moved to version {self.version}: completed"
+        return f"{subject}, was interrupted before the alias moved: dropped without any effect"
+
+
+def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> InterruptedPromotion | None:
+    """Find an interrupted promotion, and whether to complete or drop it; None if there is none. Changes nothing."""
+    intent = read_intent(layout.promotion_intent)
+    if intent is None:
+        return None
+    registry = open_registry(intent.model_name)
+    version = intent.champion.version or registry.find_version(intent.champion.model_digest)
+    if version is None:
+        return InterruptedPromotion(intent, None, is_committed=False)
+    # Check the ledger, too, because a user may have moved the alias since.
+    is_in_ledger = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
+    return InterruptedPromotion(intent, version, is_committed=is_in_ledger or registry.champion() == version)
+
+
+def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> str | None:
+    """Complete or drop an interrupted promotion; the caller holds the promotion lock.
+
+    Returns:
+        A description for the user; None if there was none.
+    """
+    interrupted = find_interrupted(layout, open_registry)
+    if interrupted is None:
+        return None
+    if interrupted.is_committed and interrupted.version is not None:
+        finish_promotion(layout, open_registry(interrupted.intent.model_name), interrupted.intent, interrupted.version)
+    else:
+        remove_intent(layout.promotion_intent)
+    return interrupted.describe()
 
 
 def read_intent(path: Path) -> PromotionIntent | None:
@@ -110,10 +230,51 @@ def read_intent(path: Path) -> PromotionIntent | None:
 
 
 def remove_intent(path: Path) -> None:
-    """Remove the intent. If a crash restores the file, completing the promotion again changes nothing."""
+    """Remove the intent. If the file exists again after a crash, completing the promotion again changes nothing."""
     files.before("unlink", path)
     path.unlink(missing_ok=True)
     files.fsync_directory(path.parent)
+
+
+def plan_steps(
+    layout: ProjectLayout, intent: PromotionIntent, version: int | None, *first_steps: str
+) -> tuple[str, ...]:
+    """List the steps of `execute_promotion` for a dry run.
+
+    Args:
+        layout: the project.
+        intent: the promotion or rollback.
+        version: the registered version; None if the model is not registered yet.
+        first_steps: steps before these.
+    """
+    target = f"version {version}" if version is not None else "a new version"
+    steps = [*first_steps, f"write the intent to {layout.promotion_intent}"]
+    if version is None:
+        steps.append(f"register model {intent.champion.model_digest[:12]} as {target} of {intent.model_name}")
+    source = f"version {intent.alias}" if intent.alias else "no version"
+    steps.append(f"move the alias champion from {source} to {target}")
+    reason = f": {intent.reason}" if intent.reason else ""
+    steps.append(f"add a line to {layout.promotions}, by {intent.actor}{reason}")
+    steps.append(f"write {target} to {layout.champion}{', also as the anchor' if intent.is_anchor else ''}")
+    if forced := intent.champion.forced:
+        steps.append(f"mark folder, version and MLflow run as FORCED despite {forced.decision}")
+    steps += [f"call {outbox.hook_label(hook)}" for hook in intent.hooks if intent.action in hook.events]
+    return tuple(steps)
+
+
+def describe_last_promotion(entries: Sequence[Promotion]) -> str:
+    """Describe who promoted last, and when."""
+    return f" (last changed by {entries[-1].actor} on {entries[-1].time})" if entries else ""
+
+
+def new_event_id() -> str:
+    """Create an event id: 128 random bits."""
+    return secrets.token_hex(16)
+
+
+def utc_now() -> str:
+    """Return the current time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # ----------------------------------------------------------------------------------------------------- champion file
@@ -126,19 +287,19 @@ def update_champion(
 
     Args:
         current: the current file.
-        action: after a promotion the old champion becomes the first previous one; after a rollback it is removed,
-            because it failed.
-        champion: the new champion; every version is named once.
+        action: a promotion adds the old champion to the previous ones, as the first; a rollback removes it, because it
+            failed.
+        champion: the new champion; the file names every version once.
         is_anchor: whether it also becomes the anchor.
         head: digest of the ledger's entry.
     """
-    line: Iterable[Champion] = current.previous
+    candidates: Iterable[Champion] = current.previous
     if action == "promote" and current.champion:
-        line = (current.champion, *current.previous)
-    others = {c.version: c for c in line if c.version != champion.version}
+        candidates = (current.champion, *current.previous)
+    previous = {c.version: c for c in candidates if c.version != champion.version}
     return ChampionFile(
         champion=champion,
-        previous=tuple(others.values()),
+        previous=tuple(previous.values()),
         anchor=champion if is_anchor else current.anchor,
         ledger=head,
     )
@@ -160,7 +321,7 @@ def version_label(champion: Champion) -> str:
 
 
 def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, page: str) -> dict[str, str]:
-    """Tags of a newly registered version: components of the model, metrics, and the gate's decision."""
+    """Return the tags of a newly registered version: components of the model, metrics, and the gate's decision."""
     tags = {
         ADAPTER: bundle.adapter_digest,
         "ratchet.base_digest": bundle.base_digest,
@@ -173,7 +334,7 @@ def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, 
 
 
 def promotion_tags(intent: PromotionIntent) -> dict[str, str]:
-    """Tags that a promotion or rollback sets on the version and on the MLflow run."""
+    """Return the tags that a promotion or rollback sets on the version and on the MLflow run."""
     tags = {"ratchet.event": intent.id}
     if intent.action == "rollback":
         return tags | {"ratchet.rolled_back_by": intent.actor, "ratchet.rollback_reason": intent.reason or ""}
@@ -214,7 +375,7 @@ def describe_version(
 
 
 def _metrics(report: EvaluationReport) -> dict[str, MetricValue]:
-    """Metrics of the exported model if it was scored, otherwise of the adapter."""
+    """Return the metrics of the exported model if it was scored, otherwise of the adapter."""
     scores = report.scores.get("merged") or report.scores.get("candidate")
     return scores.metrics if scores else {}
 
@@ -224,165 +385,3 @@ def _key(metric: str) -> str:
     parts = re.sub(r"[^/\w.\-: ]", "_", metric).split("/")
     safe = ["ratchet.metric." + parts[0], *("_" if part in ("", ".", "..") else part for part in parts[1:])]
     return "/".join(safe)[:MAX_TAG_CHARACTERS].rstrip("/")
-
-
-def plan_steps(
-    layout: ProjectLayout, intent: PromotionIntent, version: int | None, *first_steps: str
-) -> tuple[str, ...]:
-    """List the steps of `promotion.execute_promotion` for a dry run.
-
-    Args:
-        layout: the project.
-        intent: the promotion or rollback.
-        version: the registered version; None if the model is not registered yet.
-        first_steps: steps that come before.
-    """
-    target = f"version {version}" if version is not None else "a new version"
-    steps = [*first_steps, f"write the intent to {layout.promotion_intent}"]
-    if version is None:
-        steps.append(f"register model {intent.champion.model_digest[:12]} as {target} of {intent.model_name}")
-    source = f"version {intent.alias}" if intent.alias else "no version"
-    steps.append(f"move the alias champion from {source} to {target}")
-    reason = f": {intent.reason}" if intent.reason else ""
-    steps.append(f"add a line to {layout.promotions}, by {intent.actor}{reason}")
-    steps.append(f"write {target} to {layout.champion}{', also as the anchor' if intent.is_anchor else ''}")
-    if forced := intent.champion.forced:
-        steps.append(f"mark folder, version and MLflow run as FORCED despite {forced.decision}")
-    steps += [f"call {outbox.hook_label(hook)}" for hook in intent.hooks if intent.action in hook.events]
-    return tuple(steps)
-
-
-def describe_last_promotion(entries: Sequence[Promotion]) -> str:
-    """Describe who promoted last, and when."""
-    return f" (last changed by {entries[-1].actor} on {entries[-1].time})" if entries else ""
-
-
-LOCK_WAIT_S = 60.0
-"""Maximum wait for another promotion; most take seconds."""
-
-
-def acquire_lock(layout: ProjectLayout) -> FileLock:
-    """Take the lock for promotions, rollbacks and their recovery. Raises LockHeldError after a timeout."""
-    return FileLock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
-
-
-class ModelVersionRegistry(Protocol):
-    """The registered model (`tracking.mlflow.registry.MlflowModelRegistry`). All methods may raise TrackingError."""
-
-    def champion(self) -> int | None:
-        """The version that the alias names."""
-
-    def find_version(self, model_digest: str) -> int | None:
-        """The version of a model."""
-
-    def set_champion(self, version: int, expected: int | None) -> None:
-        """Move the alias. Raises ChampionError if it is no longer at `expected`."""
-
-    def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
-        """Write tags and a description to a version, and the tags to the MLflow run of this run id."""
-
-
-OpenRegistry = Callable[[str], ModelVersionRegistry]
-"""Opens the registered model with this name."""
-
-
-@dataclass(frozen=True)
-class InterruptedPromotion:
-    """An interrupted promotion or rollback."""
-
-    intent: PromotionIntent
-    version: int | None
-    """Version of its model; None: not registered yet."""
-    is_committed: bool
-    """Whether the alias moved, so that the promotion is completed instead of dropped."""
-
-    def describe(self) -> str:
-        """Describe the recovery for the user."""
-        intent = self.intent
-        noun = "promotion" if intent.action == "promote" else "rollback"
-        subject = f"the {noun} of model {intent.champion.model_digest[:12]}, started on {intent.time} by {intent.actor}"
-        if self.is_committed:
-            return f"{subject}, was interrupted after the alias had moved to version {self.version}: completed"
-        return f"{subject}, was interrupted before the alias moved: dropped without any effect"
-
-
-def execute_promotion(
-    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, register: Callable[[], int]
-) -> tuple[Promotion, str]:
-    """Execute a promotion or rollback.
-
-    Args:
-        layout: the project.
-        registry: the registered model.
-        intent: the promotion or rollback.
-        register: registers the model if necessary, and returns its version.
-
-    Returns:
-        The ledger's entry, and the name of the event in the outbox.
-
-    Raises:
-        ChampionError: the alias was moved by another process; nothing happened.
-        TrackingError: MLflow's database is not available; repeat the command to complete the promotion.
-    """
-    intent.save(layout.promotion_intent)
-    version = intent.champion.version
-    try:
-        if version == UNREGISTERED:
-            version = register()
-    except TrackingError:
-        remove_intent(layout.promotion_intent)
-        raise
-    try:
-        registry.set_champion(version, intent.alias)
-    except ChampionError:
-        remove_intent(layout.promotion_intent)
-        raise
-    return finish_promotion(layout, registry, intent, version)
-
-
-def finish_promotion(
-    layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
-) -> tuple[Promotion, str]:
-    """Do all steps after the alias moved; this may be repeated. Returns as `execute_promotion`."""
-    champion = intent.champion.model_copy(update={"version": version})
-    entry = ledger.append_entry(layout.promotions, intent.entry(version))
-    current = read_champion(layout.champion)
-    if current.ledger != entry.digest:
-        update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
-    folder = layout.promoted_model(champion.model_digest)
-    registry.annotate_version(version, champion.run_id, promotion_tags(intent), intent.description)
-    line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
-    event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
-    name = outbox.add_event(layout.outbox, event, intent.hooks)
-    remove_intent(layout.promotion_intent)
-    return entry, name
-
-
-def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> InterruptedPromotion | None:
-    """Find an interrupted promotion, and whether it is completed or dropped; None if there is none. Changes nothing."""
-    intent = read_intent(layout.promotion_intent)
-    if intent is None:
-        return None
-    registry = open_registry(intent.model_name)
-    version = intent.champion.version or registry.find_version(intent.champion.model_digest)
-    if version is None:
-        return InterruptedPromotion(intent, None, is_committed=False)
-    # The ledger counts, too, because the alias may have been moved by hand since.
-    is_in_ledger = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
-    return InterruptedPromotion(intent, version, is_committed=is_in_ledger or registry.champion() == version)
-
-
-def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> str | None:
-    """Complete or drop an interrupted promotion; the caller holds the promotion lock.
-
-    Returns:
-        A description for the user; None if there was none.
-    """
-    interrupted = find_interrupted(layout, open_registry)
-    if interrupted is None:
-        return None
-    if interrupted.is_committed and interrupted.version is not None:
-        finish_promotion(layout, open_registry(interrupted.intent.model_name), interrupted.intent, interrupted.version)
-    else:
-        remove_intent(layout.promotion_intent)
-    return interrupted.describe()

@@ -1,4 +1,4 @@
-"""Renders the analysis of generated answers as one self-contained HTML page without scripts."""
+"""Renders the analysis of generated answers as one self-contained HTML page without scripts, and as PNG plots."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +18,10 @@ from ratchet.storage.records.evaluation import MetricValue
 
 TEXT_SHOWN = 300
 """Maximum number of characters shown of an answer."""
+
+CONFUSION, CURVES, RELIABILITY = "confusion.png", "precision_recall.png", "reliability.png"
+LABELS_DRAWN = 200
+"""Maximum number of labels in the plot of the confusion matrix. Larger plots exceed the limits of image viewers."""
 
 
 def render(analysis: AnswerAnalysis) -> str:
@@ -49,12 +53,18 @@ def render(analysis: AnswerAnalysis) -> str:
 
 
 def calibration_bins(likelihoods: LikelihoodAnalysis) -> list[ReliabilityDiagramBin]:
-    """Return the bins of the reliability diagram."""
+    """Convert the bins of the calibration analysis to bars of the reliability diagram."""
     return [
         ReliabilityDiagramBin(
-            one.low, one.high, one.confidence, one.accuracy.value, one.accuracy.low, one.accuracy.high, one.accuracy.n
+            calibration_bin.low,
+            calibration_bin.high,
+            calibration_bin.confidence,
+            calibration_bin.accuracy.value,
+            calibration_bin.accuracy.low,
+            calibration_bin.accuracy.high,
+            calibration_bin.accuracy.n,
         )
-        for one in likelihoods.calibration.bins
+        for calibration_bin in likelihoods.calibration.bins
     ]
 
 
@@ -92,7 +102,7 @@ def _render_header(analysis: AnswerAnalysis) -> Html:
 def _main_metric(analysis: AnswerAnalysis) -> tuple[str, MetricValue] | None:
     if analysis.labels is not None:
         return "Accuracy", analysis.labels.metrics["accuracy"]
-    return next(((name.replace("_", " ").capitalize(), one) for name, one in analysis.text_metrics.items()), None)
+    return next(((name.replace("_", " ").capitalize(), metric) for name, metric in analysis.text_metrics.items()), None)
 
 
 def _render_figures(analysis: AnswerAnalysis) -> Body:
@@ -158,11 +168,20 @@ def _render_finish_reasons(analysis: AnswerAnalysis) -> Body:
     lines = [
         (
             name,
-            *(format_significant(value) for value in (one.minimum, one.p5, one.median, one.p95, one.maximum)),
-            f"{one.n:,}",
+            *(
+                format_significant(value)
+                for value in (
+                    distribution.minimum,
+                    distribution.p5,
+                    distribution.median,
+                    distribution.p95,
+                    distribution.maximum,
+                )
+            ),
+            f"{distribution.n:,}",
         )
-        for name, one in distributions.items()
-        if one is not None
+        for name, distribution in distributions.items()
+        if distribution is not None
     ]
     if lines:
         names = ("quantity", "least", "5 % below", "median", "5 % above", "greatest", "n")
@@ -173,11 +192,11 @@ def _render_finish_reasons(analysis: AnswerAnalysis) -> Body:
 def _render_labels(labels: LabelAnalysis) -> Body:
     table = {"labels": labels.confusion.labels, "matrix": labels.confusion.matrix}
     content = verdict_page.render_label_tables("the first answers", labels.classes, None)
-    other = explanation(f"Column other: {answer_analysis.NO_REFERENCE}.")
+    note = explanation(f"Column other: {answer_analysis.NO_REFERENCE}.")
     return [
         *content,
         run_page.render_confusion_matrix(table),
-        other,
+        note,
         *verdict_page.render_confusions(labels.confused_pairs),
     ]
 
@@ -194,7 +213,8 @@ def _render_curves(analysis: AnswerAnalysis, likelihoods: LikelihoodAnalysis | N
         return _text_only_note(analysis)
     if not any(curve["precision"] for curve in likelihoods.curves.values()):
         return "No label has a precision-recall curve."
-    note = f"From the label log-probabilities of {format_count(likelihoods.n, 'prompt')}, whatever the model answered."
+    prompts = format_count(likelihoods.n, "prompt")
+    note = f"From the label log-probabilities of {prompts}, independent of the generated answers."
     return [explanation(note), run_page.render_precision_recall(likelihoods.curves)]
 
 
@@ -204,10 +224,9 @@ def _render_calibration(analysis: AnswerAnalysis, likelihoods: LikelihoodAnalysi
     calibration = likelihoods.calibration
     note = (
         "A label's probability is its share among all labels. Expected calibration error "
-        f"{calibration.error:.3f}: the mean "
-        f"distance between confidence and accuracy, in bins of width 0.1. Brier score "
-        f"{calibration.brier.value:.3f} ({calibration.brier.low:.3f} to {calibration.brier.high:.3f}), on a scale "
-        "from 0 to 2."
+        f"{calibration.error:.3f}: the mean distance between confidence and accuracy, in bins of width 0.1. "
+        f"Brier score {calibration.brier.value:.3f} ({calibration.brier.low:.3f} to {calibration.brier.high:.3f}), "
+        "on a scale from 0 to 2."
     )
     return [explanation(note), render_reliability_diagram(calibration_bins(likelihoods), calibration.error)]
 
@@ -216,22 +235,22 @@ def _render_unparseable(unparseable: UnparseableAnswers) -> Body:
     if not unparseable.count:
         return f"All {format_count(unparseable.total, 'answer')} are valid labels, ignoring surrounding white space."
     rows = [
-        (tag("bdi", where), tag("bdi", said[:TEXT_SHOWN] or "(nothing)"), finish)
-        for where, said, finish in unparseable.first
+        (tag("bdi", where), tag("bdi", answer[:TEXT_SHOWN] or "(nothing)"), finish)
+        for where, answer, finish in unparseable.first
     ]
-    said = (
+    summary = (
         f"{unparseable.count:,} of {format_count(unparseable.total, 'answer')} are not valid labels. "
         "The table lists the first ones."
     )
     heads = ("prompt", "answer", "ended by")
-    return [explanation(said), html.table("The first unparseable answers", "twt", heads, rows)]
+    return [explanation(summary), html.table("The first unparseable answers", "twt", heads, rows)]
 
 
 def _render_categories(analysis: AnswerAnalysis) -> Body:
     if not analysis.categories:
         return (
-            "No field with few distinct values is available. List fields of the prompt records in "
-            "generate.extra_fields to keep them."
+            "No field with few distinct values is available. To keep fields of the prompt records, list them in "
+            "generate.extra_fields."
         )
     content: list[Html] = []
     for name, by_value in analysis.categories.items():
@@ -278,14 +297,9 @@ def _format_setting(value: object) -> str:
 
 # Plots of the analysis as PNG files, for slides and reviews.
 
-CONFUSION, CURVES, RELIABILITY = "confusion.png", "precision_recall.png", "reliability.png"
-
-LABELS_DRAWN = 200
-"""Largest confusion matrix that is plotted. Larger plots exceed the size limits of image viewers."""
-
 
 def write_plots(analysis: AnswerAnalysis, folder: Path) -> list[Path]:
-    """Write the plots that the analysis has data for: confusion.png, precision_recall.png, reliability.png.
+    """Write each plot that the analysis has data for: confusion.png, precision_recall.png, reliability.png.
 
     Each file is written atomically.
 
@@ -309,14 +323,14 @@ def write_plots(analysis: AnswerAnalysis, folder: Path) -> list[Path]:
     except (FileExistsError, NotADirectoryError) as error:
         raise SettingsError(f"{folder}: cannot create a folder for the plots ({error.strerror})") from None
     for name, draw in draw_functions.items():
-        aside = folder / f"{files.PARTIAL}{name}"
-        draw(aside)
-        files.publish_directory(aside, folder / name)
+        partial = folder / f"{files.PARTIAL}{name}"
+        draw(partial)
+        files.publish_directory(partial, folder / name)
     return [folder / name for name in draw_functions]
 
 
 def remove_plots(folder: Path, keep: Collection[Path]) -> None:
-    """Remove the plots of an earlier `write_plots` call, and the folder if it is empty then."""
+    """Remove the plots of an earlier `write_plots` call except `keep`, and the folder if it is empty."""
     for path in (folder / name for name in (CONFUSION, CURVES, RELIABILITY)):
         if path not in keep:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Resolves names of runs, sweep trials and promoted versions, and compares them: settings, scores, significance."""
+"""Finds runs, sweep trials and promoted versions by name, and compares them: settings, scores, significance."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,15 +36,32 @@ JOINED = "+"
 """Separates the members of a group of seeds."""
 LABELLED = "="
 """Separates a label from the name that it labels."""
-MOST = 12
-"""Maximum number of subjects on a page; more cannot be distinguished."""
-NAMED = 12
+MAX_SUBJECTS = 12
+"""Maximum number of subjects on a page. More cannot be distinguished."""
+NAMES_SHOWN = 12
 """Maximum number of names listed in a message."""
 
-HOW = (
+NAME_SYNTAX = (
     "use a run id or its beginning, a trial as SWEEP/NUMBER, a promoted version as v3, champion or anchor, "
     "or several runs that differ only in their seed as A+B+C; prefix any of these with LABEL= to set its label"
 )
+
+CURRENT = "experiments/evaluate"
+"""Description of the current evaluation."""
+OWN_ROLES: tuple[ModelRole, ...] = ("candidate", "merged")
+"""Roles under which the evaluated model itself may be scored."""
+T = TypeVar("T")
+MAX_METRICS = 24
+"""Maximum number of metrics compared per pair: with more, Holm's correction requires stronger evidence for each."""
+TEST, VALIDATION = "test rows", "validation rows"
+"""Rows on which two subjects are compared."""
+POINTS, LEAST_POINTS = 3600, 150
+"""Maximum number of points of all curves of one kind on a page, and minimum number of points of a curve."""
+MOST_POINTS = 600
+"""Maximum number of points of a curve."""
+SEED = "train.seed"
+NO_VALUE = "\u2013"
+"""Text of a setting without a value."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ class ComparisonRun:
 
     run_id: str
     about: str
-    """Meaning of a name that is not a run id: `version 3`, `trial 7 of lora`."""
+    """Meaning of a name that is not a run id: `version 3`, `trial 7 of lora`. Empty for a run id."""
     model_digest: str | None = None
     """Model digest of the promoted version, if the name is a version."""
 
@@ -73,7 +90,7 @@ class ComparisonSubject:
 
 
 class ComparisonIndex:
-    """Finds everything in a project that can be compared, by name."""
+    """Index of everything in a project that can be compared, by name."""
 
     def __init__(self, layout: ProjectLayout) -> None:
         self._layout = layout
@@ -89,8 +106,10 @@ class ComparisonIndex:
             DataError: A name matches nothing, or several runs. The message lists similar names.
             SettingsError: A name is empty or occurs twice, or there are too many names.
         """
-        if len(names) > MOST:
-            raise SettingsError(f"{len(names)} names to compare; a page can show at most {MOST}; give fewer names")
+        if len(names) > MAX_SUBJECTS:
+            raise SettingsError(
+                f"found {len(names)} names to compare; a page can show at most {MAX_SUBJECTS}; give fewer names"
+            )
         by_name: dict[tuple[str, ...], ComparisonSubject] = {}
         for name in names:
             subject = self.subject(name)
@@ -99,26 +118,26 @@ class ComparisonIndex:
                 raise SettingsError(
                     f"{name}: is {same} as {earlier.name} ({', '.join(subject.run_ids)}); give different names"
                 )
-            if any(subject.name == one.name for one in by_name.values()):
+            if any(subject.name == earlier_subject.name for earlier_subject in by_name.values()):
                 raise SettingsError(f"{subject.name}: two subjects have this name; give each its own label")
             by_name[tuple(sorted(subject.run_ids))] = subject
         return list(by_name.values())
 
     def subject(self, name: str) -> ComparisonSubject:
-        """Return the subject with this name. `LABEL=NAME` sets its label. Raises like `subjects`."""
-        label, named, meant = name.rpartition(LABELLED)
-        members = tuple(self._member(part.strip()) for part in meant.split(JOINED))
+        """Return the subject with this name. `LABEL=NAME` sets its label. Raises the exceptions of `subjects`."""
+        label, separator, members_text = name.rpartition(LABELLED)
+        members = tuple(self._member(part.strip()) for part in members_text.split(JOINED))
         if len({member.run_id for member in members}) < len(members):
             raise SettingsError(f"{name}: the group names a run twice; name each run once")
-        if named and not label.strip():
+        if separator and not label.strip():
             raise SettingsError(
                 f"{name}: the label before {LABELLED} is empty; write LABEL{LABELLED}NAME, or only the name"
             )
-        return ComparisonSubject(label.strip() or meant, members)
+        return ComparisonSubject(label.strip() or members_text, members)
 
     def _member(self, name: str) -> ComparisonRun:
         if not name:
-            raise SettingsError(f"found an empty name; {HOW}")
+            raise SettingsError(f"found an empty name; {NAME_SYNTAX}")
         if name in ("champion", "anchor") or (name[:1] == "v" and name[1:].isdecimal()):
             return self._version(name)
         if "/" in name:
@@ -128,20 +147,22 @@ class ComparisonIndex:
             return ComparisonRun(matching[0], "")
         if matching:
             raise DataError(
-                f"{name}: {len(matching)} run ids begin with this: {_join_names(matching)}; give more characters"
+                f"{name}: {len(matching)} run ids begin with this name: {_join_names(matching)}; give more characters"
             )
-        raise DataError(f"{name}: found nothing with this name in {self._layout.experiments}; {self._near(name)}{HOW}")
+        raise DataError(
+            f"{name}: found nothing with this name in {self._layout.experiments}; {self._suggest(name)}{NAME_SYNTAX}"
+        )
 
     def _version(self, name: str) -> ComparisonRun:
         if name in ("champion", "anchor"):
-            one: Champion | None = getattr(self._file, name)
-            if one is None:
+            champion: Champion | None = getattr(self._file, name)
+            if champion is None:
                 raise DataError(f"{name}: does not exist yet; run `ratchet promote` to create it")
-            number = one.version
+            number = champion.version
         else:
             number = int(name[1:])
         if number not in self.versions:
-            known = _join_names([f"v{one}" for one in self.versions]) or "none"
+            known = _join_names([f"v{version}" for version in self.versions]) or "none"
             raise DataError(f"{name}: this project has no such promoted version; versions: {known}")
         run_id, model_digest = self.versions[number]
         return ComparisonRun(run_id, f"version {number:,}", model_digest)
@@ -152,7 +173,7 @@ class ComparisonIndex:
         if number not in trials:
             raise DataError(
                 f"{name}: sweep {study} has no trial {number!r}; "
-                f"it has {_format_trial_range([int(one) for one in trials])}"
+                f"it has {_format_trial_range([int(trial_number) for trial_number in trials])}"
             )
         run_id = trials[number].run_id
         if run_id is None:
@@ -191,19 +212,20 @@ class ComparisonIndex:
         """Return the promoted versions of this run."""
         return [number for number, (run, _) in self.versions.items() if run == run_id]
 
-    def _near(self, name: str) -> str:
-        everything = [*self.runs, *self.studies(), *(f"v{number}" for number in self.versions), "champion", "anchor"]
-        by_beginning = {one[: max(len(name), 4)]: one for one in everything}
+    def _suggest(self, name: str) -> str:
+        """Return similar names and the known runs as text for an error message."""
+        candidates = [*self.runs, *self.studies(), *(f"v{number}" for number in self.versions), "champion", "anchor"]
+        by_beginning = {candidate[: max(len(name), 4)]: candidate for candidate in candidates}
         near = get_close_matches(name, by_beginning, n=3, cutoff=0.5)
         runs = f"runs: {_join_names(self.runs) or 'none'}; "
-        return f"{_suggest_names([by_beginning[one] for one in near])}{runs}"
+        return f"{_suggest_names([by_beginning[beginning] for beginning in near])}{runs}"
 
 
 def _promoted_versions(layout: ProjectLayout, file: ChampionFile) -> dict[int, tuple[str, str]]:
     """Return run id and model digest of each promoted version, from the ledger and the champion file."""
-    champions = [one for one in (*file.previous, file.anchor, file.champion) if one is not None]
-    versions = {one.version: (one.run_id, one.model_digest) for one in champions}
-    versions |= {one.version: (one.run_id, one.model_digest) for one in ledger.read_entries(layout.promotions)}
+    champions = [champion for champion in (*file.previous, file.anchor, file.champion) if champion is not None]
+    versions = {champion.version: (champion.run_id, champion.model_digest) for champion in champions}
+    versions |= {entry.version: (entry.run_id, entry.model_digest) for entry in ledger.read_entries(layout.promotions)}
     return dict(sorted(versions.items()))
 
 
@@ -212,19 +234,15 @@ def _suggest_names(near: Sequence[str]) -> str:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def _format_trial_range(numbers: Sequence[int]) -> str:
     return f"trials {min(numbers)} to {max(numbers)}" if numbers else "none"
 
 
-# Measured scores of runs: on test rows by stage evaluate, on validation rows for finalists of a sweep.
-
-CURRENT = "experiments/evaluate"
-OWN: tuple[ModelRole, ...] = ("candidate", "merged")
-"""Roles under which the evaluated model itself may be scored."""
+# Measured scores of runs: stage evaluate scores test rows, the final round of a sweep scores validation rows.
 
 
 @dataclass(frozen=True)
@@ -259,10 +277,10 @@ class ModelEvaluation:
 
 
 class EvaluationIndex:
-    """Reads all evaluations of a project."""
+    """Reader of all evaluations of a project."""
 
     def __init__(self, layout: ProjectLayout, names: ComparisonIndex) -> None:
-        """Raises DamagedFileError if a file of the evaluation is damaged."""
+        """Read the current evaluation, if it exists. Raises DamagedFileError if one of its files is damaged."""
         self._layout, self._names = layout, names
         self.current: EvaluationReport | None = None
         self.groups: Mapping[str, str | None] = {}
@@ -272,34 +290,36 @@ class EvaluationIndex:
             self.groups = {row.id: row.group for row in read_rows(layout)}
 
     def for_run(self, run_id: str) -> list[ModelEvaluation]:
-        """Return a run's scores: from the current evaluation, or from those kept with its promoted versions."""
+        """Return a run's scores from the current evaluation, or else from those kept with its promoted versions."""
         digests = [self._names.versions[number][1] for number in self._names.versions_of(run_id)]
-        found = self._current(run_id, digests)
-        for model_digest in digests if not found else ():
+        evaluations = self._current(run_id, digests)
+        for model_digest in digests if not evaluations else ():
             path = self._layout.promoted_model(model_digest) / "eval.json"
             if path.exists():
                 report = EvaluationReport.load(path)
                 place = f"kept with model {model_digest[:12]}"
-                found += [ModelEvaluation(run_id, who, place, report) for who in OWN if who in report.scores]
-        return found
+                evaluations += [
+                    ModelEvaluation(run_id, role, place, report) for role in OWN_ROLES if role in report.scores
+                ]
+        return evaluations
 
     def _current(self, run_id: str, digests: list[str]) -> list[ModelEvaluation]:
         report = self.current
         if report is None:
             return []
-        names: list[ModelRole] = list(OWN) if report.run_id == run_id else []
+        names: list[ModelRole] = list(OWN_ROLES) if report.run_id == run_id else []
         if not names and report.champion_digest in digests:
             names.append("champion")
         if not names and report.anchor_digest in digests:
             names.append("anchor")
-        return [self.role_scores(who, run_id) for who in names if who in report.scores]
+        return [self.role_scores(role, run_id) for role in names if role in report.scores]
 
-    def role_scores(self, who: ModelRole, run_id: str = "") -> ModelEvaluation:
+    def role_scores(self, role: ModelRole, run_id: str = "") -> ModelEvaluation:
         """Return one model's scores from the current evaluation, which must exist. The base model has no run id."""
         report = self.current
         if report is None:
             raise ValueError("no evaluation found")
-        return ModelEvaluation(run_id, who, CURRENT, report, self._samples(report.scores[who]), self.groups)
+        return ModelEvaluation(run_id, role, CURRENT, report, self._samples(report.scores[role]), self.groups)
 
     def _samples(self, scores: ModelScores) -> dict[str, Samples]:
         samples: dict[str, Samples] = {}
@@ -310,30 +330,23 @@ class EvaluationIndex:
         return samples
 
 
-def read_validation_scores(account: RunSummary) -> dict[str, ValidationScores]:
+def read_validation_scores(summary: RunSummary) -> dict[str, ValidationScores]:
     """Read a run's per-row scores on validation rows, by question. Scores that cannot be verified are omitted."""
     scores: dict[str, ValidationScores] = {}
-    for path in sorted(account.paths.root.glob("validation_scores-*.json")):
+    for path in sorted(summary.paths.root.glob("validation_scores-*.json")):
         try:
-            one = ValidationScores.load(path)
+            run_scores = ValidationScores.load(path)
         except (DataError, DamagedFileError):
             continue
-        if account.report is not None and one.adapter_digest == account.report.adapter_digest:
-            scores[one.request_digest] = one
+        if summary.report is not None and run_scores.adapter_digest == summary.report.adapter_digest:
+            scores[run_scores.request_digest] = run_scores
     return scores
 
 
 # Significance of differences, tested only where the same rows were scored under one contract. Test rows use the gate's
-# statistics (gate/paired_test); validation rows use those of a sweep's final round (gate/finalists), which include the
-# variance of seeds. The leader of each pair is chosen by the same scores, so p-values are doubled. Holm's correction
-# then covers everything that one page compares.
-
-T = TypeVar("T")
-
-METRICS = 24
-"""Maximum number of metrics compared per pair: each further claim requires more certainty from the others."""
-
-TEST, VALIDATION = "test rows", "validation rows"
+# statistics (quality_gate/paired_test). Validation rows use those of a sweep's final round (quality_gate/finalists),
+# which include the variance of seeds. The leader of each pair is chosen by the same scores, so p-values are doubled.
+# Holm's correction then covers everything that one page compares.
 
 
 @dataclass(frozen=True)
@@ -362,7 +375,7 @@ class PairwiseTestResult:
     difference: float
     """Positive if the leader is better. For perplexities, the fraction by which the leader's is lower."""
     low: float
-    """Lower confidence bound of the difference, at half the error rate that the page allows for one claim."""
+    """Lower confidence bound of the difference, at half the error rate that the page allows for each difference."""
     n: int
     p: float
     """Two-sided p-value."""
@@ -392,19 +405,22 @@ def compare_pairs(
         only: Name of the subject that all others are compared with. None compares all pairs.
     """
     results: list[PairwiseTestResult] = []
-    silent: list[IncomparablePair] = []
+    incomparable: list[IncomparablePair] = []
     pairs = (pair for pair in combinations(scored, 2) if only is None or only in (pair[0].name, pair[1].name))
     for first, second in pairs:
-        made = [*_compare_on_test_rows(first, second, gate), *_compare_on_validation_rows(first, second, scored, gate)]
-        results += made
-        if not made:
-            silent.append(IncomparablePair((first.name, second.name), _explain_incomparable(first, second)))
+        pair_results = [
+            *_compare_on_test_rows(first, second, gate),
+            *_compare_on_validation_rows(first, second, scored, gate),
+        ]
+        results += pair_results
+        if not pair_results:
+            incomparable.append(IncomparablePair((first.name, second.name), _explain_incomparable(first, second)))
     level = 1 - gate.confidence
-    adjusted = statistics.adjust_p_values([one.p for one in results])
+    adjusted = statistics.adjust_p_values([result.p for result in results])
     return [
-        replace(one, p_adjusted=p, is_significant=p < level and one.low > 0)
-        for one, p in zip(results, adjusted, strict=True)
-    ], silent
+        replace(result, p_adjusted=p, is_significant=p < level and result.low > 0)
+        for result, p in zip(results, adjusted, strict=True)
+    ], incomparable
 
 
 def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gate) -> Iterator[PairwiseTestResult]:
@@ -412,54 +428,56 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
     if pair is None:
         return
     names = [name for name in sorted(pair[0].samples) if name in pair[1].samples]
-    for name in names[:METRICS]:
-        metrics = [one.scores.metrics.get(name) for one in pair]
+    for name in names[:MAX_METRICS]:
+        metrics = [evaluation.scores.metrics.get(name) for evaluation in pair]
         if metrics[0] is None or metrics[1] is None or metrics[0].better == "unknown" or metrics[0].kind == "aggregate":
             continue
         if pair[0].samples[name].keys() != pair[1].samples[name].keys():
             continue
-        samples = [evidence.sort_samples(one.samples[name]) for one in pair]
+        samples = [evidence.sort_samples(evaluation.samples[name]) for evaluation in pair]
         pairs = evidence.build_pairs(metrics[0], samples[0], samples[1], pair[0].groups)
         order = (0, 1) if evidence.compute_difference(pairs) >= 0 else (1, 0)
         if order == (1, 0):
             pairs = replace(pairs, new=pairs.old, old=pairs.new)
         try:
-            one = paired_test.compare(pairs, 0.0, _test_plan(gate))
+            test = paired_test.compare(pairs, 0.0, _test_plan(gate))
         except ValueError:  # a score that is not a number, or rows without tokens: no test is possible
             continue
         figures = (metrics[0].value, metrics[1].value)
         yield PairwiseTestResult(
             name, TEST, *_order_pair(order, (first.name, second.name)), _order_pair(order, figures), metrics[0],
-            one.difference, one.low, one.n, min(1.0, 2 * one.p), one.method,
+            test.difference, test.low, test.n, min(1.0, 2 * test.p), test.method,
         )  # fmt: skip
 
 
 def _comparable_evaluations(
     first: SubjectScores, second: SubjectScores
 ) -> tuple[ModelEvaluation, ModelEvaluation] | None:
-    """Return scores of both subjects from one evaluation under one contract, with all samples."""
+    """Return per-sample scores of both subjects that one contract covers, or None."""
     return next(
         (
-            (one, other)
-            for one in first.evaluations
-            for other in second.evaluations
-            if one.samples and other.samples and one.scores.contract == other.scores.contract
+            (first_evaluation, second_evaluation)
+            for first_evaluation in first.evaluations
+            for second_evaluation in second.evaluations
+            if first_evaluation.samples
+            and second_evaluation.samples
+            and first_evaluation.scores.contract == second_evaluation.scores.contract
         ),
         None,
     )
 
 
 def _compare_on_validation_rows(
-    first: SubjectScores, second: SubjectScores, everyone: Sequence[SubjectScores], gate: Gate
+    first: SubjectScores, second: SubjectScores, subjects: Sequence[SubjectScores], gate: Gate
 ) -> Iterator[PairwiseTestResult]:
     questions = _shared_questions(first, second)
     if not questions:
         return
-    question = max(questions, key=lambda one: (len(first.held_out[0][one].ids), one))
+    question = max(questions, key=lambda digest: (len(first.held_out[0][digest].ids), digest))
     known = first.held_out[0][question]
-    among = [one for one in everyone if one.held_out and all(question in run for run in one.held_out)]
+    scored = [subject for subject in subjects if subject.held_out and all(question in run for run in subject.held_out)]
     for metric in known.values:
-        if not all(metric in run[question].values for one in among for run in one.held_out):
+        if not all(metric in run[question].values for subject in scored for run in subject.held_out):
             continue
         comparator = FinalistComparator(
             objective=SweepObjective(metric=metric, direction="minimize" if metric == VALIDATION_LOSS else "maximize"),
@@ -470,29 +488,31 @@ def _compare_on_validation_rows(
             seed=gate.seed,
         )
         contenders = {
-            one.name: FinalistScores(
-                number, {}, tuple(run[question].run_id for run in one.held_out),
-                [run[question].values[metric] for run in one.held_out],
+            subject.name: FinalistScores(
+                number, {}, tuple(run[question].run_id for run in subject.held_out),
+                [run[question].values[metric] for run in subject.held_out],
             )
-            for number, one in enumerate(among)
+            for number, subject in enumerate(scored)
         }  # fmt: skip
         leader, other = sorted((first.name, second.name), key=lambda name: comparator.sort_key(contenders[name]))
         pair = contenders[leader], contenders[other]
-        one = finalists.compare_pair(comparator, pair, list(contenders.values()), (1 - gate.confidence) / 2)
+        test = finalists.compare_pair(comparator, pair, list(contenders.values()), (1 - gate.confidence) / 2)
         values = comparator.mean(pair[0].row_means), comparator.mean(pair[1].row_means)
         yield PairwiseTestResult(
-            metric, VALIDATION, leader, other, values, None, one.value, one.low, len(known.ids),
-            min(1.0, 2 * one.p), one.method,
+            metric, VALIDATION, leader, other, values, None, test.value, test.low, len(known.ids),
+            min(1.0, 2 * test.p), test.method,
         )  # fmt: skip
 
 
 def _shared_questions(first: SubjectScores, second: SubjectScores) -> set[str]:
-    """Return the questions that every run of both subjects answered under the same conditions."""
+    """Return digests of the questions that every run of both subjects answered under the same conditions."""
     runs = [*first.held_out, *second.held_out]
     if not first.held_out or not second.held_out:
         return set()
     shared = set.intersection(*(set(run) for run in runs))
-    return {one for one in shared if all(run[one].numerics == runs[0][one].numerics for run in runs)}
+    return {
+        question for question in shared if all(run[question].numerics == runs[0][question].numerics for run in runs)
+    }
 
 
 def _test_plan(gate: Gate) -> PairedTestPlan:
@@ -505,15 +525,15 @@ def _order_pair(order: tuple[int, int], pair: tuple[T, T]) -> tuple[T, T]:
 
 def _explain_incomparable(first: SubjectScores, second: SubjectScores) -> str:
     """Explain why two subjects cannot be compared row by row."""
-    for one in (first, second):
-        if not one.evaluations and not any(one.held_out):
-            return f"{one.name} was not evaluated"
-    contracts = [{evaluation.scores.contract for evaluation in one.evaluations} for one in (first, second)]
+    for subject in (first, second):
+        if not subject.evaluations and not any(subject.held_out):
+            return f"{subject.name} was not evaluated"
+    contracts = [{evaluation.scores.contract for evaluation in subject.evaluations} for subject in (first, second)]
     if all(contracts) and not contracts[0] & contracts[1]:
-        data = [{evaluation.report.data_digest for evaluation in one.evaluations} for one in (first, second)]
-        what = "on different data" if not data[0] & data[1] else "under different contracts"
+        data = [{evaluation.report.data_digest for evaluation in subject.evaluations} for subject in (first, second)]
+        condition = "on different data" if not data[0] & data[1] else "under different contracts"
         digests = " and ".join(", ".join(sorted(name[:SHORT] for name in names)) for names in contracts)
-        return f"they were scored {what} ({digests}): their scores are not comparable"
+        return f"they were scored {condition} ({digests}): their scores are not comparable"
     if _comparable_evaluations(first, second) is not None:
         return "no metric has scores of single rows for both"
     if all(contracts):
@@ -522,12 +542,6 @@ def _explain_incomparable(first: SubjectScores, second: SubjectScores) -> str:
 
 
 # Comparison of several runs: differing settings, results, and significant differences.
-
-POINTS, LEAST_POINTS = 3600, 150
-"""Maximum number of points of all curves of one kind on a page, and minimum number for each curve."""
-MOST_POINTS = 600
-SEED = "train.seed"
-NOTHING = "\u2013"
 
 
 @dataclass(frozen=True)
@@ -590,25 +604,24 @@ class RunComparison:
 def compare_subjects(
     layout: ProjectLayout, gate: Gate, subjects: Sequence[ComparisonSubject], names: ComparisonIndex
 ) -> RunComparison:
-    """Read everything about these subjects.
+    """Read everything about these subjects and compare them.
 
     Raises:
         DamagedFileError: A file of a run or of the evaluation is damaged.
     """
     evaluations = EvaluationIndex(layout, names)
     points = max(LEAST_POINTS, min(MOST_POINTS, POINTS // max(1, len(subjects))))
-    sides = tuple(read_side(layout, one, names, evaluations, points) for one in subjects)
+    sides = tuple(read_side(layout, subject, names, evaluations, points) for subject in subjects)
     scored = [
-        SubjectScores(one.name, one.evaluations, [read_validation_scores(account) for account in one.runs])
-        for one in sides
+        SubjectScores(side.name, side.evaluations, [read_validation_scores(run) for run in side.runs]) for side in sides
     ]
-    findings, silences = compare_pairs(scored, gate)
+    test_results, incomparable = compare_pairs(scored, gate)
     return RunComparison(
         sides,
-        comparison_rows([[account.settings for account in one.runs] for one in sides]),
-        comparison_rows([[account.execution for account in one.runs] for one in sides]),
-        tuple(findings),
-        tuple(silences),
+        comparison_rows([[run.settings for run in side.runs] for side in sides]),
+        comparison_rows([[run.execution for run in side.runs] for side in sides]),
+        tuple(test_results),
+        tuple(incomparable),
         tuple(_collect_notes(sides)),
     )
 
@@ -620,18 +633,18 @@ def read_side(
     evaluations: EvaluationIndex,
     points: int,
 ) -> ComparisonSide:
-    """Read everything about one subject. Raises like `compare_subjects`."""
+    """Read everything about one subject. Raises the exceptions of `compare_subjects`."""
     summaries = tuple(run_history.read_run_summary(RunPaths(layout.runs / run_id)) for run_id in subject.run_ids)
-    steps = [one.history.steps.line(points) for one in summaries]
+    steps = [summary.history.steps.line(points) for summary in summaries]
     return ComparisonSide(
         subject,
         summaries,
         _mean_curve(steps, STEP_VALUES, points),
-        _mean_curve([one.history.validations.line(points) for one in summaries], VALIDATION_VALUES, points),
+        _mean_curve([summary.history.validations.line(points) for summary in summaries], VALIDATION_VALUES, points),
         tuple(steps),
-        tuple(one for run_id in subject.run_ids for one in evaluations.for_run(run_id)),
+        tuple(evaluation for run_id in subject.run_ids for evaluation in evaluations.for_run(run_id)),
         tuple(trial for run_id in subject.run_ids for trial in names.trials_of(run_id)),
-        tuple(standing for run_id in subject.run_ids for standing in _describe_standing(layout, run_id, names)),
+        tuple(text for run_id in subject.run_ids for text in _describe_promotions(layout, run_id, names)),
     )
 
 
@@ -647,10 +660,10 @@ def _mean_curve(lines: Sequence[HistoryCurve], names: Sequence[str], points: int
 
 
 def comparison_rows(values_by_side: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[ComparisonRow, ...]:
-    """Return a row for each key. A side whose runs differ has several values."""
-    keys = dict.fromkeys(key for group in values_by_side for one in group for key in one)
+    """Return a row for each setting. A side whose runs differ has several values in one cell."""
+    keys = dict.fromkeys(key for group in values_by_side for settings in group for key in settings)
     return tuple(
-        ComparisonRow(key, tuple(_format_values(one.get(key) for one in group) for group in values_by_side))
+        ComparisonRow(key, tuple(_format_values(settings.get(key) for settings in group) for group in values_by_side))
         for key in keys
     )
 
@@ -662,7 +675,7 @@ def _format_values(values: Iterable[Any]) -> str:
 def format_setting(value: Any) -> str:
     """Format a setting as text."""
     if value is None:
-        return NOTHING
+        return NO_VALUE
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -672,46 +685,46 @@ def format_setting(value: Any) -> str:
     return str(value)
 
 
-def _describe_standing(layout: ProjectLayout, run_id: str, names: ComparisonIndex) -> list[str]:
+def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIndex) -> list[str]:
     """Return champion status, promoted versions and gate decisions of a run."""
     file = read_champion(layout.champion)
     descriptions = []
     for number in names.versions_of(run_id):
         is_champion = file.champion is not None and file.champion.version == number
         is_anchor = file.anchor is not None and file.anchor.version == number
-        titles = [title for title, holds in (("champion", is_champion), ("anchor", is_anchor)) if holds]
+        titles = [title for title, applies in (("champion", is_champion), ("anchor", is_anchor)) if applies]
         descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
     decisions = [
-        one.decision
-        for one in evidence.read_test_set_uses(layout.test_set_uses)
-        if one.run_id == run_id and one.decision
+        use.decision
+        for use in evidence.read_test_set_uses(layout.test_set_uses)
+        if use.run_id == run_id and use.decision
     ]
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
 
 
 def _collect_notes(sides: Sequence[ComparisonSide]) -> Iterable[str]:
-    known = [account for one in sides for account in one.runs if account.spec is not None]
-    for what, digests in (
-        ("data", {account.settings["data"] for account in known}),
-        ("base models", {account.settings["base"] for account in known}),
+    known = [run for side in sides for run in side.runs if run.spec is not None]
+    for kind, digests in (
+        ("data", {run.settings["data"] for run in known}),
+        ("base models", {run.settings["base"] for run in known}),
     ):
         if len(digests) > 1:
             yield (
-                f"These runs were trained on different {what} ({', '.join(sorted(digests))}): their losses and scores "
+                f"These runs were trained on different {kind} ({', '.join(sorted(digests))}): their losses and scores "
                 "are not comparable, and differences between them are not tested."
             )
-    for one in sides:
+    for side in sides:
         others = sorted(
-            {row.name for row in comparison_rows([[account.settings] for account in one.runs]) if row.differs} - {SEED}
+            {row.name for row in comparison_rows([[run.settings] for run in side.runs]) if row.differs} - {SEED}
         )
         if others:
-            yield f"{one.name}: its runs differ in more than the seed: {', '.join(others)}."
-        for account in one.runs:
-            if not account.exists:
+            yield f"{side.name}: its runs differ in more than the seed: {', '.join(others)}."
+        for run in side.runs:
+            if not run.exists:
                 yield (
-                    f"{one.name}: the directory of run {account.run_id} is not on this machine; its curves are missing."
+                    f"{side.name}: the directory of run {run.run_id} is not on this machine; its curves are missing."
                 )
-            elif account.report is None:
-                yield f"{one.name}: run {account.run_id} is {account.state}, at step {account.history.step:,}."
-            if account.history.damaged:
-                yield f"{one.name}: ignored {account.history.damaged:,} damaged lines of its journal."
+            elif run.report is None:
+                yield f"{side.name}: run {run.run_id} is {run.state}, at step {run.history.step:,}."
+            if run.history.damaged:
+                yield f"{side.name}: ignored {run.history.damaged:,} damaged lines of its journal."

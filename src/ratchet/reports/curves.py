@@ -1,4 +1,4 @@
-"""Renders training curves of several runs as SVG, and as data for the interactive plots of curves.js.
+"""Renders training curves of one or several runs as SVG, and as data for the interactive plots of curves.js.
 
 Colours are those of Okabe and Ito (Color Universal Design, 2008). Each side also has its own dash pattern.
 """
@@ -18,13 +18,14 @@ from ratchet.storage.html import NONE, Html, explanation, table, tag
 
 WIDE, HIGH = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
+"""Size and margins of a plot, in its own pixels."""
 COLOURS, DASHES = 7, 4
 """Numbers of line colours and dash patterns in curves.css. They are reused for further lines."""
-NUMBERS = 10
+TABLE_ROWS = 10
 """Number of rows in the table below a plot."""
-ROOM, FAR, BEYOND = 1.0, 0.25, 6
-"""How far the frame extends beyond the means to show single steps, the distance beyond which outliers are listed
-(both in multiples of the range of the means), and the maximum number of listed outliers.
+MAX_EXTENSION, OUTLIER_DISTANCE, MAX_OUTLIERS = 1.0, 0.25, 6
+"""Extension of the frame beyond the means to show single steps, distance from the frame from which outliers are listed
+(both in multiples of the range of the means), and maximum number of listed outliers.
 """
 SIGNS = {
     "resumed": "\u21bb", "died": "\u2715", "stopped": "\u25a0", "skipped": "\u2298", "rolled back": "\u21b6",
@@ -34,7 +35,7 @@ SIGNS = {
 SIGNS_SHOWN = 60
 """Maximum number of symbols per run in a plot."""
 SIGN_WIDTH, HIGHEST_SIGN = 13, 3
-"""Symbols closer than this are stacked, at most so many levels above the lowest."""
+"""Distance below which symbols are stacked, and maximum number of levels above the lowest."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class CurveKind:
     title: str
     note: str
     validated: bool
-    """Whether values exist only at validations, not at every step."""
+    """Whether the values are of validations instead of steps."""
     select: Callable[[Mapping[str, Any]], Any]
-    """Selects the plotted values from the values of a curve."""
+    """Returns the plotted values, given the values of a curve by name."""
     band: bool = True
+    """Whether minimum and maximum are drawn."""
     smooth: bool = True
+    """Whether the page offers smoothing."""
 
 
 def _speed(values: Mapping[str, Any]) -> Any:
@@ -110,7 +113,7 @@ def build_plots(sides: Sequence[ComparisonSide]) -> list[CurvePlot]:
     plots = []
     for kind in KINDS:
         curves = [_build_series(number, side, kind) for number, side in enumerate(sides)]
-        nonempty = [one for one in curves if one.step]
+        nonempty = [curve for curve in curves if curve.step]
         if nonempty:
             plots.append(_build_plot(kind, nonempty))
     return plots
@@ -124,7 +127,9 @@ def _build_series(number: int, side: ComparisonSide, kind: CurveKind) -> CurveSe
     if not kind.band or (line.width == 1 and not side.is_group):
         return CurveSeries(number, line.width, line.step.tolist(), mean, (), ())
     members = (
-        [_series_from_curve(number, one, kind) for one in side.members] if side.is_group and not kind.validated else []
+        [_series_from_curve(number, member, kind) for member in side.members]
+        if side.is_group and not kind.validated
+        else []
     )
     return replace(_series_from_curve(number, line, kind), members=members)
 
@@ -135,50 +140,55 @@ def _series_from_curve(number: int, line: HistoryCurve, kind: CurveKind) -> Curv
 
 
 def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
-    means = [value for one in curves for value in one.mean if math.isfinite(value)] or [0.0, 1.0]
+    means = [value for curve in curves for value in curve.mean if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(means), max(means)
     span = high - low or abs(high) or 1.0
-    outer = [value for one in curves for value in (*one.low, *one.high) if math.isfinite(value)]
-    low, high = max(min([low, *outer]), low - ROOM * span), min(max([high, *outer]), high + ROOM * span)
-    beyond = [
-        (one, step, value)
+    outer = [value for curve in curves for value in (*curve.low, *curve.high) if math.isfinite(value)]
+    low, high = (
+        max(min([low, *outer]), low - MAX_EXTENSION * span),
+        min(max([high, *outer]), high + MAX_EXTENSION * span),
+    )
+    outliers = [
+        (series, step, value)
         for curve in curves
-        for one in curve.members or [curve]
-        for values in (one.low, one.high)
-        for step, value in zip(one.step, values, strict=False)
-        if not low - FAR * span <= value <= high + FAR * span and math.isfinite(value)
+        for series in curve.members or [curve]
+        for values in (series.low, series.high)
+        for step, value in zip(series.step, values, strict=False)
+        if not low - OUTLIER_DISTANCE * span <= value <= high + OUTLIER_DISTANCE * span and math.isfinite(value)
     ]
-    beyond.sort(key=lambda found: -max(low - found[2], found[2] - high))
+    outliers.sort(key=lambda outlier: -max(low - outlier[2], outlier[2] - high))
     # Seeds with the same event at the same steps share one symbol.
-    beyond = list({(one.side, step): (one, step, value) for one, step, value in reversed(beyond)}.values())[::-1]
-    room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
-    low = 0.0 if low >= 0 and low < 0.25 * high else low - room
-    return CurvePlot(kind, curves, low, high + room, beyond[:BEYOND])
+    outliers = list(
+        {(series.side, step): (series, step, value) for series, step, value in reversed(outliers)}.values()
+    )[::-1]
+    margin = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
+    low = 0.0 if low >= 0 and low < 0.25 * high else low - margin
+    return CurvePlot(kind, curves, low, high + margin, outliers[:MAX_OUTLIERS])
 
 
-def render_figure(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
+def render_figure(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
     """Render a plot with its caption and its table of values."""
-    kind = picture.kind
-    names = [sides[one.side].name for one in picture.curves]
+    kind = plot.kind
+    names = [sides[curve.side].name for curve in plot.curves]
     description = f"{kind.title} by optimizer step of {', '.join(names)}; the table below has numbers."
     caption = tag("figcaption", kind.title, tag("span", f" {kind.note}"))
     parts = [
         caption,
-        tag("div", _render_svg(picture, sides, description), class_="plot", data_chart=kind.name),
+        tag("div", _render_svg(plot, sides, description), class_="plot", data_chart=kind.name),
         _render_readout(),
     ]
-    if picture.outliers:
+    if plot.outliers:
         outliers = "; ".join(
-            f"{sides[one.side].name}: {format_significant(value)} {_format_step_range(one, step)}"
-            for one, step, value in picture.outliers
+            f"{sides[curve.side].name}: {format_significant(value)} {_format_step_range(curve, step)}"
+            for curve, step, value in plot.outliers
         )
         parts.append(explanation(f"Outside the frame: {outliers}."))
-    return tag("figure", *parts, _render_numbers(picture, sides), class_="curves")
+    return tag("figure", *parts, _render_numbers(plot, sides), class_="curves")
 
 
-def _format_step_range(one: CurveSeries, last: float) -> str:
-    """Describe the steps that a point summarizes."""
-    first = last // one.width * one.width
+def _format_step_range(curve: CurveSeries, last: float) -> str:
+    """Describe the steps that a point summarizes, given the last of them."""
+    first = last // curve.width * curve.width
     return f"at step {last:,.0f}" if first == last else f"in steps {max(1.0, first):,.0f} to {last:,.0f}"
 
 
@@ -186,27 +196,27 @@ def _render_readout() -> Html:
     return tag("p", class_="readout quiet", role="status", hidden="")
 
 
-def _render_numbers(picture: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
-    first = min(one.step[0] for one in picture.curves)
-    last = max(one.step[-1] for one in picture.curves)
-    steps = sorted({round(first + (last - first) * place / NUMBERS) for place in range(NUMBERS + 1)})
-    rows = [(f"{step:,}", *(_value_at_step(one, step) for one in picture.curves)) for step in steps]
-    heads = ("step", *(sides[one.side].name for one in picture.curves))
-    numbers = table(f"{picture.kind.title}: values", "t" + "n" * len(picture.curves), heads, rows)
+def _render_numbers(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
+    first = min(curve.step[0] for curve in plot.curves)
+    last = max(curve.step[-1] for curve in plot.curves)
+    steps = sorted({round(first + (last - first) * place / TABLE_ROWS) for place in range(TABLE_ROWS + 1)})
+    rows = [(f"{step:,}", *(_value_at_step(curve, step) for curve in plot.curves)) for step in steps]
+    heads = ("step", *(sides[curve.side].name for curve in plot.curves))
+    numbers = table(f"{plot.kind.title}: values", "t" + "n" * len(plot.curves), heads, rows)
     return tag("details", tag("summary", "Numbers"), numbers)
 
 
 def _value_at_step(curve: CurveSeries, step: float) -> str:
-    """Format the value of the bucket that contains a step."""
+    """Format the value of the point that contains a step."""
     place = bisect_left(curve.step, step)
     if place == len(curve.step) or step < curve.step[0]:
         return NONE
     return format_significant(curve.mean[place])
 
 
-def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], description: str) -> Html:
-    last = max(one.step[-1] for one in picture.curves) or 1.0
-    low, high = picture.low, picture.high
+def _render_svg(plot: CurvePlot, sides: Sequence[ComparisonSide], description: str) -> Html:
+    last = max(curve.step[-1] for curve in plot.curves) or 1.0
+    low, high = plot.low, plot.high
 
     def x(value: float) -> float:
         return LEFT + (WIDE - LEFT - RIGHT) * value / last
@@ -223,58 +233,60 @@ def _render_svg(picture: CurvePlot, sides: Sequence[ComparisonSide], description
         parts.append(tag("text", text, x=f"{LEFT - 8}", y=f"{y(place) + 4:.1f}", text_anchor="end"))
     for place, text in round_ticks(0.0, last, 8):
         parts.append(tag("text", text, x=f"{x(place):.1f}", y=f"{HIGH - BOTTOM + 24}", text_anchor="middle"))
-    for one in picture.curves:
-        if one.low:
-            parts.append(tag("polygon", points=_polygon_points(one, x, y), class_=f"band c{one.side % COLOURS}"))
-    for one in picture.curves:
-        points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(one.step, one.mean, strict=True) if math.isfinite(b))
-        parts.append(tag("polyline", points=points, class_=f"curve {side_classes(one.side)}"))
-        if picture.kind.validated and len(one.step) <= SIGNS_SHOWN:
+    for curve in plot.curves:
+        if curve.low:
+            parts.append(tag("polygon", points=_polygon_points(curve, x, y), class_=f"band c{curve.side % COLOURS}"))
+    for curve in plot.curves:
+        points = " ".join(
+            f"{x(a):.1f},{y(b):.1f}" for a, b in zip(curve.step, curve.mean, strict=True) if math.isfinite(b)
+        )
+        parts.append(tag("polyline", points=points, class_=f"curve {side_classes(curve.side)}"))
+        if plot.kind.validated and len(curve.step) <= SIGNS_SHOWN:
             parts += [
-                tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r="3", class_=f"dot c{one.side % COLOURS}")
-                for a, b in zip(one.step, one.mean, strict=True)
+                tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r="3", class_=f"dot c{curve.side % COLOURS}")
+                for a, b in zip(curve.step, curve.mean, strict=True)
             ]
-    parts += _render_event_marks(picture, sides, x)
+    parts += _render_event_marks(plot, sides, x)
     return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=description)
 
 
 def _render_event_marks(
-    picture: CurvePlot, sides: Sequence[ComparisonSide], x: Callable[[float], float]
+    plot: CurvePlot, sides: Sequence[ComparisonSide], x: Callable[[float], float]
 ) -> Iterator[Html]:
     """Draw the symbols of events on the step axis. Overlapping symbols are stacked."""
     places: list[float] = []
-    for one in picture.curves:
-        for mark in event_marks(sides[one.side]):
+    for curve in plot.curves:
+        for mark in event_marks(sides[curve.side]):
             place = x(mark[0])
-            level = min(HIGHEST_SIGN, sum(abs(place - other) < SIGN_WIDTH for other in places))
+            level = min(HIGHEST_SIGN, sum(abs(place - earlier) < SIGN_WIDTH for earlier in places))
             places.append(place)
             yield tag(
                 "text",
-                tag("title", f"{sides[one.side].name}: {mark[3]}"),
+                tag("title", f"{sides[curve.side].name}: {mark[3]}"),
                 mark[4],
                 x=f"{place:.1f}",
                 y=f"{HIGH - BOTTOM - 3 - SIGN_WIDTH * level}",
                 text_anchor="middle",
-                class_=f"mark c{one.side % COLOURS}",
+                class_=f"mark c{curve.side % COLOURS}",
             )
 
 
-def _polygon_points(one: CurveSeries, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    points = list(zip(one.step, one.low, one.high, strict=True))
+def _polygon_points(curve: CurveSeries, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    points = list(zip(curve.step, curve.low, curve.high, strict=True))
     along = [f"{x(a):.1f},{y(high):.1f}" for a, _, high in points if math.isfinite(high)]
     back = [f"{x(a):.1f},{y(low):.1f}" for a, low, _ in reversed(points) if math.isfinite(low)]
     return " ".join((*along, *back))
 
 
 def event_marks(side: ComparisonSide) -> list[tuple[float, float, float, str, str]]:
-    """Return the events of a side: step, tokens, seconds, text and symbol of each."""
+    """Return step, tokens, seconds, text and symbol of each event of a side."""
     events = []
-    for account in side.runs:
-        for mark in account.history.marks:
+    for run in side.runs:
+        for mark in run.history.marks:
             if mark.kind in SIGNS:
                 tokens, seconds = (_axis_position(side.steps, axis, mark.step) for axis in ("tokens", "seconds"))
-                words = f"step {mark.step:,}: {mark.kind}, {mark.text}"
-                events.append((float(mark.step), tokens, seconds, words, SIGNS[mark.kind]))
+                text = f"step {mark.step:,}: {mark.kind}, {mark.text}"
+                events.append((float(mark.step), tokens, seconds, text, SIGNS[mark.kind]))
     return events[:SIGNS_SHOWN]
 
 
@@ -289,24 +301,24 @@ def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
 
 
 def render_script_data(plots: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:
-    """Render the data for the script as JSON that cannot close the element."""
+    """Render the data for curves.js as JSON, escaped so that it cannot end the script element."""
     document = {
         "sides": [
             {
                 "name": side.name,
                 "x": _curve_axes(side.steps),
                 "vx": _curve_axes(side.validations),
-                "marks": [list(one) for one in event_marks(side)],
+                "marks": [list(mark) for mark in event_marks(side)],
             }
             for side in sides
         ],
         "charts": {
-            one.kind.name: {
-                "title": one.kind.title,
-                "on": "vx" if one.kind.validated else "x",
-                "smooth": one.kind.smooth,
-                "low": one.low,
-                "high": one.high,
+            plot.kind.name: {
+                "title": plot.kind.title,
+                "on": "vx" if plot.kind.validated else "x",
+                "smooth": plot.kind.smooth,
+                "low": plot.low,
+                "high": plot.high,
                 "series": [
                     {
                         "side": curve.side,
@@ -314,10 +326,10 @@ def render_script_data(plots: Sequence[CurvePlot], sides: Sequence[ComparisonSid
                         "low": _round_values(curve.low),
                         "high": _round_values(curve.high),
                     }
-                    for curve in one.curves
+                    for curve in plot.curves
                 ],
             }
-            for one in plots
+            for plot in plots
         },
     }
     text = json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
@@ -370,21 +382,20 @@ def render_legend(sides: Sequence[ComparisonSide]) -> Html:
 
 
 def describe_legend(sides: Sequence[ComparisonSide]) -> str:
-    """Explain the elements of the plots as text."""
+    """Return the explanation of lines, bands and symbols."""
     width = max((side.steps.width for side in sides), default=1)
     parts = []
     if width > 1:
         parts.append(
             f"A point summarizes up to {width:,} steps: the line is their mean, the band their minimum and "
-            "maximum, so that "
-            "every spike is visible."
+            "maximum, so that every spike is visible."
         )
     if any(side.is_group for side in sides):
         parts.append(
             "For several seeds: the mean plus and minus one standard deviation. Single steps outside the frame are "
             "listed below it."
         )
-    kinds = {mark.kind for side in sides for one in side.runs for mark in one.history.marks}
+    kinds = {mark.kind for side in sides for run in side.runs for mark in run.history.marks}
     if signs := [f"{sign} {kind}" for kind, sign in SIGNS.items() if kind in kinds]:
         parts.append(f"Symbols on the axis: {', '.join(signs)}.")
     parts.append("Steps repeated after a crash are shown once. Time counts steps and validations.")

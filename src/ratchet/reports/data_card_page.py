@@ -8,7 +8,7 @@ from ratchet.storage import digests, files, html
 from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, mark_differences, tag
 from ratchet.storage.records.data import DatasetCard, LengthDistribution, NearDuplicateCluster, SplitStratum
 
-ORIGIN_MEANING = {
+OTHER_DROP_MEANINGS = {
     "sampled_out": "Omitted by a weight below 1 in prepare.sources.",
     "balanced_out": "Their category has more training rows than prepare.balance allows.",
     "teacher_held_out": (
@@ -17,32 +17,46 @@ ORIGIN_MEANING = {
 }
 """Explanations of drop reasons that have no limit."""
 
-SHOWN = 40
+CATEGORIES_SHOWN = 40
 """Number of categories in the table, largest first."""
+
+LABELS_SHOWN = 20
+"""Number of largest and of smallest labels shown, if there are more labels than both together."""
+TEXT_SHOWN = 1000
+"""Maximum number of characters shown of a near-duplicate."""
+SPLITS = ("train", "validation", "test")
+NO_LENGTHS = LengthDistribution(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
+DROP_MEANINGS = DropLimitSettings.descriptions() | OTHER_DROP_MEANINGS
+Body = Sequence[Html] | str
+"""Content of a section. Text explains why a section is empty."""
+
+STYLE = Path(__file__).with_name("page.css")
 
 
 def explain_repeats(card: DatasetCard) -> str:
-    """Explain why some training rows are repeated."""
+    """Return the reason for repeated training rows, as part of a sentence."""
     return "for balance" if card.balanced else "by weight"
 
 
 def render_teacher_sources(card: DatasetCard) -> list[Html]:
     """Render the sources that a teacher answered, and the rows omitted from them."""
     sources = {
-        name: one.teacher_provenance for name, one in sorted(card.source_cards.items()) if one.teacher_provenance
+        name: source.teacher_provenance
+        for name, source in sorted(card.source_cards.items())
+        if source.teacher_provenance
     }
     if not sources:
         return []
     rows = [
         (
             tag("bdi", name),
-            html.place_list(one.teachers),
-            f"{one.answers:,}",
-            html.place_list([f"{filter_.replace('_', ' ')}: {count:,}" for filter_, count in one.filters]),
-            f"{one.rows:,}",
-            f"{one.training_rows:,}",
+            html.place_list(source.teachers),
+            f"{source.answers:,}",
+            html.place_list([f"{filter_.replace('_', ' ')}: {count:,}" for filter_, count in source.filters]),
+            f"{source.rows:,}",
+            f"{source.training_rows:,}",
         )
-        for name, one in sources.items()
+        for name, source in sources.items()
     ]
     heads = ("source", "teacher", "answers", "omitted by", "chosen", "training rows kept")
     share = format_percentage(card.teacher_rows, card.splits.get("train", 0))
@@ -55,53 +69,38 @@ def render_teacher_sources(card: DatasetCard) -> list[Html]:
 
 def render_balance(card: DatasetCard, labels: Sequence[Html] | str) -> Sequence[Html] | str:
     """Render the effect of prepare.balance, followed by the resulting balance of labels or strata."""
-    if (one := card.balanced) is None:
+    if (balance := card.balanced) is None:
         return labels
-    most = max(1, *one.before.values(), *one.after.values())
-    names = sorted(one.before, key=lambda name: (-one.before[name], name))
+    most = max(1, *balance.before.values(), *balance.after.values())
+    names = sorted(balance.before, key=lambda name: (-balance.before[name], name))
     rows = [
         (
             tag("bdi", name),
-            bar(("lost", one.before[name] / most)),
-            f"{one.before[name]:,}",
-            bar(("train", one.after[name] / most)),
-            f"{one.after[name]:,}",
+            bar(("lost", balance.before[name] / most)),
+            f"{balance.before[name]:,}",
+            bar(("train", balance.after[name] / most)),
+            f"{balance.after[name]:,}",
         )
-        for name in names[:SHOWN]
+        for name in names[:CATEGORIES_SHOWN]
     ]
-    fewer = sum(count < one.rows for count in one.before.values())
-    summary = f"Balanced by {one.by}: {format_count(one.rows, 'training row')} of each category per epoch"
+    fewer = sum(count < balance.rows for count in balance.before.values())
+    summary = f"Balanced by {balance.by}: {format_count(balance.rows, 'training row')} of each category per epoch"
     if fewer:
-        how = {"take": "are unchanged", "repeat": "are repeated"}.get(one.on_shortage, one.on_shortage)
-        summary += f"; {fewer:,} of {len(names):,} categories have fewer, which {how}"
+        shortage = {"take": "are unchanged", "repeat": "are repeated"}.get(balance.on_shortage, balance.on_shortage)
+        summary += f"; {fewer:,} of {len(names):,} categories have fewer, which {shortage}"
     heads = ("category", "", "training rows before", "", "per epoch now")
     content = [tag("p", f"{summary}."), html.table("Training rows by category", "tbnbn", heads, rows)]
-    if len(names) > SHOWN:
+    if len(names) > CATEGORIES_SHOWN:
         content.append(
-            explanation(f"{len(names) - SHOWN:,} smaller categories are omitted; the JSON card has all of them.")
+            explanation(
+                f"{len(names) - CATEGORIES_SHOWN:,} smaller categories are omitted; the JSON card has all of them."
+            )
         )
     return [*content, *([explanation(labels)] if isinstance(labels, str) else labels)]
 
 
-# The page: one HTML file without external resources. All lists are sorted, so that equal cards give equal bytes,
-# whatever the order of their keys.
-
-STYLE = Path(__file__).with_name("page.css")
-
-SHOWN_ENDS = 20
-"""Number of labels shown from each end, if there are more than twice as many."""
-
-TEXT_SHOWN = 1000
-"""Maximum number of characters of a text."""
-
-SPLITS = ("train", "validation", "test")
-
-NO_LENGTHS = LengthDistribution(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
-
-MEANING = DropLimitSettings.descriptions() | ORIGIN_MEANING
-
-Body = Sequence[Html] | str
-"""Content of a section. A string explains why the section is empty."""
+# The page: one HTML file without external resources. All lists are sorted, so that equal cards give equal bytes for
+# any order of their keys.
 
 
 def write_dataset_page(card: DatasetCard, target: Path) -> None:
@@ -138,8 +137,8 @@ def _key_figures(card: DatasetCard, train: LengthDistribution) -> Iterator[tuple
     """Yield name, value and note of each key figure."""
     yield "Rows kept", format_percentage(card.rows_out, card.rows_in), f"{card.rows_in - card.rows_out:,} dropped"
     others = ", ".join(f"{card.splits[name]:,} {name}" for name in _order_splits(card.splits) if name != "train")
-    again = f"and {card.repeated:,} repeated {explain_repeats(card)}; " if card.repeated else ""
-    yield "Training rows", f"{card.splits.get('train', 0):,}", again + others
+    repeated = f"and {card.repeated:,} repeated {explain_repeats(card)}; " if card.repeated else ""
+    yield "Training rows", f"{card.splits.get('train', 0):,}", repeated + others
     yield "Training tokens", f"{train.total:,}", "chat template included"
     yield "Trained tokens", format_percentage(train.trained, train.total), f"{train.trained:,} tokens: the answers"
     yield "Training row", f"{train.median:,}", f"tokens (median); maximum {train.greatest:,}"
@@ -195,10 +194,10 @@ def _render_rows(card: DatasetCard) -> Body:
         return [*content, explanation("No row was dropped.")]
     rows, before = [], 0
     for reason, drop in drops:
-        falls = bar(("gap", before / max(1, dropped)), ("lost", drop.count / max(1, dropped)))
-        name = tag("span", reason.replace("_", " "), tag("small", MEANING.get(reason, "")))
+        segment = bar(("gap", before / max(1, dropped)), ("lost", drop.count / max(1, dropped)))
+        name = tag("span", reason.replace("_", " "), tag("small", DROP_MEANINGS.get(reason, "")))
         share = format_percentage(drop.count, card.rows_in)
-        rows.append((name, falls, f"{drop.count:,}", share, html.place_list(drop.examples)))
+        rows.append((name, segment, f"{drop.count:,}", share, html.place_list(drop.examples)))
         before += drop.count
     heads = ("reason", "share of dropped rows", "rows", "share of all rows", "first examples")
     return [*content, html.table("Dropped rows by reason", "tsnnw", heads, rows)]
@@ -209,50 +208,50 @@ def _render_lengths(card: DatasetCard) -> Body:
     splits = _order_splits(card.lengths)
     if not splits:
         return "No lengths were measured."
-    every = [card.lengths[name].histogram for name in splits]
-    right = max(max(one.greatest + 1, *one.histogram, 1) for one in card.lengths.values())
-    width = html.compute_bin_width(every) or right
-    top = max((max(h.values()) / sum(h.values()) for h in every if any(h.values())), default=1.0)
+    histograms = [card.lengths[name].histogram for name in splits]
+    right = max(max(lengths.greatest + 1, *lengths.histogram, 1) for lengths in card.lengths.values())
+    width = html.compute_bin_width(histograms) or right
+    top = max((max(h.values()) / sum(h.values()) for h in histograms if any(h.values())), default=1.0)
     content = [explanation("Tokens per row, as share of the split's rows, on one scale.")]
     for name in splits:
-        one = card.lengths[name]
+        lengths = card.lengths[name]
         description = (
-            f"Lengths of {name} rows: {one.least:,} to {one.greatest:,} tokens, "
-            f"median {one.median:,}, 95th percentile {one.p95:,}"
+            f"Lengths of {name} rows: {lengths.least:,} to {lengths.greatest:,} tokens, "
+            f"median {lengths.median:,}, 95th percentile {lengths.p95:,}"
         )
-        marks = {"median": one.median, "95\u00a0% ≤": one.p95}
-        plot = html.histogram(one.histogram, width, (right, top), marks, description)
+        marks = {"median": lengths.median, "95\u00a0% ≤": lengths.p95}
+        plot = html.histogram(lengths.histogram, width, (right, top), marks, description)
         caption = tag("figcaption", name, tag("span", f" · {format_count(card.splits.get(name, 0), 'row')}"))
         content.append(tag("figure", caption, plot))
     rows = [
-        (name, f"{one.least:,}", f"{one.median:,}", f"{one.p95:,}", f"{one.greatest:,}")
-        for name, one in ((name, card.lengths[name]) for name in splits)
+        (name, f"{lengths.least:,}", f"{lengths.median:,}", f"{lengths.p95:,}", f"{lengths.greatest:,}")
+        for name, lengths in ((name, card.lengths[name]) for name in splits)
     ]
     heads = ("split", "shortest", "median", "95th percentile", "longest")
     return [*content, html.table("Lengths in tokens by split", "tnnnn", heads, rows)]
 
 
 def _source_splits(card: DatasetCard) -> set[str]:
-    """Return the splits that a source provides itself, for which no fraction applies."""
+    """Return the splits that sources are assigned to. Their size does not depend on the split fractions."""
     return {source.split for source in card.source_cards.values() if source.split}
 
 
 def _render_splits(card: DatasetCard) -> Body:
     if not card.splits:
         return "There are no splits."
-    own = _source_splits(card) - {"train"}
-    random_total = sum(rows for name, rows in card.splits.items() if name not in own)
+    assigned = _source_splits(card) - {"train"}
+    random_total = sum(rows for name, rows in card.splits.items() if name not in assigned)
     rows = []
     for name in _order_splits(card.splits):
         count, fraction = card.splits[name], card.wanted.get(name)
         line = bar((name if name in SPLITS else "train", count / max(1, random_total)), mark=fraction)
-        target = "own source" if name in own else NONE if fraction is None else format_percentage(fraction, 1)
-        of_drawn = NONE if name in own else format_percentage(count, random_total)
-        rows.append((name, bar() if name in own else line, f"{count:,}", of_drawn, target))
+        target = "own source" if name in assigned else NONE if fraction is None else format_percentage(fraction, 1)
+        of_drawn = NONE if name in assigned else format_percentage(count, random_total)
+        rows.append((name, bar() if name in assigned else line, f"{count:,}", of_drawn, target))
     heads = ("split", "actual share, and a line at the target", "rows", "found", "wanted")
     content = [html.table("Splits", "tbnnn", heads, rows)]
     if "train" in _source_splits(card):
-        content.append(explanation("A source assigns all its rows to train, so train exceeds its fraction."))
+        content.append(explanation("All rows of a source are assigned to train, so train exceeds its fraction."))
     return content
 
 
@@ -264,15 +263,15 @@ def _render_balance_section(card: DatasetCard) -> Body:
         return "The data has no labels, and the splits are not stratified."
     grouping = "label" if card.labels.keys() <= strata.keys() and card.labels else "stratum"
     names = sorted(strata, key=lambda name: (-strata[name].rows, name))
-    splits = _order_splits({split for one in strata.values() for split in one.splits})
+    splits = _order_splits({split for stratum in strata.values() for split in stratum.splits})
     most = max(1, strata[names[0]].rows)
     content = [tag("p", sentence) for sentence in _describe_imbalance(card, strata, names, grouping)]
     content.append(html.legend(*((split if split in SPLITS else "lost", split) for split in splits)))
-    omitted = len(names) - 2 * SHOWN_ENDS
-    groups = [names] if omitted <= 0 else [names[:SHOWN_ENDS], names[-SHOWN_ENDS:]]
+    omitted = len(names) - 2 * LABELS_SHOWN
+    groups = [names] if omitted <= 0 else [names[:LABELS_SHOWN], names[-LABELS_SHOWN:]]
     for group, end in zip(groups, ("largest", "smallest"), strict=False):
         if omitted > 0:
-            content.append(tag("h3", f"The {SHOWN_ENDS} {end} of {len(names):,}"))
+            content.append(tag("h3", f"The {LABELS_SHOWN} {end} of {len(names):,}"))
         rows = [
             (
                 tag("bdi", name),
@@ -304,13 +303,13 @@ def _describe_imbalance(
     for split in _order_splits(card.splits):
         if card.strata and (missing := [name for name in names if not strata[name].splits.get(split)]):
             yield f"{len(missing):,} of {len(names):,} have no {split} row, for example {missing[0]}."
-    off = [
+    deviations = [
         (abs(strata[name].splits.get(split, 0) - fraction * strata[name].rows), name, split, fraction)
         for name in names
         for split, fraction in sorted(card.wanted.items())
     ]
-    if card.strata and off and not _source_splits(card):
-        _, name, split, fraction = max(off)
+    if card.strata and deviations and not _source_splits(card):
+        _, name, split, fraction = max(deviations)
         yield (
             f"Largest deviation from the target, in rows: {name} has {strata[name].splits.get(split, 0):,} in {split}; "
             f"the target of {format_percentage(fraction, 1)} is {fraction * strata[name].rows:,.1f}."
@@ -321,10 +320,10 @@ def _render_near_duplicates(card: DatasetCard) -> Body:
     near = card.near_duplicates
     if near is None:
         return "Near-duplicates were not searched (prepare.deduplication.jaccard_threshold is not set)."
-    alike = f"Jaccard ≥ {near.threshold:g}, shingles of {format_count(near.shingle_words, 'word')}"
+    criterion = f"Jaccard ≥ {near.threshold:g}, shingles of {format_count(near.shingle_words, 'word')}"
     if not near.clusters:
-        return f"No near-duplicates were found at {alike}."
-    summary = f"{format_count(near.clusters, 'cluster')} of rows at {alike}; one row of each is kept. "
+        return f"No near-duplicates were found at {criterion}."
+    summary = f"{format_count(near.clusters, 'cluster')} of rows at {criterion}; one row of each is kept. "
     leaked = f"{format_count(near.across_splits, 'dropped row')} would have leaked: the kept row is in another split."
     across = leaked if near.across_splits else "No cluster spans several splits."
     clusters = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept))
@@ -342,8 +341,8 @@ def _render_cluster(cluster: NearDuplicateCluster) -> Html:
     """Render a kept row next to one of its dropped near-duplicates."""
     kept_text, dropped = (text[:TEXT_SHOWN] for text in (*cluster.texts, "", "")[:2])
     boxes = (
-        tag("div", tag("small", versions, tag("bdi", place)), tag("p", text))
-        for versions, place, text in (
+        tag("div", tag("small", title, tag("bdi", place)), tag("p", text))
+        for title, place, text in (
             ("kept: ", cluster.kept, mark_differences(kept_text, dropped)),
             ("dropped: ", next(iter(cluster.dropped), ""), mark_differences(dropped, kept_text)),
         )
@@ -404,12 +403,20 @@ def _render_packing(card: DatasetCard) -> Body:
 def _render_tokens(card: DatasetCard) -> Body:
     if not card.lengths:
         return "No tokens were counted."
-    most = max(1, *(one.total for one in card.lengths.values()))
+    most = max(1, *(lengths.total for lengths in card.lengths.values()))
     rows = []
     for name in _order_splits(card.lengths):
-        one = card.lengths[name]
-        parts = bar(("train", one.trained / most), ("test", (one.total - one.trained) / most))
-        rows.append((name, parts, f"{one.total:,}", f"{one.trained:,}", format_percentage(one.trained, one.total)))
+        lengths = card.lengths[name]
+        parts = bar(("train", lengths.trained / most), ("test", (lengths.total - lengths.trained) / most))
+        rows.append(
+            (
+                name,
+                parts,
+                f"{lengths.total:,}",
+                f"{lengths.trained:,}",
+                format_percentage(lengths.trained, lengths.total),
+            )
+        )
     content = [
         html.legend(("train", "trained"), ("test", "context only")),
         html.table("Tokens by split", "tbnnn", ("split", "", "tokens", "trained", "share"), rows),

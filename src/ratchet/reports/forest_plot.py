@@ -1,4 +1,4 @@
-"""Formats the gate's values and renders its comparisons as a forest plot with a table."""
+"""Formats values of metrics, and renders the gate's comparisons as a forest plot with a table."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,8 @@ from ratchet.storage.html import NONE, Html, explanation, tag
 from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole
 from ratchet.storage.records.gate import ModelComparison, RuleResult, Verdict
 
-WHO: tuple[ModelRole, ...] = ("base", "candidate", "merged", "champion", "anchor")
+ROLES: tuple[ModelRole, ...] = ("base", "candidate", "merged", "champion", "anchor")
+"""Evaluated models, in display order."""
 
 REFERENCES: tuple[ModelRole, ...] = ("champion", "base", "anchor")
 """Reference models of the comparisons, in display order."""
@@ -23,10 +24,25 @@ SHAPES = {
     "undecided": ("M0-8 8 0 0 8-8 0z", "M-3.4 0h6.8"),
     "invalid": ("M0-8 8 6.4h-16z", "M0-3.6V1.6M0 3.8v.4"),
 }
-"""Outline and symbol of each outcome, so that it is recognizable without colour."""
+"""Outline and inner symbol of each outcome, so that outcomes are distinguishable without colour."""
 
-SAID = {"pass": "holds", "fail": "fails", "undecided": "undecided", "invalid": "invalid"}
-"""Text of each outcome."""
+OUTCOME_WORDS = {"pass": "holds", "fail": "fails", "undecided": "undecided", "invalid": "invalid"}
+"""Word for each outcome."""
+
+STRIP_PX, AXIS_PX = 44, 30
+"""Heights of one comparison's plot and of the axis, in pixels."""
+END_PX = 5
+"""Half the height of the caps of an interval, in pixels."""
+PADDING = 0.05
+"""Padding on both sides of the axis, as a fraction of its range."""
+TICKS = 5
+"""Approximate number of ticks."""
+PLOT_NOTE = (
+    "Each line is one paired comparison on the same samples. To the right of zero the candidate is better. "
+    "The line spans the lower and upper one-sided bounds. The dashed line is the threshold of the rule (the margin, "
+    "or the required improvement). The shaded area is too small to detect with this many samples at the planned power. "
+    "A margin inside the shaded area gives HOLD."
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ POINTS, PERCENT = MetricScale("percentage points", 100.0, 2), MetricScale("per c
 
 
 def metric_scale(metric: MetricValue | None) -> MetricScale:
-    """Return the scale of a metric's paired differences. A metric without a value has no unit."""
+    """Return the scale of a metric's paired differences. The unit of an unmeasured metric is unknown."""
     if metric is None:
         return MetricScale("unknown unit", 1.0, None)
     if metric.kind == "perplexity":
@@ -71,7 +87,7 @@ def find_metric(report: EvaluationReport, name: str) -> MetricValue | None:
 
 
 def format_significant(amount: float) -> str:
-    """Format with four significant digits, or all digits before the point: `0.01234`, `12.35`, `12,346`."""
+    """Format with four significant digits, or all digits before the decimal point: `0.01234`, `12.35`, `12,346`."""
     if not math.isfinite(amount):
         return NONE if math.isnan(amount) else f"{MINUS if amount < 0 else ''}\u221e"
     return f"{amount:,.0f}" if abs(amount) >= 1000 else f"{amount:.4g}"
@@ -113,32 +129,13 @@ def render_digest(fingerprint: str | None) -> Html:
 
 # The comparisons as a forest plot, one axis per unit, and the same values as a table.
 
-STRIP_PX, AXIS_PX = 44, 30
-"""Height of one comparison's plot, and of the axis."""
-
-END_PX = 5
-"""Half the height of the caps of an interval."""
-
-PADDING = 0.05
-"""Padding on both sides, as a fraction of the range."""
-
-TICKS = 5
-"""Approximate number of ticks."""
-
-EXPLAINED = (
-    "Each line is one paired comparison on the same samples. To the right of zero the candidate is better. "
-    "The line spans the lower and upper one-sided bounds. The dashed line is the threshold of the rule (the margin, "
-    "or the required improvement). The shaded area is too small to detect with this many samples at the planned power. "
-    "A margin inside the shaded area gives HOLD."
-)
-
 
 @dataclass(frozen=True)
 class ForestPlotRow:
     """One comparison of one rule."""
 
     reason: RuleResult
-    found: ModelComparison
+    comparison: ModelComparison
     scale: MetricScale
 
 
@@ -161,13 +158,13 @@ class ForestPlotAxis:
 def render_comparisons(verdict: Verdict, report: EvaluationReport) -> Sequence[Html] | str:
     """Render the section: one plot per unit, then the table."""
     lines = [
-        ForestPlotRow(reason, found, metric_scale(find_metric(report, found.metric)))
+        ForestPlotRow(reason, comparison, metric_scale(find_metric(report, comparison.metric)))
         for reason in verdict.reasons
-        for found in reason.comparisons
+        for comparison in reason.comparisons
     ]
     if not lines:
         return "No rule compares two models."
-    content = [explanation(EXPLAINED)]
+    content = [explanation(PLOT_NOTE)]
     for unit in dict.fromkeys(line.scale for line in lines):
         content.append(_render_plot(unit, [line for line in lines if line.scale == unit]))
     heads = ("comparison", "difference", "threshold", "n", "p", "detectable", "samples needed", "method")
@@ -176,7 +173,7 @@ def render_comparisons(verdict: Verdict, report: EvaluationReport) -> Sequence[H
 
 
 def _render_plot(unit: MetricScale, lines: Sequence[ForestPlotRow]) -> Html:
-    axis = _build_axis([line.found for line in lines])
+    axis = _build_axis([line.comparison for line in lines])
     rows = [part for line in lines for part in _render_row(line, axis)]
     plot = tag("div", *rows, tag("span", class_="tick"), _render_axis_line(unit, axis), class_="forest")
     return tag("figure", tag("figcaption", f"Difference in {unit.unit}"), plot)
@@ -184,66 +181,72 @@ def _render_plot(unit: MetricScale, lines: Sequence[ForestPlotRow]) -> Html:
 
 def _build_axis(comparisons: Sequence[ModelComparison]) -> ForestPlotAxis:
     values = [0.0]
-    for one in comparisons:
-        values += [value for value in (one.difference, one.low, one.high, one.bound) if math.isfinite(value)]
+    for comparison in comparisons:
+        values += [
+            value
+            for value in (comparison.difference, comparison.low, comparison.high, comparison.bound)
+            if math.isfinite(value)
+        ]
     low, high = min(values), max(values)
     if low == high:
-        # If no models differ, the detectable difference sets the scale.
+        # If no difference was measured, the detectable difference sets the scale.
         low, high = -1.0, 1.0
-        if seen := [one.detectable for one in comparisons if 0 < one.detectable < math.inf]:
-            low, high = -2 * max(seen), 2 * max(seen)
-    room = PADDING * (high - low)
-    return ForestPlotAxis(low - room, high + room)
+        if detectable := [comparison.detectable for comparison in comparisons if 0 < comparison.detectable < math.inf]:
+            low, high = -2 * max(detectable), 2 * max(detectable)
+    padding = PADDING * (high - low)
+    return ForestPlotAxis(low - padding, high + padding)
 
 
 def _render_row(line: ForestPlotRow, axis: ForestPlotAxis) -> Iterator[Html]:
     """Render name, plot and main values of one comparison."""
-    found, unit = line.found, line.scale
-    yield tag("div", tag("strong", tag("bdi", found.metric)), tag("small", _describe_comparison(line)), class_="name")
+    comparison, unit = line.comparison, line.scale
+    yield tag(
+        "div", tag("strong", tag("bdi", comparison.metric)), tag("small", _describe_comparison(line)), class_="name"
+    )
     yield _render_strip(line, axis)
-    counts = f"n {found.n:,}"
-    if found.better is not None and found.worse is not None:
-        counts += f", {found.better:,} better, {found.worse:,} worse"
-    counts += f"; detects {unit.plain(found.detectable)}"
-    outcome = render_outcome(line.reason.outcome, SAID[line.reason.outcome])
-    yield tag("div", tag("strong", unit.signed(found.difference)), outcome, tag("small", counts), class_="found")
+    counts = f"n {comparison.n:,}"
+    if comparison.better is not None and comparison.worse is not None:
+        counts += f", {comparison.better:,} better, {comparison.worse:,} worse"
+    counts += f"; detects {unit.plain(comparison.detectable)}"
+    outcome = render_outcome(line.reason.outcome, OUTCOME_WORDS[line.reason.outcome])
+    yield tag("div", tag("strong", unit.signed(comparison.difference)), outcome, tag("small", counts), class_="found")
 
 
 def _render_strip(line: ForestPlotRow, axis: ForestPlotAxis) -> Html:
     """Render the plot of one comparison, as high as its row so that the zero lines connect."""
-    found, unit = line.found, line.scale
+    comparison, unit = line.comparison, line.scale
     parts = []
-    if math.isfinite(found.detectable):
-        left, right = axis.share(-found.detectable), axis.share(found.detectable)
+    if math.isfinite(comparison.detectable):
+        left, right = axis.share(-comparison.detectable), axis.share(comparison.detectable)
         x, width = f"{100 * left:.3f}%", f"{100 * (right - left):.3f}%"
         parts.append(tag("rect", x=x, y="0", width=width, height="100%", class_="seen"))
     zero = axis.place(0.0)
     parts.append(tag("line", x1=zero, x2=zero, y1="0", y2="100%", class_="zero"))
-    if found.bound:
-        bound = axis.place(found.bound)
+    if comparison.bound:
+        bound = axis.place(comparison.bound)
         parts.append(tag("line", x1=bound, x2=bound, y1="0", y2="100%", class_="dashed"))
-    if not math.isnan(found.difference):
+    if not math.isnan(comparison.difference):
         parts += _draw_interval(line, axis, f"{STRIP_PX / 2:g}")
     description = (
-        f"{found.metric} against {found.against}: {unit.signed(found.difference)} {unit.unit}, "
-        f"bounds {unit.signed(found.low)} and {unit.signed(found.high)}, threshold {unit.signed(found.bound)}; "
-        f"the rule {SAID[line.reason.outcome]}"
+        f"{comparison.metric} against {comparison.against}: {unit.signed(comparison.difference)} {unit.unit}, "
+        f"bounds {unit.signed(comparison.low)} and {unit.signed(comparison.high)}, "
+        f"threshold {unit.signed(comparison.bound)}; the rule {OUTCOME_WORDS[line.reason.outcome]}"
     )
     return tag("svg", *parts, width="100%", height=str(STRIP_PX), role="img", aria_label=description, class_="strip")
 
 
 def _draw_interval(line: ForestPlotRow, axis: ForestPlotAxis, y: str) -> Iterator[Html]:
     """Draw both bounds and the difference, in the shape of the outcome."""
-    found, outcome = line.found, line.reason.outcome
-    low, high = axis.place(found.low), axis.place(found.high)
+    comparison, outcome = line.comparison, line.reason.outcome
+    low, high = axis.place(comparison.low), axis.place(comparison.high)
     yield tag("line", x1=low, x2=high, y1=y, y2=y, class_="bounds")
-    for value, place in ((found.low, low), (found.high, high)):
+    for value, place in ((comparison.low, low), (comparison.high, high)):
         # A missing bound is drawn as an arrow.
         end = f"M0-{END_PX}V{END_PX}" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
         yield _place_content(place, y, tag("path", d=end, class_="end"))
     outline, inner = SHAPES[outcome]
     shape = (tag("path", d=outline), tag("path", d=inner, class_="sign"))
-    yield _place_content(axis.place(found.difference), y, *shape, kind=f"outcome {outcome}")
+    yield _place_content(axis.place(comparison.difference), y, *shape, kind=f"outcome {outcome}")
 
 
 def _place_content(x: str, y: str, *content: Html, kind: str = "") -> Html:
@@ -256,9 +259,9 @@ def _render_axis_line(unit: MetricScale, axis: ForestPlotAxis) -> Html:
     for tick in _axis_ticks(axis):
         x, share = axis.place(tick), axis.share(tick)
         parts.append(tag("line", x1=x, x2=x, y1="0", y2="4", class_="zero"))
-        turned = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-        written = "0" if tick == 0 else ("+" if tick > 0 else "\u2212") + f"{abs(tick) * unit.factor:g}"
-        parts.append(tag("text", written, x=x, y="18", text_anchor=turned))
+        anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+        label = "0" if tick == 0 else ("+" if tick > 0 else "\u2212") + f"{abs(tick) * unit.factor:g}"
+        parts.append(tag("text", label, x=x, y="18", text_anchor=anchor))
     return tag("svg", *parts, width="100%", height=str(AXIS_PX), aria_hidden="true", class_="ticks")
 
 
@@ -272,37 +275,37 @@ def _axis_ticks(axis: ForestPlotAxis) -> list[float]:
 
 
 def _format_numbers(line: ForestPlotRow) -> list[str]:
-    found, unit = line.found, line.scale
+    comparison, unit = line.comparison, line.scale
     name = f"{_describe_comparison(line)}; {unit.unit}"
-    bounds = f"{unit.signed(found.low)} to {unit.signed(found.high)}"
-    counts = [f"in {found.groups:,} groups"] if found.groups is not None else []
-    if found.better is not None and found.worse is not None:
-        counts.append(f"{found.better:,} better, {found.worse:,} worse")
-    adjusted = "" if found.p_adjusted is None else f"Holm {format_p_value(found.p_adjusted)}"
+    bounds = f"{unit.signed(comparison.low)} to {unit.signed(comparison.high)}"
+    counts = [f"in {comparison.groups:,} groups"] if comparison.groups is not None else []
+    if comparison.better is not None and comparison.worse is not None:
+        counts.append(f"{comparison.better:,} better, {comparison.worse:,} worse")
+    adjusted = "" if comparison.p_adjusted is None else f"Holm {format_p_value(comparison.p_adjusted)}"
     return [
-        tag("span", tag("bdi", found.metric), tag("small", name)),
-        _render_pair(unit.signed(found.difference), bounds),
-        unit.signed(found.bound),
-        _render_pair(f"{found.n:,}", ", ".join(counts)),
-        _render_pair(format_p_value(found.p), adjusted),
-        unit.plain(found.detectable),
-        _format_threshold(line),
-        _render_pair(found.method, f"bounds at {found.confidence:.3g} each"),
+        tag("span", tag("bdi", comparison.metric), tag("small", name)),
+        _render_pair(unit.signed(comparison.difference), bounds),
+        unit.signed(comparison.bound),
+        _render_pair(f"{comparison.n:,}", ", ".join(counts)),
+        _render_pair(format_p_value(comparison.p), adjusted),
+        unit.plain(comparison.detectable),
+        _format_required_samples(line),
+        _render_pair(comparison.method, f"bounds at {comparison.confidence:.3g} each"),
     ]
 
 
-def _format_threshold(line: ForestPlotRow) -> str:
-    """Format the threshold. With a threshold of zero, no number of samples can be derived."""
-    needed = line.found.required_samples
+def _format_required_samples(line: ForestPlotRow) -> str:
+    """Format the number of required samples, which cannot be derived for a threshold of zero."""
+    needed = line.comparison.required_samples
     if line.reason.outcome == "pass" or needed is None:
-        return "sufficient" if line.found.bound else NONE
+        return "sufficient" if line.comparison.bound else NONE
     return f"{needed:,}"
 
 
-def _render_pair(first: str, second: str) -> Html:
-    """Render a value with a smaller value below."""
-    return tag("span", first, tag("small", second))
+def _render_pair(value: str, note: str) -> Html:
+    """Render a value with a note in small print below."""
+    return tag("span", value, tag("small", note))
 
 
 def _describe_comparison(line: ForestPlotRow) -> str:
-    return f"against {line.found.against}, {line.found.role}, {line.reason.rule.replace('_', ' ')}"
+    return f"against {line.comparison.against}, {line.comparison.role}, {line.reason.rule.replace('_', ' ')}"

@@ -1,4 +1,7 @@
-"""Draws plots as PNG. Figures are created without pyplot, which keeps global state and is not thread-safe."""
+"""Draws the plots of runs, evaluations, adapters and quantization as PNG.
+
+Figures are created without pyplot, which keeps global state and is not thread-safe.
+"""
 
 import io
 import math
@@ -21,20 +24,40 @@ from ratchet.storage.records.training import (
 )
 
 DPI = 120
-CELL_INCHES = 0.28  # size of one cell of a confusion matrix: a label is readable at 7 points
-NUMBERS_UP_TO = 20  # labels; with more, counts in the cells are unreadable
-
-LANE_INCHES = 0.42  # height of one run in a timeline, so that bar, step curve and symbols are distinguishable
+CELL_INCHES = 0.28
+"""Size of a cell of a confusion matrix: a label is readable at 7 points."""
+NUMBERS_UP_TO = 20
+"""Maximum number of labels for counts in the cells. With more, the counts are unreadable."""
+LANE_INCHES = 0.42
+"""Height of a run in a timeline, so that bar, step curve and symbols are distinguishable."""
 MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
 PANELS = 4
 """Panels per row of a figure."""
 PANEL_INCHES = (2.7, 2.6)
-SHOWN = (0.02, 0.98)
+"""Width and height of a panel."""
+COLOUR_QUANTILES = (0.02, 0.98)
 """Quantiles of gradient norms at the ends of the colour scale."""
-LABELS = 12
+AXIS_LABELS = 12
 """Maximum number of labels on an axis of modules."""
+
+COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
+"""Colours of quantization variants: NF4 blue, FP4 orange, lighter with double quantization (Okabe and Ito 2008)."""
+MAX_KINDS = 16
+"""Maximum number of layer kinds on the axis: the name of a projection is readable at 7 points."""
+DOT_SHARE = 0.18
+"""Width of one variant's dots, as a share of the width of one kind."""
+MAX_CURVES = 12
+"""Maximum number of precision-recall curves. Labels with the lowest average precision are shown."""
+CURVE_COLOURS = COLOURS[:-1]
+"""Colours of precision-recall curves. Black is the mean."""
+STYLES = ("-", "--")
+"""Line styles of precision-recall curves, one for each pass through the colours."""
+GRID = 100
+"""Number of intervals of recall at which the mean curve is computed."""
+LEGEND_CHARACTERS = 28
+"""Maximum number of characters of a label in the legend."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +131,7 @@ def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
     """Draw the timelines of several runs, one above the other.
 
     Bars are workers. The line in a bar is the step, which falls back where steps are repeated. Ticks below are
-    checkpoints,
-    symbols are faults by kind.
+    checkpoints, symbols are faults by kind.
     """
     from matplotlib.figure import Figure
 
@@ -144,15 +166,14 @@ def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
     """Draw the gradient norm of every module over time, as PNG.
 
     One panel per kind of module, one line per layer: a model of 32 layers with seven kinds gives seven panels of 32
-    lines.
-    All share one logarithmic scale. Modules without a gradient are grey.
+    lines. All share one logarithmic scale. Modules without a gradient are grey.
     """
     from matplotlib.colors import LogNorm
 
     kinds = _group_modules_by_kind(analysis)
-    norms = sorted(norm for one in analysis.modules.values() for norm in one.gradient_norms if norm > 0) or [1.0]
+    norms = sorted(norm for module in analysis.modules.values() for norm in module.gradient_norms if norm > 0) or [1.0]
     # Extreme values are clipped: a few modules without a gradient would compress the scale of all others.
-    least, most = (norms[int(share * (len(norms) - 1))] for share in SHOWN)
+    least, most = (norms[int(share * (len(norms) - 1))] for share in COLOUR_QUANTILES)
     scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
     figure, panels = _create_panels(len(kinds))
     image = None
@@ -160,12 +181,12 @@ def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
         axes.set_title(kind, fontsize=8)
         axes.set_facecolor("#c8c8c8")
         axes.tick_params(axis="x", labelsize=7)
-        rows = [[norm if norm > 0 else math.nan for norm in one.gradient_norms] for _, one in members]
+        rows = [[norm if norm > 0 else math.nan for norm in module.gradient_norms] for _, module in members]
         if analysis.steps and all(len(row) == len(analysis.steps) for row in rows):
             image = axes.pcolormesh(_step_edges(analysis.steps), range(len(rows) + 1), rows, norm=scale, cmap="cividis")
-        every = math.ceil(len(members) / LABELS)
-        layers = [".".join(map(str, numbers)) or "-" for numbers, _ in members[::every]]
-        axes.set_yticks([line + 0.5 for line in range(0, len(members), every)], layers, fontsize=7)
+        stride = math.ceil(len(members) / AXIS_LABELS)
+        layers = [".".join(map(str, numbers)) or "-" for numbers, _ in members[::stride]]
+        axes.set_yticks([line + 0.5 for line in range(0, len(members), stride)], layers, fontsize=7)
         axes.set_ylim(len(members), 0)
     if image is not None:
         figure.colorbar(image, ax=panels, label="gradient norm before clipping", pad=0.01, aspect=30, extend="both")
@@ -186,22 +207,22 @@ def draw_updates(analysis: AdapterAnalysis) -> bytes:
             "linewidth": 0.8, "label": kind,
         }  # fmt: skip
         depths = [numbers[0] if numbers else 0 for numbers, _ in members]
-        ratio.plot(depths, [one.update_ratio or math.nan for _, one in members], **style)
-        rank.plot(depths, [one.effective_rank for _, one in members], **style)
-        if values := _typical_spectrum([one.singular_values for _, one in members]):
+        ratio.plot(depths, [module.update_ratio or math.nan for _, module in members], **style)
+        rank.plot(depths, [module.effective_rank for _, module in members], **style)
+        if values := _typical_spectrum([module.singular_values for _, module in members]):
             spectrum.plot(range(1, len(values) + 1), values, **style)
-    quiet = [
+    unchanged = [
         (parse_module_name(name).layer, analysis.modules[name].update_ratio) for name in analysis.unchanged_modules
     ]
-    rings = [(max(0, layer), value) for layer, value in quiet if value > 0]
+    rings = [(max(0, layer), value) for layer, value in unchanged if value > 0]
     if rings:
         ratio.plot(
             *zip(*rings, strict=True), "o", markersize=10, fillstyle="none", color="#D55E00", label="barely moved"
         )
-    ranks = sorted({one.rank for one in analysis.modules.values()})
-    for one in ranks[:: math.ceil(len(ranks) / 4)] if ranks else ():
-        rank.axhline(one, color="#808080", linestyle="--", linewidth=0.8)
-    if any(one.update_ratio for one in analysis.modules.values()):
+    ranks = sorted({module.rank for module in analysis.modules.values()})
+    for adapter_rank in ranks[:: math.ceil(len(ranks) / 4)] if ranks else ():
+        rank.axhline(adapter_rank, color="#808080", linestyle="--", linewidth=0.8)
+    if any(module.update_ratio for module in analysis.modules.values()):
         ratio.set_yscale("log")
     rank.set_ylim(bottom=0)
     spectrum.set_ylim(0, 1.05)
@@ -217,11 +238,11 @@ def draw_updates(analysis: AdapterAnalysis) -> bytes:
 
 
 def _group_modules_by_kind(analysis: AdapterAnalysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
-    """Group modules by kind. Each module has its numbers (layer first); kinds are in model order."""
+    """Return the modules of each kind with their numbers (layer first). Kinds are in model order."""
     groups: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
-    for name, one in analysis.modules.items():
+    for name, module in analysis.modules.items():
         kind, numbers = parse_module_name(name)
-        groups.setdefault(kind, []).append((numbers, one))
+        groups.setdefault(kind, []).append((numbers, module))
     return {kind: sorted(members, key=lambda member: member[0]) for kind, members in groups.items()}
 
 
@@ -233,41 +254,34 @@ def _create_panels(count: int) -> tuple[Any, list[Any]]:
     rows = max(1, math.ceil(count / columns))
     wide, high = PANEL_INCHES
     figure = Figure(figsize=(max(5.0, wide * columns + 1.2), high * rows + 0.5), layout="constrained")
-    every = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten().tolist()
-    for axes in every[count:]:
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten().tolist()
+    for axes in panels[count:]:
         axes.remove()
-    for axes in every[max(0, count - columns) : count]:
+    for axes in panels[max(0, count - columns) : count]:
         axes.tick_params(labelbottom=True)
-    return figure, every[:count]
+    return figure, panels[:count]
 
 
 def _step_edges(steps: Sequence[int]) -> list[float]:
     """Return the borders between the columns of steps: the midpoints to their neighbours."""
-    between = [(a + b) / 2 for a, b in pairwise(steps)]
-    return [steps[0] - 0.5, *between, steps[-1] + 0.5]
+    midpoints = [(a + b) / 2 for a, b in pairwise(steps)]
+    return [steps[0] - 0.5, *midpoints, steps[-1] + 0.5]
 
 
 def _typical_spectrum(spectra: Sequence[Sequence[float]]) -> list[float]:
     """Return the median over modules of each singular value, relative to the module's first."""
-    moved = [values for values in spectra if values and values[0] > 0]
-    longest = max(map(len, moved), default=0)
-    return [statistics.median(values[k] / values[0] for values in moved if k < len(values)) for k in range(longest)]
+    nonzero = [values for values in spectra if values and values[0] > 0]
+    longest = max(map(len, nonzero), default=0)
+    return [statistics.median(values[k] / values[0] for values in nonzero if k < len(values)) for k in range(longest)]
 
 
 def _encode_png(figure: Any) -> bytes:
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=DPI)
-    return written.getvalue()
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=DPI)
+    return stream.getvalue()
 
 
 # Cost of 4-bit quantization: size against divergence, and error of the layers by kind.
-
-COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
-"""Okabe and Ito, Color Universal Design, 2008: NF4 blue, FP4 orange, lighter with double quantization."""
-KINDS_AT_MOST = 16
-"""Maximum number of layer kinds on the axis: the name of a projection is readable at 7 points."""
-DOT_SHARE = 0.18
-"""Width of one variant's dots, as a share of the width of one kind."""
 
 
 def draw_quantization_report(report: QuantizationReport, target: Path) -> None:
@@ -297,7 +311,7 @@ def _draw_sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationC
 
 def _draw_layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
     kinds = list(dict.fromkeys(parse_module_name(name).kind for cost in variants for name in cost.layers))
-    visible = kinds[:KINDS_AT_MOST]
+    visible = kinds[:MAX_KINDS]
     for number, (colour, cost) in enumerate(zip(COST_COLOURS, variants, strict=False)):
         shift = DOT_SHARE * (number - (len(variants) - 1) / 2)
         dots = [
@@ -316,16 +330,6 @@ def _draw_layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
 
 # Precision-recall curves of labels, and reliability diagrams, as PNG.
 
-SHOWN_CURVES = 12
-"""Maximum number of labels. Those with the lowest average precision are shown."""
-CURVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-"""Colours for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
-STYLES = ("-", "--")
-"""Line styles, one for each pass through the colours."""
-GRID = 100
-LONGEST = 28
-"""Maximum number of characters of a label in the legend."""
-
 
 def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
     """Draw the curves of the worst labels, and the mean over all labels in black.
@@ -337,7 +341,7 @@ def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path 
     from matplotlib.figure import Figure
 
     known = {label: curve for label, curve in curves.items() if curve["precision"]}
-    worst = sorted(known, key=lambda label: (known[label]["average_precision"], label))[:SHOWN_CURVES]
+    worst = sorted(known, key=lambda label: (known[label]["average_precision"], label))[:MAX_CURVES]
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="recall", ylabel="precision", xlim=(-0.01, 1.01), ylim=(-0.01, 1.03))
     for i, label in enumerate(worst):
@@ -374,8 +378,8 @@ def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     middles, widths = [(bar.low + bar.high) / 2 for bar in bars], [0.94 * (bar.high - bar.low) for bar in bars]
     upper.bar(middles, [bar.accuracy for bar in bars], widths, color=CURVE_COLOURS[0], alpha=0.6)
-    off = [[bar.accuracy - bar.accuracy_low for bar in bars], [bar.accuracy_high - bar.accuracy for bar in bars]]
-    upper.errorbar(middles, [bar.accuracy for bar in bars], off, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    errors = [[bar.accuracy - bar.accuracy_low for bar in bars], [bar.accuracy_high - bar.accuracy for bar in bars]]
+    upper.errorbar(middles, [bar.accuracy for bar in bars], errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
     upper.plot([0, 1], [0, 1], "--", color="black", linewidth=1)
     upper.plot(
         [bar.confidence for bar in bars], [bar.accuracy for bar in bars], "o", color=CURVE_COLOURS[3], markersize=4
@@ -391,10 +395,10 @@ def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target
 
 def _shorten_label(label: str) -> str:
     """Shorten a label for a legend, and escape dollar signs, which would start a formula."""
-    text = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+    text = label if len(label) <= LEGEND_CHARACTERS else f"{label[: LEGEND_CHARACTERS - 1]}…"
     return text.replace("$", r"\$").removeprefix("_")  # matplotlib omits names with a leading _ from legends
 
 
 def _precision_at_recall(curve: Mapping[str, Any], recall: float) -> float:
-    """Return the highest precision at this recall or higher, which a threshold can achieve."""
+    """Return the highest precision that a threshold achieves at this recall or higher."""
     return max((p for p, r in zip(curve["precision"], curve["recall"], strict=True) if r >= recall), default=0.0)

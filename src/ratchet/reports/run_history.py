@@ -1,6 +1,6 @@
 """Reads the history of a run from its journal block by block, in bounded memory: curves, events and totals.
 
-A journal may have millions of lines. Nearly all are steps written by one program with the same layout, so Arrow parses
+A journal may have millions of lines. Nearly all are steps that one program wrote with the same layout, so Arrow parses
 them as a table, two blocks in parallel. Other lines, and blocks with unexpected content, are parsed line by line with
 the same result.
 """
@@ -30,7 +30,7 @@ from ratchet.storage.records.base import Record, TrainReport
 from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast
 
 BLOCK_BYTES = 1 << 23
-"""Bytes that each reader parses at a time. Peak memory is a small multiple of it."""
+"""Bytes that each reader parses at a time. Peak memory is a small multiple of this size."""
 READERS = 2
 """Number of parser threads. Arrow releases the GIL."""
 
@@ -44,11 +44,25 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 Numbers = NDArray[np.float64]
 Columns = Mapping[str, Numbers]
 
-_MARKS = bytes.maketrans(b",{}", b":::")
-"""Structural characters. Between them, a line of flat JSON is an alternation of keys and values, separated by
-colons."""
-_STEP, _OTHER = b'"event":"step"', re.compile(rb'"event":(?!"step")')
-"""Where another event has as many keys as a step, one extra colon distinguishes them."""
+_STRUCTURE = bytes.maketrans(b",{}", b":::")
+"""Table that replaces structural characters by colons. A line of flat JSON then alternates keys and values."""
+_STEP_EVENT, _OTHER_EVENT = b'"event":"step"', re.compile(rb'"event":(?!"step")')
+"""Patterns of step events and other events. If another event has as many keys as a step, an additional colon
+distinguishes it."""
+
+MAX_BUCKETS = 1024
+"""Maximum number of buckets of a curve. When more are needed, the bucket width doubles."""
+MOST_MARKS = 40
+"""Maximum number of stored events per kind. All events are counted."""
+STEP_VALUES = ("loss", "grad_norm", "learning_rate", "input_tokens", "step_s")
+VALIDATION_VALUES = ("loss",)
+TEXT_SHOWN = 300
+"""Maximum number of characters of an event's text."""
+T = TypeVar("T", bound=Record)
+_EXECUTION_FIELDS = {
+    "device": "device", "compute_dtype": "compute dtype", "threads": "threads", "ranks": "ranks", "torch": "torch",
+}  # fmt: skip
+"""Fields of the `worker_ready` event that describe the execution, and their names in the report."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class JournalBlock:
     damaged: int
     """Number of lines that are not valid events, or lack fields of their kind."""
     single_lines: int
-    """Number of lines parsed one by one, which takes five times as long."""
+    """Number of lines parsed one by one, which takes five times as long as a table."""
 
 
 def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBlock]:
@@ -83,7 +97,7 @@ def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBl
 
 
 def _read_complete_lines(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    """Yield complete lines. An unfinished last line is omitted."""
+    """Yield blocks of complete lines. An unfinished last line is omitted."""
     rest = b""
     while data := stream.read(size_bytes):
         end = data.rfind(b"\n") + 1
@@ -96,10 +110,10 @@ def _read_complete_lines(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
 
 def _parse_block(text: bytes) -> JournalBlock:
     ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
-    alike = _parse_uniform_steps(text, len(ends))
-    if alike is None:
+    uniform = _parse_uniform_steps(text, len(ends))
+    if uniform is None:
         return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
-    steps, rows, keys = alike
+    steps, rows, keys = uniform
 
     def line(row: int) -> bytes:
         return text[ends[row - 1] + 1 if row else 0 : ends[row] + 1]
@@ -109,34 +123,36 @@ def _parse_block(text: bytes) -> JournalBlock:
     parser = _JournalLineParser()
     for row, count in zip(others.tolist(), before, strict=True):
         parser.add(line(row), count)
-    # Lines have one layout as long as one program writes them. The next program begins with its own event.
-    begins = {
+    # All lines of one program have one layout. The next program begins with its own event.
+    first_steps = {
         count
         for event, count in parser.others
         if event.kind in ("attempt_started", "worker_ready") and count < len(rows)
     }
-    if parser.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in begins):
+    if parser.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in first_steps):
         return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
     return _build_block(parser, steps)
 
 
 def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
-    """Parse steps with the layout of the first one as CSV: columns, line numbers, and keys.
+    """Parse steps with the layout of the first step as CSV. Return columns, line numbers, and keys.
 
     Returns None if the first line has another layout, or the block has values that do not fit. Arrow reads CSV twice as
     fast as JSON: 0.7 s of CPU time for a million steps.
     """
     if not _is_text(text):  # Arrow reports deviating rows as text
         return None
-    place = text.find(_STEP)
+    place = text.find(_STEP_EVENT)
     first = text[text.rfind(b"\n", 0, place) + 1 : text.find(b"\n", place) + 1] if place >= 0 else b""
     keys = _line_keys(first)
-    if keys is None or first.translate(_MARKS).count(b":") != 2 * len(keys) + 1:
+    if keys is None or first.translate(_STRUCTURE).count(b":") != 2 * len(keys) + 1:
         return None
     if not {"event", *KINDS["step"]} <= set(keys):
         return None
     columns = {name: f"{2 * keys.index(name) + 2}" for name in ("event", *KINDS["step"])}
-    parsed = _parse_table(text, columns, len(keys)) or _parse_table(_OTHER.sub(b'"event"::', text), columns, len(keys))
+    parsed = _parse_table(text, columns, len(keys)) or _parse_table(
+        _OTHER_EVENT.sub(b'"event"::', text), columns, len(keys)
+    )
     if parsed is None:
         return None
     table, odd = parsed
@@ -152,7 +168,7 @@ def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.i
 
 
 def _parse_table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa.Table, list[int]] | None:
-    """Parse lines with a fixed number of keys as a table. Also return the numbers of the other lines.
+    """Parse lines with a fixed number of keys as a table. Return it with the numbers of all other lines.
 
     Returns None if a value is not a number.
 
@@ -174,7 +190,7 @@ def _parse_table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa
     )
     try:
         table = csv.read_csv(
-            pa.BufferReader(text.translate(_MARKS)),
+            pa.BufferReader(text.translate(_STRUCTURE)),
             csv.ReadOptions(column_names=names, block_size=len(text), use_threads=False),
             parsing,
             csv.ConvertOptions(column_types=types, include_columns=list(types), check_utf8=False),
@@ -204,7 +220,7 @@ def _line_keys(line: bytes) -> Sequence[str] | None:
 
 
 class _JournalLineParser:
-    """Parses lines one by one."""
+    """Parser of single lines."""
 
     def __init__(self) -> None:
         self.columns: dict[str, dict[str, list[float]]] = {
@@ -249,19 +265,15 @@ def _build_block(parser: _JournalLineParser, steps: Columns | None = None) -> Jo
     lines += len(steps["step"]) if steps is not None else 0
     columns_by_kind: dict[str, Columns] = {}
     for kind, by_name in columns.items():
-        sound = np.isfinite(by_name["step"]) & (by_name["step"] >= 0)
+        is_valid = np.isfinite(by_name["step"]) & (by_name["step"] >= 0)
         if "loss" in by_name:
-            sound &= np.isfinite(by_name["loss"])
-        damaged += int((~sound).sum())
-        if kind == "step" and not sound.all():
-            kept = np.cumsum(sound)
+            is_valid &= np.isfinite(by_name["loss"])
+        damaged += int((~is_valid).sum())
+        if kind == "step" and not is_valid.all():
+            kept = np.cumsum(is_valid)
             others = [(event, int(kept[count - 1]) if count else 0) for event, count in others]
-        columns_by_kind[kind] = {name: values[sound] for name, values in by_name.items()}
+        columns_by_kind[kind] = {name: values[is_valid] for name, values in by_name.items()}
     return JournalBlock(columns_by_kind, others, lines, damaged, parser.lines)
-
-
-MOST = 1024
-"""Maximum number of buckets. When more are needed, the bucket width doubles."""
 
 
 @dataclass(frozen=True)
@@ -276,18 +288,18 @@ class HistoryCurve:
     seconds: Numbers
     """Cumulative seconds in steps and validations."""
     mean: Columns
+    """Means by name of the value, like `low` and `high`."""
     low: Columns
     high: Columns
-    """Values by name."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 class BucketedSeries:
-    """Buckets of steps with equal width; `add` appends steps. Steps must increase from one call to the next."""
+    """Series of steps in buckets of equal width. `add` appends steps, which must increase from call to call."""
 
-    def __init__(self, names: Sequence[str], most: int = MOST) -> None:
+    def __init__(self, names: Sequence[str], most: int = MAX_BUCKETS) -> None:
         self._names, self._most, self.width = tuple(names), most, 1
         self._count = np.zeros(most)
         self._ends = {axis: np.zeros(most) for axis in ("step", "tokens", "seconds")}
@@ -316,8 +328,8 @@ class BucketedSeries:
             stored[place] = axes[axis][ends - 1]
         for name in self._names:
             self._sums[name][place] += np.add.reduceat(values[name], starts)
-            for extremes, join in ((self._low[name], np.fmin), (self._high[name], np.fmax)):
-                extremes[place] = join(extremes[place], join.reduceat(values[name], starts))
+            for extremes, combine in ((self._low[name], np.fmin), (self._high[name], np.fmax)):
+                extremes[place] = combine(extremes[place], combine.reduceat(values[name], starts))
 
     def _widen(self) -> None:
         """Join each bucket with its neighbour."""
@@ -340,17 +352,17 @@ class BucketedSeries:
         """Return the curve, reduced to at most `most` buckets (at least two)."""
         while most is not None and (self._count > 0).sum() > max(2, most):
             self._widen()
-        there = self._count > 0
-        mean = {name: found[there] / self._count[there] for name, found in self._sums.items()}
+        filled = self._count > 0
+        mean = {name: sums[filled] / self._count[filled] for name, sums in self._sums.items()}
         return HistoryCurve(
-            self.width, self._ends["step"][there], self._ends["tokens"][there], self._ends["seconds"][there], mean,
-            {name: found[there] for name, found in self._low.items()},
-            {name: found[there] for name, found in self._high.items()},
+            self.width, self._ends["step"][filled], self._ends["tokens"][filled], self._ends["seconds"][filled], mean,
+            {name: values[filled] for name, values in self._low.items()},
+            {name: values[filled] for name, values in self._high.items()},
         )  # fmt: skip
 
 
 def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
-    """Average several runs: at each of `points` steps their mean plus and minus one standard deviation.
+    """Return mean, and mean plus and minus one standard deviation, of several runs at `points` steps.
 
     The result ends where the shortest run ends. Values between points are interpolated linearly.
 
@@ -361,14 +373,17 @@ def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
     first, last = max(line.step[0] for line in lines), min(line.step[-1] for line in lines)
     grid = np.unique(np.linspace(first, max(first, last), points).round())
 
-    def at(line: HistoryCurve, values: Numbers) -> Numbers:
+    def interpolate(line: HistoryCurve, values: Numbers) -> Numbers:
         interpolated: Numbers = np.interp(grid, line.step, values)
         return interpolated
 
-    axes = {name: np.mean([at(line, getattr(line, name)) for line in lines], axis=0) for name in ("tokens", "seconds")}
+    axes = {
+        name: np.mean([interpolate(line, getattr(line, name)) for line in lines], axis=0)
+        for name in ("tokens", "seconds")
+    }
     mean, low, high = {}, {}, {}
     for name in lines[0].mean:
-        stacked = np.stack([at(line, line.mean[name]) for line in lines])
+        stacked = np.stack([interpolate(line, line.mean[name]) for line in lines])
         mean[name], spread = stacked.mean(axis=0), stacked.std(axis=0, ddof=1)
         low[name], high[name] = mean[name] - spread, mean[name] + spread
     return HistoryCurve(max(line.width for line in lines), grid, axes["tokens"], axes["seconds"], mean, low, high)
@@ -376,21 +391,12 @@ def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
 
 def empty_curve(names: Sequence[str]) -> HistoryCurve:
     """Return a curve without points."""
-    nothing = np.zeros(0)
-    values: Mapping[str, Numbers] = dict.fromkeys(names, nothing)
-    return HistoryCurve(1, nothing, nothing, nothing, values, values, values)
+    empty = np.zeros(0)
+    values: Mapping[str, Numbers] = dict.fromkeys(names, empty)
+    return HistoryCurve(1, empty, empty, empty, values, values, values)
 
 
 # History of a run: curves, events and totals, from one pass over its journal.
-
-MOST_MARKS = 40
-"""Maximum number of stored events per kind. All are counted."""
-
-STEP_VALUES = ("loss", "grad_norm", "learning_rate", "input_tokens", "step_s")
-VALIDATION_VALUES = ("loss",)
-
-TEXT_SHOWN = 300
-"""Maximum number of characters of an event's text."""
 
 
 @dataclass(frozen=True)
@@ -406,12 +412,12 @@ class HistoryEvent:
 
 @dataclass
 class RunHistory:
-    """Content of a journal. `add` appends one block."""
+    """Content of a journal. `add` reads the next block."""
 
     steps: BucketedSeries = field(default_factory=lambda: BucketedSeries(STEP_VALUES))
     validations: BucketedSeries = field(default_factory=lambda: BucketedSeries(VALIDATION_VALUES))
     progress: RunProgress = field(default_factory=RunProgress)
-    """Progress from all events except steps, validations and checkpoints."""
+    """Progress of the run, from all events except steps, validations and checkpoints."""
     ready: Mapping[str, Any] = field(default_factory=dict)
     """Data of the last `worker_ready` event."""
     marks: list[HistoryEvent] = field(default_factory=list)
@@ -440,30 +446,30 @@ class RunHistory:
     """Seconds for which checkpoints blocked training."""
 
     def add(self, block: JournalBlock) -> None:
-        """Append the lines of a block."""
+        """Read the next block."""
         self.lines += block.lines
         self.damaged += block.damaged
         steps, validations = block.columns["step"], block.columns["validation"]
         before = np.r_[float(self.step), steps["step"]]
         for event, count in block.others:
-            self._happened(event, int(before[count]))
-        self._steps(steps, validations)
+            self._add_event(event, int(before[count]))
+        self._add_steps(steps, validations)
         saved = block.columns["checkpoint_saved"]
         self.checkpoints += len(saved["step"])
         # Format 1 had no blocked_s: it saved in the training thread.
         waits = np.where(np.isfinite(saved["blocked_s"]), saved["blocked_s"], np.nan_to_num(saved["seconds"]))
         self.blocked_s += float(waits.sum())
 
-    def _steps(self, raw: Columns, raw_validations: Columns) -> None:
-        new = _find_new_steps(raw["step"], self.step)
-        steps = {name: values[new] for name, values in raw.items()}
-        self.repeated_steps += int((~new).sum())
+    def _add_steps(self, raw: Columns, raw_validations: Columns) -> None:
+        is_new_step = _find_new_steps(raw["step"], self.step)
+        steps = {name: values[is_new_step] for name, values in raw.items()}
+        self.repeated_steps += int((~is_new_step).sum())
         last = self.validation[0] if self.validation else -1
-        checked = _find_new_steps(raw_validations["step"], last)
-        validations = {name: values[checked] for name, values in raw_validations.items()}
-        trained, inputs, columns = (np.nan_to_num(steps[name]) for name in ("trained_tokens", "input_tokens", "step_s"))
+        is_new_validation = _find_new_steps(raw_validations["step"], last)
+        validations = {name: values[is_new_validation] for name, values in raw_validations.items()}
+        trained, inputs, step_s = (np.nan_to_num(steps[name]) for name in ("trained_tokens", "input_tokens", "step_s"))
         # A validation's time is counted before the step that follows it.
-        pauses, spent = np.nan_to_num(validations["seconds"]), np.append(columns, 0.0)
+        pauses, spent = np.nan_to_num(validations["seconds"]), np.append(step_s, 0.0)
         follows = np.searchsorted(steps["step"], validations["step"], side="right")
         np.add.at(spent, follows, pauses)
         tokens, seconds = self.trained_tokens + np.cumsum(trained), self.seconds + np.cumsum(spent)
@@ -473,7 +479,7 @@ class RunHistory:
             {
                 "step": validations["step"],
                 "tokens": until,
-                "seconds": seconds[follows] - np.append(columns, 0.0)[follows],
+                "seconds": seconds[follows] - np.append(step_s, 0.0)[follows],
             },
             validations,
         )
@@ -481,11 +487,11 @@ class RunHistory:
             self.step, self.loss = int(steps["step"][-1]), float(steps["loss"][-1])
         self.trained_tokens += float(trained.sum())
         self.input_tokens += float(inputs.sum())
-        self.step_s += float(columns.sum())
+        self.step_s += float(step_s.sum())
         self.seconds = float(seconds[-1])
-        self._validated(validations["step"], validations["loss"])
+        self._update_validation(validations["step"], validations["loss"])
 
-    def _validated(self, steps: Numbers, losses: Numbers) -> None:
+    def _update_validation(self, steps: Numbers, losses: Numbers) -> None:
         if not len(steps):
             return
         self.validation = int(steps[-1]), float(losses[-1])
@@ -493,8 +499,8 @@ class RunHistory:
         if self.best is None or losses[lowest] < self.best[1]:
             self.best = int(steps[lowest]), float(losses[lowest])
 
-    def _happened(self, event: JournalEvent, step: int) -> None:
-        """Record an event that is not a column. `step` is the last step before it."""
+    def _add_event(self, event: JournalEvent, step: int) -> None:
+        """Record an event that is not read as a column. `step` is the last step before it."""
         self.progress.update(event)
         data = event.data
         if event.kind == "worker_ready":
@@ -524,13 +530,13 @@ class RunHistory:
             self.marks.append(HistoryEvent(step, kind, text[:TEXT_SHOWN]))
 
 
-def _event_step(data: Mapping[str, Any], otherwise: int) -> int:
+def _event_step(data: Mapping[str, Any], default: int) -> int:
     step = data.get("step")
-    return step if isinstance(step, int) else otherwise
+    return step if isinstance(step, int) else default
 
 
 def _find_new_steps(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Return a mask of the steps that are new. A resumed run repeats some steps with equal numbers."""
+    """Return a mask of the steps that are new. A resumed run repeats some steps under the same number."""
     reached = np.maximum.accumulate(np.r_[float(last), steps])
     is_new: np.ndarray[Any, np.dtype[np.bool_]] = steps > reached[:-1]
     return is_new
@@ -538,20 +544,18 @@ def _find_new_steps(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np
 
 def read_history(journal: Path) -> RunHistory:
     """Read the history of a run. A missing journal gives an empty history."""
-    course = RunHistory()
+    history = RunHistory()
     for block in read_blocks(journal):
-        course.add(block)
-    return course
+        history.add(block)
+    return history
 
 
-# Summary of a run: settings, history and result, as far as they exist.
-
-T = TypeVar("T", bound=Record)
+# Summary of a run: settings, history and result.
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of one run. Files missing in its directory are None."""
+    """Summary of one run. The content of a missing file is None."""
 
     paths: RunPaths
     spec: RunSpec | None
@@ -589,7 +593,7 @@ class RunSummary:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that affect learning, by dotted key."""
+        """Settings that affect learning, by dotted key."""
         if self.spec is None:
             return {}
         flat = {
@@ -600,9 +604,9 @@ class RunSummary:
 
     @cached_property
     def execution(self) -> Mapping[str, Any]:
-        """Return the settings of execution that may affect rounding or cost. Addresses are omitted."""
+        """Settings of execution that may affect rounding or cost. Addresses are omitted."""
         ready = self.history.ready
-        execution = {name: ready[key] for key, name in _READY.items() if ready.get(key) is not None}
+        execution = {name: ready[key] for key, name in _EXECUTION_FIELDS.items() if ready.get(key) is not None}
         if self.launch is not None:
             machine = self.launch.machine
             execution |= {
@@ -627,12 +631,12 @@ class RunSummary:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Largest measured memory of any phase."""
+        """Measured peak memory of the phase with the largest peak."""
         return max(self.history.progress.memory.peaks.values(), default=None)
 
     @property
     def forecast_bytes(self) -> int | None:
-        """Forecast peak memory of any phase."""
+        """Forecast peak memory of the phase with the largest peak."""
         return self.forecast.peak.total_bytes if self.forecast else None
 
     @property
@@ -642,12 +646,6 @@ class RunSummary:
             return self.report.trainable_parameters
         count = self.history.ready.get("trainable_parameters")
         return count if isinstance(count, int) else None
-
-
-_READY = {
-    "device": "device", "compute_dtype": "compute dtype", "threads": "threads", "ranks": "ranks", "torch": "torch",
-}  # fmt: skip
-"""Fields of the `worker_ready` event, and their names."""
 
 
 def read_run_summary(paths: RunPaths) -> RunSummary:
@@ -673,8 +671,8 @@ def _load_record(kind: type[T], path: Path) -> T | None:
     return kind.load(path) if path.exists() else None
 
 
-def _flatten_settings(node: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten_settings(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in node.items():
-        flat |= _flatten_settings(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+        flat |= _flatten_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

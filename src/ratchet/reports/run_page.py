@@ -11,27 +11,27 @@ from ratchet.reports import comparison_page, curves, verdict_page
 from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult
 from ratchet.reports.curves import render_swatch, side_classes
 from ratchet.reports.forest_plot import format_significant, render_digest
-from ratchet.reports.training_page import STYLE as PART_STYLE
-from ratchet.reports.training_page import render_memory
+from ratchet.reports.training_page import MEMORY_STYLE, render_memory
 from ratchet.reports.verdict_page import render_judge_results
 from ratchet.storage import html
-from ratchet.storage import html as placed
 from ratchet.storage.html import NONE, Html, explanation, format_count, format_percentage, tag
 from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, ModelRole
 from ratchet.tuning.trial_summary import format_duration
 
 LABELS_NAMED, LABELS_DRAWN, PAIRS_DRAWN = 40, 150, 3000
-"""Maximum numbers of labels with names next to a confusion matrix, of labels in a plot, and of pairs in one plot."""
+"""Maximum numbers of labels with names next to a confusion matrix, of labels in a matrix, and of pairs in a matrix."""
 CURVES = 6
 """Number of precision-recall curves: labels with the lowest average precision."""
-WORST, TEXT_SHOWN = 20, 600
-"""Numbers of samples and of characters of a text."""
+WORST_SHOWN, TEXT_SHOWN = 20, 600
+"""Maximum numbers of worst samples, and of characters of a text."""
 LEFT, TOP, SQUARE = 56, 10, 360
 """Geometry of the precision-recall plot, in its own pixels."""
-BY = ("answer_loss", "accuracy", "exact_match", "token_f1")
+RANKING_METRICS = ("answer_loss", "accuracy", "exact_match", "token_f1")
 """Metrics that rank the worst samples; the first available one is used."""
-SIDE, COUNTED_PX = 420, 22
-"""Size of a matrix in its own pixels, and the minimum size of its squares for numbers inside."""
+MATRIX_PX, COUNTED_PX = 420, 22
+"""Size of a confusion matrix in its own pixels, and minimum size of its squares for numbers inside."""
+
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunEvaluation:
     samples: Mapping[str, Samples] = field(default_factory=dict)
     """Per-sample scores by metric."""
     confusion: Mapping[str, Any] | None = None
-    """`labels` and `matrix`, as stage evaluate writes them."""
+    """`labels` and `matrix`, in the format of stage evaluate."""
     curves: Mapping[str, Any] | None = None
     """Precision and recall by label."""
 
@@ -58,9 +58,8 @@ def render_evaluation(evaluation: RunEvaluation | None) -> verdict_page.Body:
     """Render metrics, error rates, confusions, curves, and the worst samples."""
     if evaluation is None:
         return (
-            "The run was not evaluated, or its evaluation was not kept. Stage evaluate scores the run of "
-            "params.yaml and "
-            "champions."
+            "The run was not evaluated, or its evaluation was not kept. Stage evaluate scores the run of params.yaml "
+            "and the champions."
         )
     content = [*_wrap_body(verdict_page.render_metrics(evaluation.report)), tag("h3", "Row by row")]
     content += (
@@ -90,7 +89,7 @@ def _wrap_body(body: verdict_page.Body) -> Sequence[Html]:
 
 
 def render_confusion_matrix(confusion: Mapping[str, Any]) -> Html:
-    """Render the confusion matrix: a square per pair, darker for a larger share of the true label's rows."""
+    """Render a square for each pair of labels, darker for a larger share of the true label's rows."""
     labels: list[str] = list(confusion["labels"])
     matrix: list[list[int]] = confusion["matrix"]
     columns = len(matrix[0]) if matrix else 0
@@ -98,13 +97,13 @@ def render_confusion_matrix(confusion: Mapping[str, Any]) -> Html:
         return explanation(
             f"{format_count(columns, 'label')} are too many for a plot; see the table of confused labels."
         )
-    room = 7 * min(24, max(map(len, labels))) + 10 if len(labels) <= LABELS_NAMED else 14
-    cell = max(3.0, min(44.0, SIDE / columns))
+    margin = 7 * min(24, max(map(len, labels))) + 10 if len(labels) <= LABELS_NAMED else 14
+    cell = max(3.0, min(44.0, MATRIX_PX / columns))
     parts = [
         tag(
             "rect",
-            x=f"{room}",
-            y=f"{room}",
+            x=f"{margin}",
+            y=f"{margin}",
             width=f"{cell * columns:.1f}",
             height=f"{cell * len(labels):.1f}",
             class_="empty",
@@ -118,7 +117,7 @@ def render_confusion_matrix(confusion: Mapping[str, Any]) -> Html:
             if count >= least:
                 answer = labels[column] if column < len(labels) else "other"
                 title = tag("title", f"{labels[row]}: {count:,} of {total:,} answered {answer}")
-                x, y = room + column * cell, room + row * cell
+                x, y = margin + column * cell, margin + row * cell
                 shade = {
                     "class_": "right" if row == column else "wrong",
                     "fill_opacity": f"{0.15 + 0.85 * count / total:.2f}",
@@ -129,8 +128,8 @@ def render_confusion_matrix(confusion: Mapping[str, Any]) -> Html:
                     place = {"x": f"{x + cell / 2:.1f}", "y": f"{y + cell / 2 + 4:.1f}"}
                     parts.append(tag("text", f"{count:,}", **place, text_anchor="middle", class_="count"))
     if len(labels) <= LABELS_NAMED:
-        parts += _render_label_names(labels, columns, room, cell)
-    wide, high = room + cell * columns + 6, room + cell * len(labels) + 6
+        parts += _render_label_names(labels, columns, margin, cell)
+    wide, high = margin + cell * columns + 6, margin + cell * len(labels) + 6
     description = (
         f"Confusion matrix of {format_count(len(labels), 'label')}; the table of confused labels has the numbers."
     )
@@ -152,20 +151,20 @@ def render_confusion_matrix(confusion: Mapping[str, Any]) -> Html:
     return tag("figure", caption, framed)
 
 
-def _render_label_names(labels: Sequence[str], columns: int, room: float, cell: float) -> Iterator[Html]:
+def _render_label_names(labels: Sequence[str], columns: int, margin: float, cell: float) -> Iterator[Html]:
     names = [*labels, *["other"] * (columns - len(labels))]
     for place, name in enumerate(names):
-        cut = name if len(name) <= 24 else f"{name[:23]}\u2026"
-        at = room + (place + 0.5) * cell
+        text = name if len(name) <= 24 else f"{name[:23]}\u2026"
+        center = margin + (place + 0.5) * cell
         if place < len(labels):
-            yield tag("text", cut, x=f"{room - 5:.1f}", y=f"{at + 4:.1f}", text_anchor="end")
-        turned = f"rotate(-90 {at + 4:.1f} {room - 5:.1f})"
-        yield tag("text", cut, x=f"{at + 4:.1f}", y=f"{room - 5:.1f}", transform=turned)
+            yield tag("text", text, x=f"{margin - 5:.1f}", y=f"{center + 4:.1f}", text_anchor="end")
+        rotation = f"rotate(-90 {center + 4:.1f} {margin - 5:.1f})"
+        yield tag("text", text, x=f"{center + 4:.1f}", y=f"{margin - 5:.1f}", transform=rotation)
 
 
 def render_precision_recall(curves: Mapping[str, Any]) -> Html:
-    """Render the curves of the labels with the lowest average precision."""
-    known = {label: one for label, one in curves.items() if one["precision"]}
+    """Render precision-recall curves of the labels with the lowest average precision."""
+    known = {label: curve for label, curve in curves.items() if curve["precision"]}
     worst = sorted(known, key=lambda label: (known[label]["average_precision"], label))[:CURVES]
     parts = []
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -174,9 +173,9 @@ def render_precision_recall(curves: Mapping[str, Any]) -> Html:
         parts.append(tag("text", f"{tick:g}", x=f"{LEFT - 8}", y=y, dy="4", text_anchor="end"))
         parts.append(tag("text", f"{tick:g}", x=x, y=f"{TOP + SQUARE + 20}", text_anchor="middle"))
     middle = TOP + SQUARE // 2
-    turned = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
+    vertical = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
     parts.append(tag("text", "recall", x=f"{LEFT + SQUARE // 2}", y=f"{TOP + SQUARE + 38}", text_anchor="middle"))
-    parts.append(tag("text", "precision", text_anchor="middle", **turned))
+    parts.append(tag("text", "precision", text_anchor="middle", **vertical))
     for number, label in enumerate(worst):
         pairs = zip(known[label]["recall"], known[label]["precision"], strict=True)
         points = " ".join(f"{LEFT + SQUARE * a:.1f},{TOP + SQUARE * (1 - b):.1f}" for a, b in pairs)
@@ -194,7 +193,7 @@ def render_precision_recall(curves: Mapping[str, Any]) -> Html:
 
 
 def _render_worst_samples(evaluation: RunEvaluation) -> list[Html]:
-    metric = next((name for name in BY if evaluation.samples.get(name)), None)
+    metric = next((name for name in RANKING_METRICS if evaluation.samples.get(name)), None)
     measured = evaluation.report.scores[evaluation.role].metrics.get(metric) if metric else None
     if metric is None or measured is None or not evaluation.rows:
         return [explanation("Scores of single rows were not kept.")]
@@ -211,7 +210,7 @@ def _render_worst_samples(evaluation: RunEvaluation) -> list[Html]:
             tag("div", tag("small", "expected"), tag("p", tag("bdi", _truncate(row.expected)))),
             tag("div", tag("small", "answered"), tag("p", *_render_answer(evaluation.answers.get(row.id)))),
         )
-        for row in order[:WORST]
+        for row in order[:WORST_SHOWN]
     ]
     note = f"The {len(articles)} of {format_count(len(order), 'test row')} with the worst {metric}."
     samples = tag("div", *articles, class_="list worst", tabindex="0", role="region", aria_label="Worst samples")
@@ -236,42 +235,42 @@ class RunProvenance:
     checkout: Mapping[str, str]
     """Current Git and DVC state, by name."""
     card: str | None
-    """Link to the data card, if the current data is that of the run."""
+    """Link to the data card, if the run was trained on the current data."""
     page: str | None
-    """Link to the page written by stage train."""
+    """Link to the page that stage train wrote."""
     gate_page: str | None
-    """Link to the gate's page, if it is about this run."""
+    """Link to the gate's page, if the gate judged this run."""
 
 
-def render_lineage(side: ComparisonSide, origin: RunProvenance) -> verdict_page.Body:
-    """Render base, data, code, Git and DVC state."""
-    account = side.runs[0]
-    facts: dict[str, str] = {"Run": tag("code", account.run_id)}
-    if account.launch is not None:
-        base = account.launch.base
+def render_lineage(side: ComparisonSide, provenance: RunProvenance) -> verdict_page.Body:
+    """Render base, data, code, and the state of Git and DVC."""
+    run = side.runs[0]
+    facts: dict[str, str] = {"Run": tag("code", run.run_id)}
+    if run.launch is not None:
+        base = run.launch.base
         facts["Base model"] = tag("bdi", f"{base.source}" + (f", revision {base.revision}" if base.revision else ""))
         facts["Licence"] = base.licence or NONE
         facts["Base parameters"] = f"{base.parameters:,}"
-    if account.spec is not None:
-        facts["Base digest"] = render_digest(account.spec.base_digest)
-        data = render_digest(account.spec.data_digest)
+    if run.spec is not None:
+        facts["Base digest"] = render_digest(run.spec.base_digest)
+        data = render_digest(run.spec.data_digest)
         link = (
-            tag("a", "data card", href=origin.card)
-            if origin.card
-            else "the data has changed since, and its card is not available"
+            tag("a", "data card", href=provenance.card)
+            if provenance.card
+            else "the data has changed since the run, so its card is not available"
         )
         facts["Data"] = tag("span", data, " ", link)
-    if account.report is not None:
-        facts["Adapter"] = render_digest(account.report.adapter_digest)
-    if version := account.history.progress.code_version:
+    if run.report is not None:
+        facts["Adapter"] = render_digest(run.report.adapter_digest)
+    if version := run.history.progress.code_version:
         facts["Code"] = tag("code", version)
-    for name, value in origin.checkout.items():
+    for name, value in provenance.checkout.items():
         facts[name] = tag("code", value)
     if side.trials:
         facts["Trials"] = ", ".join(side.trials)
     links = [
         tag("a", text, href=href)
-        for text, href in (("modules, gradients, updates", origin.page), ("gate report", origin.gate_page))
+        for text, href in (("modules, gradients, updates", provenance.page), ("gate report", provenance.gate_page))
         if href
     ]
     if links:
@@ -288,77 +287,75 @@ def render_registry(side: ComparisonSide) -> verdict_page.Body:
 
 # The page: one HTML file without external resources, complete without its script.
 
-PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
-
-def write(side: ComparisonSide, examination: RunEvaluation | None, origin: RunProvenance, target: Path) -> None:
+def write(side: ComparisonSide, evaluation: RunEvaluation | None, provenance: RunProvenance, target: Path) -> None:
     """Write the page. Equal arguments give equal bytes.
 
     Args:
         side: The run, as a group of one.
-        examination: Its per-row evaluation, if available.
-        origin: Origin of the run.
+        evaluation: Evaluation of the run, if available.
+        provenance: Origin of the run.
         target: HTML file to write.
     """
-    placed.write(target, render(side, examination, origin))
+    html.write(target, render(side, evaluation, provenance))
 
 
-def render(side: ComparisonSide, examination: RunEvaluation | None, origin: RunProvenance) -> str:
-    """Render the page as text. See `write`."""
-    account = side.runs[0]
-    pictures = curves.build_plots([side])
-    measured = account.history.progress.memory.peaks
+def render(side: ComparisonSide, evaluation: RunEvaluation | None, provenance: RunProvenance) -> str:
+    """Return the page as text. See `write`."""
+    run = side.runs[0]
+    plots = curves.build_plots([side])
+    measured = run.history.progress.memory.peaks
     sections: dict[str, Sequence[Html] | str] = {
         "Figures": [
             comparison_page.render_facts(
                 {name: value for name, [value] in comparison_page.summarize_sides([side]) if value != NONE}
             )
         ],
-        "Curves": _render_curves(pictures, side) if pictures else "The run has not done a step.",
+        "Curves": _render_curves(plots, side) if plots else "The run has not done a step.",
         "Events": comparison_page.render_events([side]),
-        "Evaluation": render_evaluation(examination),
-        "Memory": render_memory(account.forecast, measured),
+        "Evaluation": render_evaluation(evaluation),
+        "Memory": render_memory(run.forecast, measured),
         "Settings": comparison_page.render_settings(side),
         "Registry": render_registry(side),
-        "Lineage": render_lineage(side, origin),
+        "Lineage": render_lineage(side, provenance),
     }
     links = [tag("a", name, href=f"#{html.anchor(name)}") for name in sections]
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(html.section(name, body) for name, body in sections.items()))
     style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
-    data = curves.render_script_data(pictures, [side])
-    title = f"Run {account.run_id}"
-    return html.document(title, style + more + PART_STYLE, _render_header(side), contents, main, data, script=script)
+    data = curves.render_script_data(plots, [side])
+    title = f"Run {run.run_id}"
+    return html.document(title, style + more + MEMORY_STYLE, _render_header(side), contents, main, data, script=script)
 
 
-def _render_curves(pictures: Sequence[curves.CurvePlot], side: ComparisonSide) -> list[Html]:
+def _render_curves(plots: Sequence[curves.CurvePlot], side: ComparisonSide) -> list[Html]:
     content = [explanation(curves.describe_legend([side])), curves.render_controls([side])]
-    return [*content, *(curves.render_figure(one, [side]) for one in pictures)]
+    return [*content, *(curves.render_figure(plot, [side]) for plot in plots)]
 
 
 def _render_header(side: ComparisonSide) -> Html:
-    account = side.runs[0]
-    course = account.history
+    run = side.runs[0]
+    history = run.history
 
     def figures() -> Iterator[tuple[str, str, str]]:
-        best, planned = account.best, course.progress.planned_steps
+        best, planned = run.best, history.progress.planned_steps
         yield "Validation loss", f"{best[1]:.4f}" if best else NONE, f"lowest, step {best[0]:,}" if best else "not yet"
-        yield "Steps", f"{course.step:,}", f"of {planned:,} planned" if planned else "none planned yet"
-        speed = f"{account.tokens_per_s:,.0f} input tokens/s" if account.tokens_per_s else ""
-        yield "Training time", format_duration(course.seconds) if course.seconds else NONE, speed
-        forecast = f"forecast {format_bytes(account.forecast_bytes)}" if account.forecast_bytes else ""
-        yield "Peak memory", format_bytes(account.peak_bytes) if account.peak_bytes else NONE, forecast
-        if account.report is not None:
-            total = account.report.total_parameters
-            share = format_percentage(account.report.trainable_parameters, total)
-            yield "Trained", share, f"{account.report.trainable_parameters:,} of {total:,} parameters"
+        yield "Steps", f"{history.step:,}", f"of {planned:,} planned" if planned else "none planned yet"
+        speed = f"{run.tokens_per_s:,.0f} input tokens/s" if run.tokens_per_s else ""
+        yield "Training time", format_duration(history.seconds) if history.seconds else NONE, speed
+        forecast = f"forecast {format_bytes(run.forecast_bytes)}" if run.forecast_bytes else ""
+        yield "Peak memory", format_bytes(run.peak_bytes) if run.peak_bytes else NONE, forecast
+        if run.report is not None:
+            total = run.report.total_parameters
+            share = format_percentage(run.report.trainable_parameters, total)
+            yield "Trained", share, f"{run.report.trainable_parameters:,} of {total:,} parameters"
 
     items = [
         tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
         for name, value, note in figures()
     ]
-    events = sum(course.counts.values())
-    summary = f"{account.state}; {format_count(course.progress.attempts, 'attempt')}, {format_count(events, 'event')}"
-    known = "; ".join(dict.fromkeys((*(m.about for m in side.subject.members if m.about), *side.promotions)))
-    title = tag("h1", f"Run {account.run_id}", tag("span", f"{summary}; {known}" if known else summary))
+    events = sum(history.counts.values())
+    summary = f"{run.state}; {format_count(history.progress.attempts, 'attempt')}, {format_count(events, 'event')}"
+    names = "; ".join(dict.fromkeys((*(m.about for m in side.subject.members if m.about), *side.promotions)))
+    title = tag("h1", f"Run {run.run_id}", tag("span", f"{summary}; {names}" if names else summary))
     return tag("header", tag("p", "Training", class_="quiet"), title, tag("dl", *items))

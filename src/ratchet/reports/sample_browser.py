@@ -14,17 +14,38 @@ from ratchet.storage.records.evaluation import EvaluatedRow, MetricValue, ModelR
 from ratchet.storage.records.gate import Verdict
 
 Kind = Literal["lost", "won", "wrong", "right"]
-"""Change of a sample. For right and wrong: only the reference is right, only the candidate, neither, both. For other
-scores: the candidate is worse, it is better, (unused), they are equal.
+"""Change of a sample. For right and wrong answers: only the reference is right, only the candidate, neither, both. For
+graded scores: the candidate is worse, the candidate is better, (unused), both are equal.
 """
 
 KINDS: tuple[Kind, ...] = ("lost", "won", "wrong", "right")
 
-MOST = {"lost": 400, "won": 400, "wrong": 100, "right": 40}
+MAX_SAMPLES = {"lost": 400, "won": 400, "wrong": 100, "right": 40}
 """Maximum number of samples per kind, metric and reference on a page."""
 
 Documents = Mapping[ModelRole, Mapping[str, Sequence[Mapping[str, Any]]]]
 """The harness's documents {id, prompt, target, answers, scores}, by model and task."""
+
+MAX_BYTES = 1_300_000
+"""Maximum size of all samples of a page, which keeps the page below 2 MB."""
+PROMPT_SHOWN, ANSWER_SHOWN, FIELD_SHOWN = 1600, 800, 80
+"""Maximum numbers of characters. The middle of a longer prompt or answer, and the end of a longer field, are cut."""
+FLIPS: tuple[Kind, Kind] = ("lost", "won")
+FIELDS_SHOWN = 8
+"""Maximum number of fields with a filter."""
+KIND_NAMES: dict[bool, dict[Kind, str]] = {
+    False: {
+        "lost": "only reference right",
+        "won": "only candidate right",
+        "wrong": "both wrong",
+        "right": "both right",
+    },
+    True: {"lost": "candidate worse", "won": "candidate better", "wrong": "", "right": "equal"},
+}
+"""Names of the kinds, by whether the scores are graded."""
+SIGNS: dict[Kind, str] = {"lost": "\u25bc", "won": "\u25b2", "wrong": "\u2715", "right": "="}
+SampleKey = tuple[str, str]
+"""Task ("" for test rows) and id."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +68,9 @@ class PairedSampleScores:
     metric: str
     against: ModelRole
     candidate: ModelRole
-    """`candidate` or `merged`: the compared role."""
+    """Role under which the candidate was scored: `candidate` or `merged`."""
     graded: bool
-    """Whether scores are graded instead of right and wrong."""
+    """Whether scores are graded. Otherwise answers are right or wrong."""
     scores: Mapping[str, tuple[float, float]]
     """Scores of reference and candidate, by sample."""
     kinds: Mapping[Kind, Sequence[str]]
@@ -62,7 +83,7 @@ class PairedSampleScores:
 
 def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[ModelRole, Mapping[str, Sequence[str]]],
                    documents: Documents) -> dict[tuple[str, str], SampleView]:  # fmt: skip
-    """Return every sample that has a text, by task ("" for test rows) and id."""
+    """Return all samples with a text, by task ("" for test rows) and id."""
     views = {
         ("", row.id): SampleView(
             id=row.id,
@@ -70,19 +91,19 @@ def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[ModelRole, Map
             expected=row.expected,
             fields=row.fields,
             answers={
-                who: answers_by_role[row.id] for who, answers_by_role in answers.items() if row.id in answers_by_role
+                role: answers_by_role[row.id] for role, answers_by_role in answers.items() if row.id in answers_by_role
             },
         )
         for row in rows
     }
     by_place: dict[tuple[str, str], dict[ModelRole, Mapping[str, Any]]] = {}
-    for who, tasks in documents.items():
+    for role, tasks in documents.items():
         for task, documents_by_task in tasks.items():
             for document in documents_by_task:
-                by_place.setdefault((task, str(document["id"])), {})[who] = document
+                by_place.setdefault((task, str(document["id"])), {})[role] = document
     for (task, sample), models in by_place.items():
         first = next(iter(models.values()))
-        answers_by_role = {who: _answer_texts(document.get("answers")) for who, document in models.items()}
+        answers_by_role = {role: _answer_texts(document.get("answers")) for role, document in models.items()}
         views[task, sample] = SampleView(
             id=sample,
             prompt=_format_text(first.get("prompt")),
@@ -94,27 +115,29 @@ def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[ModelRole, Map
 
 
 def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleScores]:
-    """Return every metric with per-sample scores of both candidate and a reference, metrics of the rules first."""
-    forms: dict[tuple[str, ModelRole], str] = {
-        (found.metric, found.against): found.role for reason in verdict.reasons for found in reason.comparisons
+    """Pair the per-sample scores of candidate and references by metric. Metrics of the gate's rules come first."""
+    compared_roles: dict[tuple[str, ModelRole], str] = {
+        (comparison.metric, comparison.against): comparison.role
+        for reason in verdict.reasons
+        for comparison in reason.comparisons
     }
     paired = []
     for against in REFERENCES:
         for metric in sorted(evidence.samples.get(against, {})):
             metric_value = find_metric(evidence.report, metric)
-            candidate = _compared_role(forms.get((metric, against), ""), metric, evidence)
+            candidate = _compared_role(compared_roles.get((metric, against), ""), metric, evidence)
             if metric_value is None or candidate is None or metric_value.better == "unknown":
                 continue
             paired.append(_pair_metric(metric, metric_value, against, candidate, evidence))
-    return sorted(paired, key=lambda one: (one.graded, (one.metric, one.against) not in forms))
+    return sorted(paired, key=lambda scores: (scores.graded, (scores.metric, scores.against) not in compared_roles))
 
 
 def _compared_role(compared: str, metric: str, evidence: GateEvidence) -> ModelRole | None:
     """Return the role of the candidate that the gate compared, else the first that was scored."""
     scored = evidence.scored_roles
     if compared:
-        scored.sort(key=lambda who: (who == "merged") != (compared == "merged"))
-    return next((who for who in scored if metric in evidence.samples.get(who, {})), None)
+        scored.sort(key=lambda role: (role == "merged") != (compared == "merged"))
+    return next((role for role in scored if metric in evidence.samples.get(role, {})), None)
 
 
 def _pair_metric(
@@ -130,17 +153,17 @@ def _pair_metric(
     graded = metric_value.better == "lower" or any(
         value not in (0.0, 1.0) for pair in scores.values() for value in pair
     )
-    turned = -1.0 if metric_value.better == "lower" else 1.0
+    sign = -1.0 if metric_value.better == "lower" else 1.0
     kinds: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for sample, (before, after) in scores.items():
-        kinds[_change_kind(turned * (after - before), bool(after) or graded)].append(sample)
+        kinds[_change_kind(sign * (after - before), bool(after) or graded)].append(sample)
     for ids in kinds.values():
         ids.sort(key=lambda sample: (-abs(scores[sample][1] - scores[sample][0]), sample))
     return PairedSampleScores(metric, against, candidate, graded, scores, kinds)
 
 
 def _sample_score(sample: SampleScore, metric: MetricValue) -> float:
-    """Return a sample's score. Perplexities use the sample's own perplexity, so that long samples do not dominate."""
+    """Return a sample's score: for perplexities the sample's own perplexity, so that long samples do not dominate."""
     if metric.kind != "perplexity" or not sample.weight:
         return sample.value
     nats = sample.value / sample.weight
@@ -155,67 +178,45 @@ def _change_kind(gain: float, right: bool) -> Kind:
 
 def metric_task(metric: str, tasks: Sequence[str]) -> str:
     """Return the harness task of a metric, or an empty string for metrics of test rows."""
-    fitting = [task for task in tasks if metric.startswith(f"harness/{task}/")]
-    return max(fitting, key=len, default="")
+    matching = [task for task in tasks if metric.startswith(f"harness/{task}/")]
+    return max(matching, key=len, default="")
 
 
 def order_samples(paired: Sequence[PairedSampleScores]) -> Iterator[tuple[PairedSampleScores, str]]:
-    """Yield samples in display order: flips of all metrics in turn, then the others."""
+    """Yield samples in display order: flipped samples of all metrics in turn, then the others."""
     for kinds in (("lost", "won"), ("wrong",), ("right",)):
-        for place in range(max(MOST[kind] for kind in kinds)):
-            for one in paired:
+        for place in range(max(MAX_SAMPLES[kind] for kind in kinds)):
+            for scores in paired:
                 for kind in KINDS:
-                    if kind in kinds and place < min(MOST[kind], len(one.kinds[kind])):
-                        yield one, one.kinds[kind][place]
+                    if kind in kinds and place < min(MAX_SAMPLES[kind], len(scores.kinds[kind])):
+                        yield scores, scores.kinds[kind][place]
 
 
 def _answer_texts(answers: Any) -> list[str]:
-    return [_format_text(one) for one in answers] if isinstance(answers, (list, tuple)) else [_format_text(answers)]
+    return (
+        [_format_text(answer) for answer in answers] if isinstance(answers, (list, tuple)) else [_format_text(answers)]
+    )
 
 
 def _format_text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
-# Browser of flipped samples: complete without JavaScript, with filters and pages with it (reports/gate.js).
-
-ROOM_BYTES = 1_300_000
-"""Maximum size of all samples together, which keeps the page below 2 MB."""
-
-PROMPT_SHOWN, ANSWER_SHOWN, FIELD_SHOWN = 1600, 800, 80
-"""Maximum number of characters of a text. The middle of a longer prompt or answer and the end of a longer field are
-cut."""
-
-FLIPS: tuple[Kind, Kind] = ("lost", "won")
-
-FIELDS_SHOWN = 8
-"""Maximum number of fields with a filter. A field's filter has all values of the samples."""
-
-SAID: dict[bool, dict[Kind, str]] = {
-    False: {
-        "lost": "only reference right",
-        "won": "only candidate right",
-        "wrong": "both wrong",
-        "right": "both right",
-    },
-    True: {"lost": "candidate worse", "won": "candidate better", "wrong": "", "right": "equal"},
-}
-"""Names of the kinds, by whether scores are graded."""
-
-SIGNS: dict[Kind, str] = {"lost": "\u25bc", "won": "\u25b2", "wrong": "\u2715", "right": "="}
-
-Key = tuple[str, str]
-"""Task ("" for test rows) and id."""
-Beside = tuple[int, PairedSampleScores, Mapping[str, tuple[Kind, int]]]
+# Browser of flipped samples: complete without JavaScript; reports/gate.js adds filters and pages.
+IndexedScores = tuple[int, PairedSampleScores, Mapping[str, tuple[Kind, int]]]
 """Number of a metric, its scores, and the position of every sample."""
-Scored = tuple[int, PairedSampleScores, Kind, int]
+SampleResult = tuple[int, PairedSampleScores, Kind, int]
 """Number of a metric, its scores, kind of a sample, and its position within the kind."""
 
 
-def render_samples(paired: Sequence[PairedSampleScores], texts: Mapping[Key, SampleView]) -> Sequence[Html] | str:
-    """Render the section: numbers of flipped samples, filters, and as many samples as the page has space for."""
+def render_samples(paired: Sequence[PairedSampleScores], texts: Mapping[SampleKey, SampleView]) -> Sequence[Html] | str:
+    """Render numbers of flipped samples, filters, and as many samples as the page has space for."""
     tasks = sorted({task for task, _ in texts})
-    known = [one for one in paired if any((metric_task(one.metric, tasks), sample) in texts for sample in one.scores)]
+    known = [
+        scores
+        for scores in paired
+        if any((metric_task(scores.metric, tasks), sample) in texts for sample in scores.scores)
+    ]
     if not known:
         return "No reference has samples that can be shown next to the candidate's."
     chosen = _select_samples(known, texts, tasks)
@@ -235,62 +236,67 @@ def render_samples(paired: Sequence[PairedSampleScores], texts: Mapping[Key, Sam
 def _render_counts(paired: Sequence[PairedSampleScores]) -> Html:
     """Render the number of samples by kind."""
     rows = []
-    for one in paired:
-        counts = [f"{len(one.kinds[kind]):,}" for kind in KINDS]
-        if one.graded:
+    for scores in paired:
+        counts = [f"{len(scores.kinds[kind]):,}" for kind in KINDS]
+        if scores.graded:
             counts[2] = html.NONE
-        about = f"{one.candidate} against {one.against}"
-        rows.append((tag("span", tag("bdi", one.metric), tag("small", about)), f"{len(one.scores):,}", *counts))
+        about = f"{scores.candidate} against {scores.against}"
+        rows.append((tag("span", tag("bdi", scores.metric), tag("small", about)), f"{len(scores.scores):,}", *counts))
     heads = ("metric", "n", "worse", "better", "both wrong", "both right, or equal")
     return html.table("Flipped samples by metric", "tnnnnn", heads, rows)
 
 
 def _select_samples(
-    paired: Sequence[PairedSampleScores], texts: Mapping[Key, SampleView], tasks: Sequence[str]
-) -> dict[tuple[ModelRole, Key], Html]:
-    """Select samples by reference until the page is full; lost ones first for each reference."""
-    beside: dict[tuple[ModelRole, str], list[Beside]] = {}
-    for number, one in enumerate(paired):
-        beside.setdefault((one.against, metric_task(one.metric, tasks)), []).append((number, one, one.places()))
-    fields, references = _filter_fields(texts), list(dict.fromkeys(one.against for one in paired))
-    selected: dict[tuple[ModelRole, Key], Html] = {}
-    order: dict[tuple[ModelRole, Key], tuple[int, ...]] = {}
+    paired: Sequence[PairedSampleScores], texts: Mapping[SampleKey, SampleView], tasks: Sequence[str]
+) -> dict[tuple[ModelRole, SampleKey], Html]:
+    """Select samples until the page is full, and sort them by reference, metric and kind."""
+    by_task: dict[tuple[ModelRole, str], list[IndexedScores]] = {}
+    for number, scores in enumerate(paired):
+        by_task.setdefault((scores.against, metric_task(scores.metric, tasks)), []).append(
+            (number, scores, scores.places())
+        )
+    fields, references = _filter_fields(texts), list(dict.fromkeys(scores.against for scores in paired))
+    selected: dict[tuple[ModelRole, SampleKey], Html] = {}
+    order: dict[tuple[ModelRole, SampleKey], tuple[int, ...]] = {}
     used = 0
-    for one, sample in order_samples(paired):
-        key = (metric_task(one.metric, tasks), sample)
-        place = (one.against, key)
+    for scores, sample in order_samples(paired):
+        key = (metric_task(scores.metric, tasks), sample)
+        place = (scores.against, key)
         if place in selected or key not in texts:
             continue
-        scored = [(number, other, *kinds[sample]) for number, other, kinds in beside[one.against, key[0]]
-                  if sample in kinds]  # fmt: skip
-        article = _render_sample(texts[key], one, scored, references.index(one.against), fields)
+        scored = [
+            (number, metric_scores, *kinds[sample])
+            for number, metric_scores, kinds in by_task[scores.against, key[0]]
+            if sample in kinds
+        ]
+        article = _render_sample(texts[key], scores, scored, references.index(scores.against), fields)
         used += len(article.encode())
-        if used > ROOM_BYTES:
+        if used > MAX_BYTES:
             break
         number, _, kind, rank = scored[0]
-        selected[place], order[place] = article, (references.index(one.against), number, KINDS.index(kind), rank)
+        selected[place], order[place] = article, (references.index(scores.against), number, KINDS.index(kind), rank)
     return {place: selected[place] for place in sorted(selected, key=order.__getitem__)}
 
 
 def _count_omitted(
     paired: Sequence[PairedSampleScores],
-    texts: Mapping[Key, SampleView],
+    texts: Mapping[SampleKey, SampleView],
     tasks: Sequence[str],
-    chosen: Collection[tuple[ModelRole, Key]],
+    chosen: Collection[tuple[ModelRole, SampleKey]],
 ) -> int:
     """Count the samples that changed between right and wrong and are not shown."""
     flipped = {
-        (one.against, (metric_task(one.metric, tasks), sample))
-        for one in paired
-        if not one.graded
+        (scores.against, (metric_task(scores.metric, tasks), sample))
+        for scores in paired
+        if not scores.graded
         for kind in FLIPS
-        for sample in one.kinds[kind]
+        for sample in scores.kinds[kind]
     }
     return sum(place[1] in texts for place in flipped - set(chosen))
 
 
 def _render_sample(
-    view: SampleView, about: PairedSampleScores, scored: Sequence[Scored], reference: int, fields: Sequence[str]
+    view: SampleView, about: PairedSampleScores, scored: Sequence[SampleResult], reference: int, fields: Sequence[str]
 ) -> Html:
     """Render one sample: scores of both models, prompt, expected answer, and both answers with marked differences."""
     data = {"data_r": str(reference), "data_k": " ".join(f"{n}{kind[:2]}{place}" for n, _, kind, place in scored)}
@@ -301,7 +307,7 @@ def _render_sample(
     labels += [view.id[:12], *(f"{name} = {value[:FIELD_SHOWN]}" for name, value in sorted(view.fields.items()))]
     return tag(
         "article",
-        tag("p", *(_render_chip(*one) for one in scored), class_="chips"),
+        tag("p", *(_render_chip(*score) for score in scored), class_="chips"),
         tag(
             "div",
             tag("small", "prompt"),
@@ -314,23 +320,23 @@ def _render_sample(
     )
 
 
-def _render_chip(_: int, one: PairedSampleScores, kind: Kind, place: int) -> Html:
-    """Render a metric's result for a sample."""
-    before, after = one.scores[one.kinds[kind][place]]
-    kind_text = SAID[one.graded][kind]
-    text = f" {one.metric} {format_significant(before)} \u2192 {format_significant(after)}"
+def _render_chip(_: int, scores: PairedSampleScores, kind: Kind, place: int) -> Html:
+    """Render a metric's scores of both models for a sample."""
+    before, after = scores.scores[scores.kinds[kind][place]]
+    kind_text = KIND_NAMES[scores.graded][kind]
+    text = f" {scores.metric} {format_significant(before)} \u2192 {format_significant(after)}"
     return tag("span", tag("b", SIGNS[kind], aria_label=kind_text, title=kind_text, role="img"), text, class_=kind)
 
 
 def _render_answers(view: SampleView, about: PairedSampleScores) -> Iterator[Html]:
     """Render the expected answer and both models' answers, if they generated text."""
     yield tag("div", tag("small", "expected"), tag("p", tag("bdi", _truncate_middle(view.expected, ANSWER_SHOWN))))
-    old, new = (_format_answer(view.answers.get(who)) for who in (about.against, about.candidate))
+    old, new = (_format_answer(view.answers.get(role)) for role in (about.against, about.candidate))
     if old is None and new is None:
         return
     texts = mark_both_differences(old or "", new or "")
-    for who, one, marked in zip((about.against, about.candidate), (old, new), texts, strict=True):
-        yield tag("div", tag("small", who), tag("p", tag("i", "not answered") if one is None else marked))
+    for role, answer, marked in zip((about.against, about.candidate), (old, new), texts, strict=True):
+        yield tag("div", tag("small", role), tag("p", tag("i", "not answered") if answer is None else marked))
 
 
 def _format_answer(answers: Sequence[str] | None) -> str | None:
@@ -339,39 +345,43 @@ def _format_answer(answers: Sequence[str] | None) -> str | None:
         return None
     if len(answers) == 1:
         return _truncate_middle(answers[0], ANSWER_SHOWN)
-    return _truncate_middle("\n".join(f"{number}. {one}" for number, one in enumerate(answers, start=1)), ANSWER_SHOWN)
+    return _truncate_middle(
+        "\n".join(f"{number}. {answer}" for number, answer in enumerate(answers, start=1)), ANSWER_SHOWN
+    )
 
 
 def _truncate_middle(text: str, most: int) -> str:
-    """Cut the middle of a long text, because the question is often at the end."""
+    """Cut the middle of a long text. Its end often has the question."""
     if len(text) <= most:
         return text
     half = most // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 
-def _filter_fields(texts: Mapping[Key, SampleView]) -> list[str]:
+def _filter_fields(texts: Mapping[SampleKey, SampleView]) -> list[str]:
     """Return the fields that have a filter."""
     return sorted({name for view in texts.values() for name in view.fields})[:FIELDS_SHOWN]
 
 
 def _render_controls(paired: Sequence[PairedSampleScores], fields: Sequence[str]) -> Html:
-    """Render the filters. The script fills in counts and values, and makes them visible."""
-    references = list(dict.fromkeys(one.against for one in paired))
+    """Render the filters. The script adds counts and values, and makes the filters visible."""
+    references = list(dict.fromkeys(scores.against for scores in paired))
     metrics = [
-        tag("option", one.metric, value=str(number), data_r=str(references.index(one.against)),
-            data_graded="yes" if one.graded else "no")
-        for number, one in enumerate(paired)
+        tag("option", scores.metric, value=str(number), data_r=str(references.index(scores.against)),
+            data_graded="yes" if scores.graded else "no")
+        for number, scores in enumerate(paired)
     ]  # fmt: skip
     kinds = [
-        tag("button", tag("span", SIGNS[kind], aria_hidden="true"), " ", tag("span", SAID[False][kind]), " ", tag("b"),
-            type="button", data_kind=kind[:2], data_yes=SAID[True][kind], data_no=SAID[False][kind],
-            aria_pressed="false" if kind == "right" else "true")
+        tag("button", tag("span", SIGNS[kind], aria_hidden="true"), " ", tag("span", KIND_NAMES[False][kind]), " ",
+            tag("b"), type="button", data_kind=kind[:2], data_yes=KIND_NAMES[True][kind],
+            data_no=KIND_NAMES[False][kind], aria_pressed="false" if kind == "right" else "true")
         for kind in KINDS
     ]  # fmt: skip
     selects = [
         _render_select(
-            "reference", "reference", *(tag("option", one, value=str(n)) for n, one in enumerate(references))
+            "reference",
+            "reference",
+            *(tag("option", reference, value=str(n)) for n, reference in enumerate(references)),
         ),
         _render_select("metric", "metric", *metrics),
         *(_render_select(name, f"f{number}", tag("option", "all", value="")) for number, name in enumerate(fields)),
@@ -385,8 +395,8 @@ def _render_controls(paired: Sequence[PairedSampleScores], fields: Sequence[str]
     )  # fmt: skip
 
 
-def _render_select(name: str, by: str, *options: Html) -> Html:
-    return tag("label", tag("span", name), tag("select", *options, data_by=by))
+def _render_select(name: str, data_key: str, *options: Html) -> Html:
+    return tag("label", tag("span", name), tag("select", *options, data_by=data_key))
 
 
 def _render_paging() -> Html:

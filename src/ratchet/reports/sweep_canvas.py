@@ -1,4 +1,4 @@
-"""Scales, axes, colours and file output shared by all plots of a sweep."""
+"""Scales, axes, colours, file output and page embedding for all plots of a sweep."""
 
 import base64
 import math
@@ -15,76 +15,141 @@ from ratchet.storage.records.sweep import ParameterAxis, SweepObjective, SweepRe
 from ratchet.tuning.trial_summary import format_number, format_parameter_value, is_same_value, objective_unit
 
 CENTRE = 0.5
-"""Position of all values on an axis without extent."""
+"""Position of the value on an axis with a single value."""
 
 STEPS = (1, 2, 5)
 """Round tick steps, times a power of ten."""
 
 MARGIN, REACH, FEW = 0.06, 3.0, 8
-"""Margin of a frame at both ends, its reach beyond the quartiles, and the minimum number of values for quartiles."""
+"""Margin of a frame at both ends, its maximum reach beyond the quartiles in interquartile ranges, and minimum number of
+values for quartiles."""
 
 DOUBLINGS = 8
 """Maximum number of powers of two on a logarithmic integer axis, as for ranks 4, 8, 16."""
 
+Form = Literal["auto", "png", "svg"]
+"""File format. `auto` uses the ending of the file name, and PNG for streams."""
+Target = Path | IO[bytes]
+T = TypeVar("T")
+Box = tuple[float, float, float, float]
+"""Left, bottom, width, height."""
+WIDE = 9.5
+"""Width of a figure in inches: text of nine points is readable on a page of a thousand pixels."""
+DPI, DPI_WITHIN = 130, 96
+"""Resolution of a PNG, and of pixel images inside an SVG."""
+SMALL, USUAL = 8.0, 9.0
+"""Font sizes in points."""
+INK, QUIET, RULE, PAPER = "#1c1e21", "#5a6069", "#dddfdb", "#ffffff"
+"""Colours of text and main lines, secondary text, grid, and background. In a page they follow the page's theme."""
+COLOURS: Mapping[TrialState, str] = {
+    "complete": "#0072b2",
+    "pruned": "#8b8f96",
+    "infeasible": "#e69f00",
+    "failed": "#d55e00",
+    "running": "#56b4e9",
+}
+TOP = "#009e73"
+"""Colour of the best trials."""
+SHAPES: Mapping[TrialState, str] = {"complete": "o", "pruned": "x", "infeasible": "^", "failed": "P", "running": "s"}
+STATES: tuple[TrialState, ...] = ("complete", "pruned", "infeasible", "failed", "running")
+MANY, MANY_LINES = 150, 250
+"""Numbers of points and of lines above which an SVG has them as pixels, to limit its size. Crossing lines rasterize
+badly: 500 lines of parallel coordinates are 0.1 MB as vectors and 0.6 MB as pixels.
+"""
+MAX_POINTS = 80
+"""Maximum number of points per curve: more are indistinguishable at this width."""
+_SAVE_LOCK = threading.Lock()
+PX_PER_POINT, MIN_SCALE = 1.5, 0.65
+"""Pixels per point in a wide page, so that all plots have the page's font size, and minimum scale in a narrow page."""
+PNG = b"\x89PNG"
+"""First bytes of a PNG."""
+VARIABLES = {
+    INK: "ink",
+    QUIET: "quiet",
+    RULE: "rule",
+    PAPER: "paper",
+    TOP: "top",
+    **{colour: state for state, colour in COLOURS.items()},
+}
+"""Colours of plots, and the CSS variables of reports/sweep.css that replace them in a page."""
+_OMITTED = (
+    re.compile(r"<metadata>.*?</metadata>", re.S),
+    # This rule would apply to the whole page.
+    re.compile(r"<style[^>]*>.*?</style>", re.S),
+)
+_STYLE = re.compile(r' style="([^"]*)"')
+_FAMILY = re.compile(r"font-family:[^;]*;? ?")
+_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_GROUP = re.compile(r'<g id="[^"]*"')
+_LINES = re.compile(r"\s*\n\s*")
+_FRAME = re.compile(r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>')
+_FILL = re.compile(r' fill="([^"]*)"')
+_ZERO_ROTATION = re.compile(r' transform="rotate\(-0 [^)]*\)"')
+
 
 @dataclass(frozen=True)
 class ParameterScale:
-    """Maps values of a hyperparameter to positions from 0 to 1 on an axis."""
+    """Map from values of a hyperparameter to positions from 0 to 1 on an axis."""
 
     low: float
+    """Lower end for numbers, like `high` unused for choices."""
     high: float
-    """Upper end for numbers. Unused for choices."""
     log: bool = False
     integer: bool = False
     choices: tuple[Any, ...] | None = None
 
     @classmethod
     def from_axis(cls, axis: ParameterAxis, values: Iterable[Any]) -> "ParameterScale":
-        """Return the scale of a hyperparameter: its range in the search space, extended by trials of a forked study."""
-        found = list(values)
+        """Return the scale of a hyperparameter: its range in the search space, extended by the trials' values.
+
+        Trials of a forked study may have values outside the range.
+        """
+        items = list(values)
         if axis.kind == "choice":
-            extra = [item for item in found if not any(is_same_value(item, one) for one in axis.choices)]
+            extra = [item for item in items if not any(is_same_value(item, choice) for choice in axis.choices)]
             unique = [
-                item for place, item in enumerate(extra) if not any(is_same_value(item, one) for one in extra[:place])
+                item
+                for place, item in enumerate(extra)
+                if not any(is_same_value(item, earlier) for earlier in extra[:place])
             ]
             return cls(0.0, 1.0, choices=(*axis.choices, *unique))
-        numbers = [float(one) for one in found if _is_number(one)]
-        ends = [float(one) for one in (axis.low, axis.high) if one is not None] + numbers
+        numbers = [float(item) for item in items if _is_number(item)]
+        ends = [float(end) for end in (axis.low, axis.high) if end is not None] + numbers
         return cls.from_numbers(ends, log=axis.log, integer=axis.kind == "int")
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], log: bool = False, integer: bool = False) -> "ParameterScale":
         """Return a scale from the minimum to the maximum of these numbers."""
-        known = [one for one in numbers if math.isfinite(one) and (one > 0 or not log)]
+        known = [number for number in numbers if math.isfinite(number) and (number > 0 or not log)]
         return cls(min(known, default=1.0), max(known, default=1.0), log, integer)
 
     def place(self, item: Any) -> float | None:
         """Return the position of a value, or None if it is not on the axis."""
         if self.choices is not None:
-            rank = next((k for k, one in enumerate(self.choices) if is_same_value(one, item)), None)
+            rank = next((k for k, choice in enumerate(self.choices) if is_same_value(choice, item)), None)
             return None if rank is None else self._share(rank, 0, len(self.choices) - 1)
         if not _is_number(item) or not math.isfinite(item) or (self.log and item <= 0):
             return None
-        low, at, high = (math.log(one) if self.log else one for one in (self.low, float(item), self.high))
-        return self._share(at, low, high)
+        low, middle, high = (math.log(number) if self.log else number for number in (self.low, float(item), self.high))
+        return self._share(middle, low, high)
 
     @staticmethod
-    def _share(at: float, low: float, high: float) -> float:
-        return CENTRE if high <= low else (at - low) / (high - low)
+    def _share(value: float, low: float, high: float) -> float:
+        return CENTRE if high <= low else (value - low) / (high - low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Return at most `most` positions and texts (at least two), in order."""
+        """Return positions and texts of at most `most` ticks (`most` is at least two), in order."""
         if self.choices is not None:
             return self._choice_ticks(most)
         if self.low >= self.high:
             return [(CENTRE, format_number(self.low))]
         numbers = self._log_ticks(most) if self.log else self._linear_ticks(most)
-        return [(self.place(one) or 0.0, format_number(one)) for one in numbers]
+        return [(self.place(number) or 0.0, format_number(number)) for number in numbers]
 
     def _choice_ticks(self, most: int) -> list[tuple[float, str]]:
         choices = self.choices or ()
-        every = max(1, math.ceil(len(choices) / most))
-        return [(self.place(one) or 0.0, format_parameter_value(one)) for one in choices[::every]]
+        stride = max(1, math.ceil(len(choices) / most))
+        return [(self.place(choice) or 0.0, format_parameter_value(choice)) for choice in choices[::stride]]
 
     def _linear_ticks(self, most: int) -> list[float]:
         span = self.high - self.low
@@ -102,16 +167,16 @@ class ParameterScale:
             return doublings
         tens = self._powers(10)
         if len(tens) >= 2:
-            every = math.ceil(len(tens) / most)
+            stride = math.ceil(len(tens) / most)
             ticks = [factor * ten for ten in self._powers(10, beyond=True) for factor in STEPS]
-            finer = [one for one in ticks if self.low * (1 - 1e-9) <= one <= self.high * (1 + 1e-9)]
-            return finer if len(finer) <= most else tens[::every]
+            finer = [tick for tick in ticks if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
+            return finer if len(finer) <= most else tens[::stride]
         if self.integer and len(doublings) >= 2:
             return doublings[:: math.ceil(len(doublings) / most)]
         return [self.low, self.high]
 
     def _powers(self, root: int, beyond: bool = False) -> list[float]:
-        """Return the powers of a number within the axis. `beyond` adds the next lower power."""
+        """Return the powers of `root` within the axis. `beyond` adds the next lower power."""
         first, last = math.log(self.low, root), math.log(self.high, root)
         start = math.floor(first + 1e-9) if beyond else math.ceil(first - 1e-9)
         return [float(root) ** k for k in range(start, math.floor(last + 1e-9) + 1)]
@@ -122,7 +187,7 @@ def _is_number(item: Any) -> bool:
 
 
 def searched_axes(report: SweepReport) -> list[ParameterAxis]:
-    """Return the axes of sampled hyperparameters. A derived hyperparameter repeats another one and is omitted."""
+    """Return the axes of sampled hyperparameters, without those that are tied to another hyperparameter."""
     return [axis for axis in report.axes if axis.kind != "tie"]
 
 
@@ -147,22 +212,21 @@ def axis_limits(decisive: Sequence[float], others: Sequence[float] = ()) -> tupl
     """Return limits of an axis that keep the important values distinguishable.
 
     Outliers (beyond a quartile by more than REACH times the interquartile range) do not extend the axis. The axis
-    extends
-    towards the nearer half of `others`, by at most its own length.
+    extends towards the nearer half of `others`, by at most its own length.
     """
-    known = sorted(one for one in decisive if math.isfinite(one))
-    more = sorted(one for one in others if math.isfinite(one))
+    known = sorted(value for value in decisive if math.isfinite(value))
+    more = sorted(value for value in others if math.isfinite(value))
     if not known:
         known, more = more, []
     if not known:
         return 0.0, 1.0
     low, high = _bulk_range(known)
     if more:
-        middle = [one for one in more if low <= one <= high] or more
+        middle = [value for value in more if low <= value <= high] or more
         span, half = high - low or math.inf, more[len(more) // 2]
         low, high = max(low - span, min(low, middle[0], half)), min(high + span, max(high, half))
-    room = MARGIN * (high - low) or 0.05 * abs(high) or 0.5
-    return low - room, high + room
+    margin = MARGIN * (high - low) or 0.05 * abs(high) or 0.5
+    return low - margin, high + margin
 
 
 def _bulk_range(ordered: Sequence[float]) -> tuple[float, float]:
@@ -176,49 +240,6 @@ def _bulk_range(ordered: Sequence[float]) -> tuple[float, float]:
 
 # Shared style of all figures of a sweep. Figures are created without pyplot, which keeps global state and is not
 # thread-safe. Colours are those of Okabe and Ito (Color Universal Design, 2008); every state also has its own shape.
-
-Form = Literal["auto", "png", "svg"]
-"""`auto` uses the file name's ending; streams without a name get PNG."""
-
-Target = Path | IO[bytes]
-T = TypeVar("T")
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, width, height."""
-
-WIDE = 9.5
-"""Width in inches: text of nine points is readable on a page of a thousand pixels."""
-DPI, DPI_WITHIN = 130, 96
-"""Resolution of a PNG, and of pixel images inside an SVG."""
-SMALL, USUAL = 8.0, 9.0
-"""Font sizes in points."""
-
-INK, QUIET, RULE, PAPER = "#1c1e21", "#5a6069", "#dddfdb", "#ffffff"
-"""Colours of text and main lines, secondary text, grid, and background. On a page they follow its light or dark
-theme."""
-
-COLOURS: Mapping[TrialState, str] = {
-    "complete": "#0072b2",
-    "pruned": "#8b8f96",
-    "infeasible": "#e69f00",
-    "failed": "#d55e00",
-    "running": "#56b4e9",
-}
-TOP = "#009e73"
-"""Colour of the best trials."""
-
-SHAPES: Mapping[TrialState, str] = {"complete": "o", "pruned": "x", "infeasible": "^", "failed": "P", "running": "s"}
-STATES: tuple[TrialState, ...] = ("complete", "pruned", "infeasible", "failed", "running")
-
-MANY, MANY_LINES = 150, 250
-"""Numbers of points and of lines from which they are rasterized inside an SVG to limit the page size. Crossing lines
-rasterize badly: 500 of them in parallel coordinates are 0.1 MB as vectors and 0.6 MB as pixels.
-"""
-
-POINTS = 80
-"""Maximum number of points per curve: more are indistinguishable at this width."""
-
-_SAVING = threading.Lock()
 
 
 def create_figure(high: float, wide: float = WIDE) -> Any:
@@ -260,8 +281,7 @@ def save_empty_plot(text: str, target: Target, name: str, form: Form) -> None:
 
 
 def draw_points(axes: Any, places: Sequence[tuple[float, float]], state: TrialState, **more: Any) -> None:
-    """Draw a marker at each position in the style of the state. `more` overrides style arguments such as label and
-    size."""
+    """Draw a marker at each position in the style of the state. `more` overrides arguments such as label and size."""
     if not places:
         return
     colour, hollow = COLOURS[state], state == "running"
@@ -284,7 +304,7 @@ def draw_star(axes: Any, place: tuple[float, float], label: str) -> None:
 
 
 def star_label(report: SweepReport, trial: Trial) -> str:
-    """Return `winner: trial 7`, or `best` if no final round took place."""
+    """Return a label such as `winner: trial 7`, or `best: trial 7` without a final round."""
     return f"{'best' if report.winner is None else 'winner'}: trial {trial.number}"
 
 
@@ -293,7 +313,7 @@ def draw_lines(axes: Any, lines: Sequence[Sequence[tuple[float, float]]], **look
     from matplotlib.collections import LineCollection
 
     if lines:
-        thinned = [thin_out(line, POINTS) for line in lines]
+        thinned = [thin_out(line, MAX_POINTS) for line in lines]
         label = look.pop("label", None)
         axes.add_collection(LineCollection(thinned, rasterized=len(lines) > MANY_LINES, **look), autolim=True)
         if label:
@@ -303,7 +323,7 @@ def draw_lines(axes: Any, lines: Sequence[Sequence[tuple[float, float]]], **look
 
 
 def thin_out(line: Sequence[T], most: int) -> Sequence[T]:
-    """Return at most `most` evenly spread members, including the first and the last."""
+    """Return at most `most` evenly spaced members, including the first and the last."""
     if len(line) <= most:
         return line
     return [line[round(k * (len(line) - 1) / (most - 1))] for k in range(most)]
@@ -331,16 +351,16 @@ def set_integer_ticks(axis: Any, most: int = 12) -> None:
     axis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:,.0f}" if float(at).is_integer() else ""))
 
 
-def set_number_ticks(axis: Any, written: Callable[[float], str], most: int = 6) -> None:
-    """Set ticks with texts from `written`."""
+def set_number_ticks(axis: Any, format_tick: Callable[[float], str], most: int = 6) -> None:
+    """Set ticks at round numbers, with texts from `format_tick`."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=most, min_n_ticks=2))
-    axis.set_major_formatter(FuncFormatter(lambda at, _: sanitize_label(written(at))))
+    axis.set_major_formatter(FuncFormatter(lambda at, _: sanitize_label(format_tick(at))))
 
 
 def set_objective_ticks(axis: Any, objective: SweepObjective, limits: tuple[float, float], most: int = 6) -> None:
-    """Set ticks of an axis for an objective, in its unit."""
+    """Set the ticks of an axis for an objective, in its unit."""
     low, high = limits
     size, _ = objective_unit(objective.metric, high)
     ticks = round_ticks(low, high, most, size)
@@ -348,7 +368,7 @@ def set_objective_ticks(axis: Any, objective: SweepObjective, limits: tuple[floa
 
 
 def add_legend(figure: Any, *panels: Any, columns: int = 6) -> None:
-    """Add one legend below the figure with each marker of these axes once."""
+    """Add a legend below the figure, with each label of these axes once."""
     entries: dict[str, Any] = {}
     for axes in panels:
         for handles, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -372,9 +392,9 @@ def save_figure(figure: Any, target: Target, name: str, form: Form) -> None:
     kind = form
     if kind == "auto":
         kind = "svg" if isinstance(target, Path) and target.suffix == ".svg" else "png"
-    # SVG text stays text: it is accessible, searchable, and a fifth of the size. Only the SVG writer reads these two
-    # settings, and it has no argument for them. A lock prevents another thread from restoring them too early.
-    with _SAVING, rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+    # SVG text stays text: it is accessible, searchable, and a fifth of the size of outlines. The SVG writer reads these
+    # two settings and has no arguments for them. The lock prevents another thread from restoring them too early.
+    with _SAVE_LOCK, rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         if kind == "svg":
             figure.savefig(target, format=kind, dpi=DPI_WITHIN, metadata={"Date": None})
         else:
@@ -382,11 +402,11 @@ def save_figure(figure: Any, target: Target, name: str, form: Form) -> None:
 
 
 def sanitize_label(text: str) -> str:
-    """Return external text without formulas and without letters that the font lacks."""
+    """Escape a text for matplotlib: no formulas, and a box for each letter that the font lacks."""
     known = _font_characters()
-    return "".join(one if ord(one) in known or one == "\n" else "□" for one in escape_invisible(text)).replace(
-        "$", r"\$"
-    )
+    return "".join(
+        letter if ord(letter) in known or letter == "\n" else "□" for letter in escape_invisible(text)
+    ).replace("$", r"\$")
 
 
 @cache
@@ -404,37 +424,7 @@ def group_by_state(trials: Iterable[Trial]) -> dict[TrialState, list[Trial]]:
     return {state: groups[state] for state in STATES if state in groups}
 
 
-# Embedding of a figure into a page: it takes the page's colours (light or dark) and fonts, and loads nothing.
-
-PX_A_POINT, LEAST = 1.5, 0.65
-"""Pixels per point on a wide page, so that all plots have the page's font size, and the minimum scale on a
-narrow one."""
-
-PNG = b"\x89PNG"
-
-VARIABLES = {
-    INK: "ink",
-    QUIET: "quiet",
-    RULE: "rule",
-    PAPER: "paper",
-    TOP: "top",
-    **{colour: state for state, colour in COLOURS.items()},
-}
-"""Colours of plots, and the CSS variables of reports/sweep.css that replace them on a page."""
-
-_LEFT_OUT = (
-    re.compile(r"<metadata>.*?</metadata>", re.S),
-    # This rule would apply to the whole page.
-    re.compile(r"<style[^>]*>.*?</style>", re.S),
-)
-_STYLE = re.compile(r' style="([^"]*)"')
-_FAMILY = re.compile(r"font-family:[^;]*;? ?")
-_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
-_GROUP = re.compile(r'<g id="[^"]*"')
-_LINES = re.compile(r"\s*\n\s*")
-_FRAME = re.compile(r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>')
-_FILL = re.compile(r' fill="([^"]*)"')
-_STILL = re.compile(r' transform="rotate\(-0 [^)]*\)"')
+# Embedding of a figure in a page, with the page's fonts and its light or dark colours, and without external resources.
 
 
 def render_figure(drawing: bytes, title: str, note: str, description: str) -> Html:
@@ -457,8 +447,8 @@ def render_figure(drawing: bytes, title: str, note: str, description: str) -> Ht
 
 
 def _embed_svg(text: str, description: str) -> Html:
-    """Convert the content of an SVG file to an element of a page."""
-    for pattern in _LEFT_OUT:
+    """Convert an SVG file to an element of a page."""
+    for pattern in _OMITTED:
         text = pattern.sub("", text)
     frame = _FRAME.search(text)
     if frame is None:
@@ -466,16 +456,16 @@ def _embed_svg(text: str, description: str) -> Html:
     inner = text[frame.end() : text.rindex("</svg>")]
     # Group ids repeat in each plot and are not referenced.
     inner = _LINES.sub(" ", _GROUP.sub("<g", inner)).replace("> <", "><")
-    inner = _STILL.sub("", inner.replace("xlink:href=", "href="))
-    # Background of hatches: a presentation attribute would be overridden by the page's rules for rectangles.
+    inner = _ZERO_ROTATION.sub("", inner.replace("xlink:href=", "href="))
+    # The background of hatches: the page's rules for rectangles would override a presentation attribute.
     inner = _STYLE.sub(_style_with_page_colours, _FILL.sub(r' style="fill: \1; stroke: none"', inner))
-    widest = float(frame[1].split()[2]) * PX_A_POINT
-    size = f"min-width:{widest * LEAST:.0f}px;max-width:{widest:.0f}px"
+    widest = float(frame[1].split()[2]) * PX_PER_POINT
+    size = f"min-width:{widest * MIN_SCALE:.0f}px;max-width:{widest:.0f}px"
     return tag("svg", Html(inner), viewBox=frame[1], style=size, role="img", aria_label=description)
 
 
 def _style_with_page_colours(match: re.Match[str]) -> str:
-    """Rewrite a style to the page's colours and fonts."""
+    """Replace the colours of a style by the page's variables, and remove fonts."""
     style = _FAMILY.sub("", match[1])
-    style = _COLOUR.sub(lambda one: f"var(--{VARIABLES[one[0]]})" if one[0] in VARIABLES else one[0], style)
+    style = _COLOUR.sub(lambda colour: f"var(--{VARIABLES[colour[0]]})" if colour[0] in VARIABLES else colour[0], style)
     return f' style="{style}"'

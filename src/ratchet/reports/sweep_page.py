@@ -35,12 +35,56 @@ from ratchet.tuning.trial_summary import (
 )
 
 REASON_SHOWN, NAME_SHOWN = 160, 40
-"""Maximum numbers of characters of a reason and of a worker's name."""
+"""Maximum numbers of characters of a reason and of the workers' names."""
 
 SIGNS: Mapping[TrialState, str] = {"complete": "●", "pruned": "×", "infeasible": "▲", "failed": "✚", "running": "□"}  # noqa: RUF001
 """Symbols as in the plots: every state is recognizable without its colour."""
 
 Body = Sequence[Html] | str
+
+COMPARISON_HEADS = (
+    "compared with",
+    "difference",
+    "lower bound",
+    "p",
+    "error from seeds",
+    "from rows",
+    "significant",
+    "method",
+)
+Figure = tuple[str, str, str]
+"""Name, value and note."""
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+PICTURES = {
+    "history": ("Optimization history.", "Objective of each trial, and the best so far."),
+    "curves": ("Learning curves.", "Validation loss of each trial; pruned trials are grey."),
+    "importances": (
+        "Importances.",
+        "Share of the objective's variance that each hyperparameter explains (of early objectives if few trials "
+        "are complete).",
+    ),
+    "slices": ("Single hyperparameters.", "Each mark is a trial. Trials without a value are above the dotted line."),
+    "contour": (
+        "Two hyperparameters.",
+        "Colours between the points are interpolated; other hyperparameters differ as well.",
+    ),
+    "parallel": (
+        "All hyperparameters.",
+        "Each line is a trial. A gap means that the hyperparameter was not searched in it.",
+    ),
+    "pareto": ("Pareto front.", "Trials whose objectives cannot be improved without worsening another objective."),
+    "timeline": ("Workers.", "Each bar is a worker with a trial. Hatched bars ended when the worker ended."),
+    "savings": ("Tokens.", "Trained tokens in colour, saved tokens hatched."),
+}
+"""Title and explanation of each plot, by the names of reports/sweep_plots.py."""
+NO_PLOTS = "There is no data to plot yet."
+SAVINGS_NOTE = (
+    "Savings are relative to full training of all trials. They include the rest of pruned trials that were not "
+    "continued, and trials that the memory forecast rejected. Saved time is extrapolated from the trial's own tokens "
+    "per second."
+)
+
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
 
 
 def _render_state(state: TrialState) -> Html:
@@ -48,25 +92,25 @@ def _render_state(state: TrialState) -> Html:
 
 
 def render_trials(report: SweepReport) -> Body:
-    """Render all trials. The script sorts and filters them; the table is complete without it."""
+    """Render all trials. The table is complete; the script sorts and filters it."""
     if not report.trials:
         return "No trial has started."
     hyperparameters = [axis.name for axis in report.axes]
     names = shorten_names(hyperparameters)
-    old = {trial.continues: trial.number for trial in report.trials if trial.continues is not None}
-    searched = [one.metric.replace("_", " ") for one in report.objectives] + [
+    continued_by = {trial.continues: trial.number for trial in report.trials if trial.continues is not None}
+    searched = [objective.metric.replace("_", " ") for objective in report.objectives] + [
         names[parameter] for parameter in hyperparameters
     ]
     heads = ("trial", "state", *searched, "tokens", "seconds", "attempts", "run", "workers", "why")
     kinds = "tt" + "n" * len(report.objectives)
     kinds += "".join("t" if axis.kind == "choice" else "n" for axis in report.axes) + "nnnttw"
-    rows = [list(_trial_row(report, trial, hyperparameters, old)) for trial in report.trials]
+    rows = [list(_trial_row(report, trial, hyperparameters, continued_by)) for trial in report.trials]
     table = html.table("All trials", kinds, heads, rows)
     return [tag("div", _render_controls(report), table, id="sweep")]
 
 
 def _trial_row(
-    report: SweepReport, trial: Trial, hyperparameters: Sequence[str], old: Mapping[int, int]
+    report: SweepReport, trial: Trial, hyperparameters: Sequence[str], continued_by: Mapping[int, int]
 ) -> Iterator[str]:
     yield str(trial.number)
     yield tag("span", _render_state(trial.state), f" {trial.state}", class_="state")
@@ -79,17 +123,20 @@ def _trial_row(
     yield f"{trial.cost.train_seconds:,.0f}"
     yield f"{trial.cost.attempts:,}"
     yield tag("code", trial.run_id[:12], title=trial.run_id) if trial.run_id else NONE
-    yield tag("bdi", _truncate(", ".join(dict.fromkeys(take.worker for take in trial.executions)), NAME_SHOWN)) or NONE
-    yield tag("bdi", _truncate(_explain_outcome(trial, old), REASON_SHOWN))
+    yield (
+        tag("bdi", _truncate(", ".join(dict.fromkeys(execution.worker for execution in trial.executions)), NAME_SHOWN))
+        or NONE
+    )
+    yield tag("bdi", _truncate(_explain_outcome(trial, continued_by), REASON_SHOWN))
 
 
-def _explain_outcome(trial: Trial, old: Mapping[int, int]) -> str:
+def _explain_outcome(trial: Trial, continued_by: Mapping[int, int]) -> str:
     """Explain the outcome of a trial and its relation to other trials."""
     sentences = [trial.reason] if trial.reason else []
     if trial.continues is not None:
         sentences.append(f"continues trial {trial.continues}")
-    if trial.number in old:
-        sentences.append(f"continued by trial {old[trial.number]}")
+    if trial.number in continued_by:
+        sentences.append(f"continued by trial {continued_by[trial.number]}")
     return "; ".join(sentences)
 
 
@@ -98,24 +145,24 @@ def _truncate(text: str, most: int) -> str:
 
 
 def sortable_number(objective: SweepObjective, value: float) -> str:
-    """Format a number in the metric's own unit, such that it can be sorted."""
+    """Format a number in the metric's own unit, so that the column can be sorted."""
     return f"{value:,.0f}" if objective.metric.endswith(("_bytes", "_tokens", "_seconds")) else f"{value:.4f}"
 
 
 def _render_controls(report: SweepReport) -> Html:
-    """Render the filters. The script makes them visible."""
-    counts = {one: sum(trial.state == one for trial in report.trials) for one in STATES}
+    """Render the filters, which the script makes visible."""
+    counts = {state: sum(trial.state == state for trial in report.trials) for state in STATES}
     buttons = [
         tag(
             "button",
-            _render_state(one),
-            f" {one} ",
+            _render_state(state),
+            f" {state} ",
             tag("b", f"{count:,}"),
             type="button",
-            data_state=one,
+            data_state=state,
             aria_pressed="true",
         )
-        for one, count in counts.items()
+        for state, count in counts.items()
         if count
     ]
     search = tag("label", tag("span", "search"), void_tag("input", type="search", autocomplete="off"))
@@ -135,7 +182,7 @@ def render_pareto_front(report: SweepReport) -> Body:
     names = shorten_names(hyperparameters)
     heads = (
         "trial",
-        *(one.metric.replace("_", " ") for one in report.objectives),
+        *(objective.metric.replace("_", " ") for objective in report.objectives),
         *(names[parameter] for parameter in hyperparameters),
     )
     rows = [
@@ -156,16 +203,16 @@ def render_pareto_front(report: SweepReport) -> Body:
 
 
 def render_finalists(finals: FinalRound | None) -> Body:
-    """Render the finalists with several seeds, and the comparisons of the first with the others."""
+    """Render the finalists with their seeds, and the comparisons of the leader with the others."""
     if finals is None:
         return "No final round took place: the best trial is the best of single runs, which is partly luck."
     better = "lower" if finals.direction == "minimize" else "higher"
-    seeds = max((len(one.means) for one in finals.finalists), default=0)
+    seeds = max((len(finalist.means) for finalist in finals.finalists), default=0)
     heads = ("trial", "mean", *(f"seed {place + 1}" for place in range(seeds)), "tokens", "training", "")
-    rows = [_finalist_row(one, seeds, finals.winner) for one in finals.finalists]
-    on = f", on {format_count(finals.rows, 'validation row')}" if finals.rows else ""
+    rows = [_finalist_row(finalist, seeds, finals.winner) for finalist in finals.finalists]
+    rows_text = f", on {format_count(finals.rows, 'validation row')}" if finals.rows else ""
     parts = [
-        explanation(f"{finals.metric.replace('_', ' ')}, {better} is better{on}."),
+        explanation(f"{finals.metric.replace('_', ' ')}, {better} is better{rows_text}."),
         html.table("Finalists", "tn" + "n" * seeds + "nnw", heads, rows),
     ]
     if finals.comparisons:
@@ -173,30 +220,26 @@ def render_finalists(finals: FinalRound | None) -> Body:
         parts += [
             tag("h3", f"Trial {leader} compared with the others"),
             explanation(
-                "Differences of the means, positive if the first is better, with the one-sided lower bound: above 0 "
-                "the difference is significant. p is corrected for all comparisons (Holm). The standard error "
-                "has a component "
-                "from seeds and a component from rows."
+                "Differences of the means, positive if the leader is better, with the one-sided lower bound. A "
+                "difference is significant if the bound is above 0. p is corrected for all comparisons (Holm). "
+                "The standard error has a component from seeds and a component from rows."
             ),
-            html.table("Comparisons", "tnnnnntw", COMPARED, map(_comparison_cells, finals.comparisons)),
+            html.table("Comparisons", "tnnnnntw", COMPARISON_HEADS, map(_comparison_cells, finals.comparisons)),
         ]
     return [*parts, tag("p", tag("strong", f"Trial {finals.winner} wins: "), tag("bdi", finals.reason))]
 
 
-COMPARED = ("compared with", "difference", "lower bound", "p", "error from seeds", "from rows", "significant", "method")
-
-
-def _finalist_row(one: Finalist, seeds: int, winner: int) -> tuple[str, ...]:
-    means = [_format_fixed(mean) for mean in one.means] + [NONE] * (seeds - len(one.means))
-    verdict = "the winner" if one.number == winner else ""
+def _finalist_row(finalist: Finalist, seeds: int, winner: int) -> tuple[str, ...]:
+    means = [_format_fixed(mean) for mean in finalist.means] + [NONE] * (seeds - len(finalist.means))
+    verdict = "the winner" if finalist.number == winner else ""
     return (
-        str(one.number), _format_fixed(one.mean), *means, f"{one.cost.trained_tokens:,}",
-        format_duration(one.cost.train_seconds), tag("bdi", "; ".join(filter(None, (verdict, one.dropped)))),
+        str(finalist.number), _format_fixed(finalist.mean), *means, f"{finalist.cost.trained_tokens:,}",
+        format_duration(finalist.cost.train_seconds), tag("bdi", "; ".join(filter(None, (verdict, finalist.dropped)))),
     )  # fmt: skip
 
 
 def _format_fixed(mean: float) -> str:
-    """Format with four decimals, so that numbers in a column are comparable; large numbers have none."""
+    """Format with four decimals, so that numbers in a column are comparable. Large numbers have none."""
     return format_significant(mean) if not math.isfinite(mean) or abs(mean) >= 1000 else f"{mean:.4f}"
 
 
@@ -204,11 +247,12 @@ def _format_signed(difference: float) -> str:
     return _format_fixed(difference).replace("-", MINUS) if difference <= 0 else f"+{_format_fixed(difference)}"
 
 
-def _comparison_cells(one: FinalistComparison) -> tuple[str, ...]:
+def _comparison_cells(comparison: FinalistComparison) -> tuple[str, ...]:
     return (
-        str(one.other), _format_signed(one.difference), _format_signed(one.low), format_p_value(one.p),
-        _format_fixed(one.seed_error), _format_fixed(one.row_error), "yes" if one.better else "no",
-        tag("bdi", one.method),
+        str(comparison.other), _format_signed(comparison.difference), _format_signed(comparison.low),
+        format_p_value(comparison.p),
+        _format_fixed(comparison.seed_error), _format_fixed(comparison.row_error), "yes" if comparison.better else "no",
+        tag("bdi", comparison.method),
     )  # fmt: skip
 
 
@@ -216,15 +260,15 @@ def render_costs(savings: SweepSavings) -> Html:
     """Render trained and saved tokens."""
     full_tokens = savings.full_tokens
 
-    def row(name: str, one: CauseSavings) -> tuple[str, ...]:
-        if not one.trials:
+    def row(name: str, part: CauseSavings) -> tuple[str, ...]:
+        if not part.trials:
             return name, NONE, NONE, NONE, NONE
         return (
             name,
-            f"{one.trials:,}",
-            f"{one.tokens:,}",
-            format_duration(one.seconds),
-            format_percentage(one.tokens, full_tokens),
+            f"{part.trials:,}",
+            f"{part.tokens:,}",
+            format_duration(part.seconds),
+            format_percentage(part.tokens, full_tokens),
         )
 
     rows = [
@@ -240,7 +284,7 @@ def render_costs(savings: SweepSavings) -> Html:
 def format_parameters(trial: Trial) -> str:
     """Format the values of a trial in one line."""
     names = shorten_names(trial.values)
-    return ", ".join(f"{names[parameter]} {format_parameter_value(one)}" for parameter, one in trial.values.items())
+    return ", ".join(f"{names[parameter]} {format_parameter_value(value)}" for parameter, value in trial.values.items())
 
 
 def format_first_objective(report: SweepReport, trial: Trial) -> str:
@@ -257,18 +301,13 @@ def format_first_objective(report: SweepReport, trial: Trial) -> str:
 
 # Header, recommended values and reproduction details of a sweep's page.
 
-Figure = tuple[str, str, str]
-"""Name, value and note."""
-
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-
 
 def render_header(report: SweepReport, saved: SweepSavings) -> Html:
     """Render title and key figures."""
-    measured = " × ".join(one.metric.replace("_", " ") for one in report.objectives)  # noqa: RUF001
+    measured = " × ".join(objective.metric.replace("_", " ") for objective in report.objectives)  # noqa: RUF001
     figures = [
-        tag("div", tag("dt", name), tag("dd", tag("strong", tag("bdi", key_figures)), tag("small", tag("bdi", note))))
-        for name, key_figures, note in _key_figures(report, saved)
+        tag("div", tag("dt", name), tag("dd", tag("strong", tag("bdi", value)), tag("small", tag("bdi", note))))
+        for name, value, note in _key_figures(report, saved)
     ]
     parts = [
         tag("p", "Sweep", class_="quiet"),
@@ -315,13 +354,13 @@ def render_recommendation(report: SweepReport) -> Sequence[Html] | str:
     trial = recommended_trial(report)
     if trial is None:
         return (
-            "The Pareto front has several trials and no winner was determined; choose a trial from the table of "
+            "The Pareto front has several trials and no winner was determined. Choose a trial from the table of "
             "the front."
             if len(report.objectives) > 1 and report.best else "No recommendation yet: no trial is complete."
         )  # fmt: skip
-    why = report.final_round.reason if report.final_round is not None else "best of single runs; no final round"
+    reason = report.final_round.reason if report.final_round is not None else "best of single runs; no final round"
     return [
-        tag("p", tag("strong", f"Trial {trial.number}"), ": ", tag("bdi", why)),
+        tag("p", tag("strong", f"Trial {trial.number}"), ": ", tag("bdi", reason)),
         tag("div", tag("pre", tag("code", format_yaml(trial.values))), class_="scroll", role="region",
             aria_label="Values for params.yaml", tabindex="0"),
         tag("p", tag("code", "ratchet sweep --adopt"), " writes them into params.yaml; ", tag("code", "dvc repro"),
@@ -330,7 +369,7 @@ def render_recommendation(report: SweepReport) -> Sequence[Html] | str:
 
 
 def format_yaml(values: Mapping[str, Any]) -> str:
-    """Write values by dotted key as YAML that versions 1.1 and 1.2 parse equally, with all digits."""
+    """Format values by dotted key as YAML that versions 1.1 and 1.2 parse equally, with all digits."""
     tree: dict[str, Any] = {}
     for parameter, item in values.items():
         *sections, leaf = parameter.split(".")
@@ -342,24 +381,24 @@ def format_yaml(values: Mapping[str, Any]) -> str:
 
 
 class _YamlLeaf:
-    """A value, in contrast to a section."""
+    """Value in a tree of sections."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
 
 
 def _yaml_lines(node: Mapping[str, Any], pad: str) -> Iterator[str]:
-    for key, one in node.items():
+    for key, item in node.items():
         name = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
-        if isinstance(one, _YamlLeaf):
-            yield f"{pad}{name}: {_format_scalar(one.item)}"
+        if isinstance(item, _YamlLeaf):
+            yield f"{pad}{name}: {_format_scalar(item.item)}"
         else:
             yield f"{pad}{name}:"
-            yield from _yaml_lines(one, f"{pad}  ")
+            yield from _yaml_lines(item, f"{pad}  ")
 
 
 def _format_scalar(item: Any) -> str:
-    """Write JSON, except for numbers such as 1e-05, which YAML 1.1 parses as text."""
+    """Format as JSON, and numbers such as 1e-05, which YAML 1.1 parses as text, as 1.0e-05."""
     if isinstance(item, list | tuple):
         return f"[{', '.join(map(_format_scalar, item))}]"
     text = json.dumps(item, ensure_ascii=True)
@@ -390,59 +429,33 @@ def render_reproduction(report: SweepReport) -> Sequence[Html]:
 # The page: one HTML file without external resources, complete without its script. Callers draw the plots with
 # reports/sweep_plots.py; the page embeds them as SVG.
 
-PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
 
-PICTURES = {
-    "history": ("Optimization history.", "Objective of each trial, and the best so far."),
-    "curves": ("Learning curves.", "Validation loss of each trial; pruned trials are grey."),
-    "importances": (
-        "Importances.",
-        "Share of the objective's variance that each hyperparameter explains (of early objectives if few trials "
-        "are complete).",
-    ),
-    "slices": ("Single hyperparameters.", "Each mark is a trial. Trials without a value are above the dotted line."),
-    "contour": (
-        "Two hyperparameters.",
-        "Colours between the points are interpolated; other hyperparameters differ as well.",
-    ),
-    "parallel": (
-        "All hyperparameters.",
-        "Each line is a trial. A gap means that the hyperparameter was not searched in it.",
-    ),
-    "pareto": ("Pareto front.", "Trials whose objectives cannot be improved without worsening another objective."),
-    "timeline": ("Workers.", "Each bar is a worker with a trial. Hatched bars ended when the worker ended."),
-    "savings": ("Tokens.", "Trained tokens in colour, saved tokens hatched."),
-}
-"""Title and explanation of each plot."""
-
-
-def write(report: SweepReport, pictures: Mapping[str, bytes], target: Path) -> None:
+def write(report: SweepReport, plots: Mapping[str, bytes], target: Path) -> None:
     """Write the page. Equal arguments give equal bytes.
 
     Args:
         report: The sweep.
-        pictures: SVG (or PNG) by the names of PICTURES. Missing plots are omitted.
+        plots: SVG (or PNG) by the names of PICTURES. Missing plots are omitted.
         target: HTML file to write.
     """
-    files.write_atomic(target, render(report, pictures))
+    files.write_atomic(target, render(report, plots))
 
 
-def render(report: SweepReport, pictures: Mapping[str, bytes]) -> str:
-    """Render the page as text."""
+def render(report: SweepReport, plots: Mapping[str, bytes]) -> str:
+    """Return the page as text."""
     saved = compute_savings(report)
     sections: dict[str, Sequence[Html] | str] = {
         "Adopt": render_recommendation(report),
-        "Course": _render_plots(report, pictures, "history", "curves") or NO_PICTURES,
-        "Hyperparameters": _render_plots(report, pictures, "importances", "slices", "contour", "parallel")
-        or NO_PICTURES,
+        "Course": _render_plots(report, plots, "history", "curves") or NO_PLOTS,
+        "Hyperparameters": _render_plots(report, plots, "importances", "slices", "contour", "parallel") or NO_PLOTS,
     }
     if len(report.objectives) > 1:
         table = render_pareto_front(report)
-        sections["Front"] = table if isinstance(table, str) else [*_render_plots(report, pictures, "pareto"), *table]
+        sections["Front"] = table if isinstance(table, str) else [*_render_plots(report, plots, "pareto"), *table]
     sections |= {
         "Finalists": render_finalists(report.final_round),
-        "Workers": [*_render_workers(report), *_render_plots(report, pictures, "timeline")],
-        "Cost": [render_costs(saved), *_render_plots(report, pictures, "savings"), explanation(COUNTED)],
+        "Workers": [*_render_workers(report), *_render_plots(report, plots, "timeline")],
+        "Cost": [render_costs(saved), *_render_plots(report, plots, "savings"), explanation(SAVINGS_NOTE)],
         "Trials": render_trials(report),
         "Reproduce": render_reproduction(report),
     }
@@ -455,41 +468,32 @@ def render(report: SweepReport, pictures: Mapping[str, bytes]) -> str:
     return html.document(title, style + more, head, contents, main, images=True, script=script)
 
 
-NO_PICTURES = "There is no data to plot yet."
-
-COUNTED = (
-    "Savings are relative to full training of all trials: the rest of pruned trials that were not continued, "
-    "and trials that the memory forecast rejected. Saved time is extrapolated from the "
-    "trial's own tokens per second."
-)
-
-
-def _render_plots(report: SweepReport, pictures: Mapping[str, bytes], *names: str) -> list[Html]:
+def _render_plots(report: SweepReport, plots: Mapping[str, bytes], *names: str) -> list[Html]:
     return [
-        render_figure(pictures[name], *PICTURES[name], _describe_plot(name, report))
+        render_figure(plots[name], *PICTURES[name], _describe_plot(name, report))
         for name in PICTURES
-        if name in names and name in pictures
+        if name in names and name in plots
     ]
 
 
 def _describe_plot(name: str, report: SweepReport) -> str:
-    """Describe a plot in words. The tables have its numbers."""
+    """Describe a plot for screen readers. The tables have its numbers."""
     title, note = PICTURES[name]
     trials = format_count(len(report.trials), "trial")
     return f"{title} {note} {trials}; the table of all trials has the numbers."
 
 
 def _render_workers(report: SweepReport) -> list[Html]:
-    takes = [take for trial in report.trials for take in trial.executions]
-    if not takes:
+    executions = [execution for trial in report.trials for execution in trial.executions]
+    if not executions:
         return [explanation("No worker has run a trial.")]
-    workers = format_count(len({take.worker for take in takes}), "worker")
-    again = sum(len(trial.executions) - 1 for trial in report.trials if trial.executions)
-    duration_s = max(take.last_seen for take in takes) - min(take.started for take in takes)
+    workers = format_count(len({execution.worker for execution in executions}), "worker")
+    takeovers = sum(len(trial.executions) - 1 for trial in report.trials if trial.executions)
+    duration_s = max(e.last_seen for e in executions) - min(e.started for e in executions)
     summary = f"{workers} in {format_duration(duration_s)} from the first trial to the last heartbeat."
-    if again:
+    if takeovers:
         summary += (
-            f" Workers took over trials of other workers {format_count(again, 'time')} and resumed from "
-            "their checkpoints."
+            f" Workers took over trials of other workers {format_count(takeovers, 'time')} and resumed from their "
+            "checkpoints."
         )
     return [explanation(summary)]

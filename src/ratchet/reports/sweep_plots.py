@@ -48,22 +48,83 @@ from ratchet.tuning.trial_summary import (
     validation_curve,
 )
 
-LONG = 0.15
-"""Idle periods longer than this share of the working time are cut out."""
+MAX_IDLE = 0.15
+"""Share of the working time above which an idle period is cut out."""
 
-SEAM = 0.02
+GAP = 0.02
 """Width of the gap that replaces an idle period, as a share of the working time."""
+
+LANE_INCHES, BAR = 0.3, 0.62
+"""Height of a worker's lane, and the share of it that bars fill."""
+LANES = 24
+"""Maximum number of workers with their own lane. With more, later workers of a host reuse its free lanes."""
+DIGIT_POINTS, SIGN_POINTS, AXIS_SHARE = 5.2, 5.0, 0.82
+"""Widths of a digit and of the symbol in a bar, and the share of the figure's width that the axis fills."""
+BLACK = "#000001"
+"""Colour of numbers on light bars, independent of the page's theme."""
+SAVED: Mapping[Cause, tuple[str, str]] = {
+    "pruned": ("saved by pruning", "////"),
+    "refused": ("rejected before training", "xxxx"),
+}
+"""Label and hatch of saved tokens, by cause."""
+MAX_STEPS = 200
+"""Maximum number of steps of a cumulative sum."""
+BAR_WIDTH = 0.8
+"""Width of a bar of tokens. Trials are 1 apart."""
+PANEL_INCHES, ROW_INCHES = 2.7, 0.2
+"""Height of an objective's panel, and of a row for trials without a value."""
+BEST, LARGE_SYMBOLS = 3, 25
+"""Number of best curves with their own style, and maximum number of large symbols on curves."""
+COLUMNS, SLICE_INCHES, TICKS = 4, 2.4, 5
+"""Slices per row, height of a slice, and maximum number of tick labels below it."""
+LETTERS, UPRIGHT, SLANTING = 120, 9, 16
+"""Maximum numbers of characters below a row of slices, in a line of an upright tick label, and in a slanting one."""
+STRIP = 0.07
+"""Height of the strip above a slice for trials without a value, as a share of the slice's height."""
+GOLDEN = 0.6180339887
+"""Golden ratio. Its multiples modulo 1 are evenly spread, and offset the points of one choice."""
+PREFERRED = ("train.learning_rate", "train.rank")
+"""Preferred hyperparameters for the two axes of the contour."""
+ENOUGH = 10
+"""Minimum number of points with an objective for an interpolated surface."""
+LEVELS = 10
+"""Number of colour levels of the surface."""
+COLOUR_MAP = "cividis"
+"""Readable with all kinds of colour vision (Nuñez, Anderton and Renslow, 2018)."""
+DENSE, CELLS = 60, 10
+"""Number of trials above which all trials of one cell are merged to suppress noise, and number of cells per axis."""
+FLAT = 0.02
+"""Maximum ratio of the circle radii of omitted triangles: collinear points do not determine a surface."""
+SURFACE_MARKERS: Mapping[TrialState, Mapping[str, Any]] = {"pruned": {"markeredgecolor": INK}}
+"""Marker styles over a coloured surface, where grey is not distinguishable."""
+BETTER = {"minimize": "lower", "maximize": "higher"}
+PAIRS, NUMBERED = 6, 12
+"""Maximum numbers of pairs of objectives, and of members of the front with a number."""
+HIGHLIGHTED, TRIALS_PER_HIGHLIGHT = 5, 10
+"""Maximum number of highlighted best trials, and number of trials for each highlighted one."""
+MAX_AXES = 12
+"""Maximum number of hyperparameters in parallel coordinates, the most important ones."""
+MAX_LINES = 200
+"""Maximum number of lines per state in parallel coordinates. More give a grey area and a file twice the size."""
+AXIS_TICKS, AXIS_INCHES, HIGH_INCHES = 7, 1.25, 4.4
+"""Maximum number of ticks of a parallel axis, distance between two axes, and height of the figure."""
+DASHES: Mapping[TrialState, str] = {"pruned": "-", "complete": "-", "infeasible": "--", "failed": ":"}
+"""Dash pattern of each state in parallel coordinates, the lowest layer first."""
+Point = tuple[float, float]
+Places = Sequence[float | None]
+"""Position of a line on each axis. None is a gap."""
+Drawing = Callable[[SweepReport, Target, Form], None]
 
 
 @dataclass(frozen=True)
 class SweepWorkClock:
-    """Maps Unix time to seconds of work since the sweep started."""
+    """Map from Unix time to seconds of work since the sweep started, which exclude long idle periods."""
 
     started: float
     pauses: tuple[tuple[float, float], ...]
     """Start and end of each idle period, in Unix time."""
-    seam: float
-    """Width of the gap for an idle period, in seconds."""
+    gap: float
+    """Width of the gap that replaces an idle period, in seconds."""
     end: float
     """Last moment, in seconds of work."""
 
@@ -79,39 +140,27 @@ class SweepWorkClock:
         if not joined:
             return cls(0.0, (), 0.0, 0.0)
         busy = sum(stop - begin for begin, stop in joined)
-        pauses = tuple((a[1], b[0]) for a, b in pairwise(joined) if b[0] - a[1] > max(LONG * busy, 1.0))
-        clock = cls(joined[0][0], pauses, SEAM * busy, 0.0)
-        return cls(clock.started, pauses, clock.seam, clock.at(joined[-1][1]))
+        pauses = tuple((a[1], b[0]) for a, b in pairwise(joined) if b[0] - a[1] > max(MAX_IDLE * busy, 1.0))
+        clock = cls(joined[0][0], pauses, GAP * busy, 0.0)
+        return cls(clock.started, pauses, clock.gap, clock.at(joined[-1][1]))
 
     def at(self, moment: float) -> float:
         """Return the seconds of work until this Unix time."""
         seconds = moment - self.started
         for begin, stop in self.pauses:
             if moment >= stop:
-                seconds -= (stop - begin) - self.seam
+                seconds -= (stop - begin) - self.gap
             elif moment > begin:
-                seconds -= (moment - begin) * (1 - self.seam / (stop - begin))
+                seconds -= (moment - begin) * (1 - self.gap / (stop - begin))
         return seconds
 
 
 # Timeline of workers and their trials.
 
-LANE_INCHES, BAR = 0.3, 0.62
-"""Height of a worker's lane, and the share of it that bars fill."""
-
-LANES = 24
-"""Maximum number of workers with their own lane. Beyond it, later workers of a host reuse a free lane of that host."""
-
-LETTER_POINTS, SIGN_POINTS, WITHIN = 5.2, 5.0, 0.82
-"""Widths of a digit and of the symbol in a bar, and the share of the figure's width that the axis fills."""
-
-BLACK = "#000001"
-"""Colour of numbers on light bars, independent of the page's theme."""
-
 
 @dataclass(frozen=True)
 class SweepTimelineLayout:
-    """Positions of lanes and bars."""
+    """Positions of the lanes and bars of a timeline."""
 
     lanes: Mapping[str, int]
     """Lane of each worker."""
@@ -120,7 +169,7 @@ class SweepTimelineLayout:
     """Seconds per unit of the axis."""
 
     @property
-    def long(self) -> float:
+    def length(self) -> float:
         """Length of the axis."""
         return max(self.clock.end / self.size, 1e-9)
 
@@ -128,50 +177,49 @@ class SweepTimelineLayout:
         """Return the position of a Unix time on the axis."""
         return self.clock.at(moment) / self.size
 
-    def box(self, take: TrialExecution) -> canvas.Box:
+    def box(self, execution: TrialExecution) -> canvas.Box:
         """Return the bar of one trial execution, with a minimum width."""
-        begin, stop = self.at(take.started), self.at(take.last_seen)
-        return begin, self.lanes[take.worker] - BAR / 2, max(stop - begin, self.long * 1e-3), BAR
+        begin, stop = self.at(execution.started), self.at(execution.last_seen)
+        return begin, self.lanes[execution.worker] - BAR / 2, max(stop - begin, self.length * 1e-3), BAR
 
 
 def draw_timeline(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the timeline: one lane per worker, one bar per trial execution.
 
-    A trial that another worker took over has several bars joined by a thin line; all but the last are hatched. A
-    diamond
-    starts a trial that continues a pruned one. Idle periods are cut out at a dotted line.
+    A trial that another worker took over has several bars joined by a thin line. All but the last are hatched. A
+    diamond starts a trial that continues a pruned trial. Idle periods are cut out at a dotted line.
     """
-    takes = [take for trial in report.trials for take in trial.executions]
-    if not takes:
+    executions = [execution for trial in report.trials for execution in trial.executions]
+    if not executions:
         canvas.save_empty_plot("No worker has run a trial.", target, "timeline", form)
         return
-    lanes = assign_lanes(takes)
-    clock = SweepWorkClock.from_spans((take.started, take.last_seen) for take in takes)
+    lanes = assign_lanes(executions)
+    clock = SweepWorkClock.from_spans((execution.started, execution.last_seen) for execution in executions)
     size, name = objective_unit("worked_seconds", clock.end)
-    track = SweepTimelineLayout(lanes, clock, size)
+    layout = SweepTimelineLayout(lanes, clock, size)
     names = _lane_names(lanes)
     figure = canvas.create_figure(1.2 + LANE_INCHES * len(names))
     axes = figure.add_subplot()
-    many = len(takes) > canvas.MANY
+    many = len(executions) > canvas.MANY
     if many:
         axes.set_rasterization_zorder(4)
-    _draw_bars(axes, report, track, many)
-    _draw_annotations(axes, report, track, many)
+    _draw_bars(axes, report, layout, many)
+    _draw_annotations(axes, report, layout, many)
     canvas.style_axes(axes, f"working time since the sweep started ({name})", grid="x")
     canvas.set_number_ticks(axes.xaxis, format_number, 9)
-    axes.set_yticks(range(len(names)), [canvas.sanitize_label(format_parameter_value(one)) for one in names])
+    axes.set_yticks(range(len(names)), [canvas.sanitize_label(format_parameter_value(name)) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(-0.01 * track.long, 1.01 * track.long)
+    axes.set_xlim(-0.01 * layout.length, 1.01 * layout.length)
     canvas.add_legend(figure, axes, columns=7)
     canvas.save_figure(figure, target, "timeline", form)
 
 
-def assign_lanes(takes: Iterable[TrialExecution]) -> dict[str, int]:
+def assign_lanes(executions: Iterable[TrialExecution]) -> dict[str, int]:
     """Assign a lane to each worker, in order of their first trial."""
     spans: dict[str, tuple[float, float]] = {}
-    for take in sorted(takes, key=lambda take: (take.started, take.worker)):
-        started, seen = spans.get(take.worker, (take.started, take.last_seen))
-        spans[take.worker] = (started, max(seen, take.last_seen))
+    for execution in sorted(executions, key=lambda execution: (execution.started, execution.worker)):
+        started, seen = spans.get(execution.worker, (execution.started, execution.last_seen))
+        spans[execution.worker] = (started, max(seen, execution.last_seen))
     if len(spans) <= LANES:
         return {worker: row for row, worker in enumerate(spans)}
     lanes: dict[str, int] = {}
@@ -189,74 +237,64 @@ def _worker_host(worker: str) -> str:
 
 
 def _lane_names(lanes: Mapping[str, int]) -> list[str]:
-    """Return the name of each lane: the worker, or the host of several workers."""
+    """Return the name of each lane: the worker's name, or the host if several workers share the lane."""
     members: dict[int, list[str]] = {}
     for worker, row in lanes.items():
         members.setdefault(row, []).append(worker)
-    return [found[0] if len(found) == 1 else _worker_host(found[0]) for _, found in sorted(members.items())]
+    return [workers[0] if len(workers) == 1 else _worker_host(workers[0]) for _, workers in sorted(members.items())]
 
 
-def _draw_bars(axes: Any, report: SweepReport, track: SweepTimelineLayout, many: bool) -> None:
+def _draw_bars(axes: Any, report: SweepReport, layout: SweepTimelineLayout, many: bool) -> None:
     """Draw executions coloured by outcome, and lines between the workers of one trial."""
     for state, members in canvas.group_by_state(report.trials).items():
-        boxes = [track.box(one.executions[-1]) for one in members if one.executions]
+        boxes = [layout.box(trial.executions[-1]) for trial in members if trial.executions]
         canvas.draw_boxes(axes, boxes, facecolor=COLOURS[state], edgecolor=PAPER, linewidth=0 if many else 0.5,
                           label=state, hatch="////" if state == "running" else None, zorder=3)  # fmt: skip
-    away = [track.box(take) for trial in report.trials for take in trial.executions[:-1]]
-    canvas.draw_boxes(axes, away, facecolor="none", edgecolor=INK, linewidth=0.4 if many else 0.6, zorder=3,
+    earlier = [layout.box(execution) for trial in report.trials for execution in trial.executions[:-1]]
+    canvas.draw_boxes(axes, earlier, facecolor="none", edgecolor=INK, linewidth=0.4 if many else 0.6, zorder=3,
                  hatch=None if many else "//////", label="taken over by another worker")  # fmt: skip
     for trial in report.trials:
         for first, second in zip(trial.executions, trial.executions[1:], strict=False):
-            axes.plot([track.at(first.last_seen), track.at(second.started)],
-                      [track.lanes[first.worker], track.lanes[second.worker]], color=INK,
+            axes.plot([layout.at(first.last_seen), layout.at(second.started)],
+                      [layout.lanes[first.worker], layout.lanes[second.worker]], color=INK,
                       linewidth=0.4 if many else 0.8, zorder=3.5)  # fmt: skip
 
 
-def _draw_annotations(axes: Any, report: SweepReport, track: SweepTimelineLayout, many: bool) -> None:
+def _draw_annotations(axes: Any, report: SweepReport, layout: SweepTimelineLayout, many: bool) -> None:
     """Draw continuation symbols, numbers in bars that are wide enough, and idle periods."""
-    continuing = [one.executions[0] for one in report.trials if one.continues is not None and one.executions]
+    continuing = [trial.executions[0] for trial in report.trials if trial.continues is not None and trial.executions]
     if continuing:
-        axes.plot([track.at(take.started) for take in continuing], [track.lanes[take.worker] for take in continuing],
+        axes.plot([layout.at(execution.started) for execution in continuing],
+                  [layout.lanes[execution.worker] for execution in continuing],
                   linestyle="", marker="D", markersize=2.5 if many else 5, color=PAPER, markeredgecolor=INK,
                   markeredgewidth=0.8, zorder=6, rasterized=many, label="continues a pruned trial")  # fmt: skip
-    points = WITHIN * canvas.WIDE * 72 / track.long
+    points_per_unit = AXIS_SHARE * canvas.WIDE * 72 / layout.length
     for trial in report.trials:
-        for take in trial.executions[-1:]:
-            begin, _, wide, _ = track.box(take)
-            aside = SIGN_POINTS if trial.continues is not None else 0.0
-            if wide * points >= LETTER_POINTS * len(str(trial.number)) + 3 + aside:
-                axes.text(begin + wide / 2 + aside / points / 2, track.lanes[take.worker], str(trial.number),
-                          ha="center", va="center_baseline", fontsize=SMALL - 0.5, zorder=7,
+        for execution in trial.executions[-1:]:
+            begin, _, wide, _ = layout.box(execution)
+            sign = SIGN_POINTS if trial.continues is not None else 0.0
+            if wide * points_per_unit >= DIGIT_POINTS * len(str(trial.number)) + 3 + sign:
+                middle = begin + wide / 2 + sign / points_per_unit / 2
+                axes.text(middle, layout.lanes[execution.worker], str(trial.number), ha="center", va="center_baseline",
+                          fontsize=SMALL - 0.5, zorder=7,
                           color=PAPER if trial.state == "complete" else BLACK)  # fmt: skip
-    for begin, stop in track.clock.pauses:
-        axes.axvline(track.at((begin + stop) / 2), color=QUIET, linestyle=":", linewidth=1)
-        axes.annotate(f"{format_duration(stop - begin)} pause", (track.at(stop), -0.6), xytext=(3, 2), va="bottom",
+    for begin, stop in layout.clock.pauses:
+        axes.axvline(layout.at((begin + stop) / 2), color=QUIET, linestyle=":", linewidth=1)
+        axes.annotate(f"{format_duration(stop - begin)} pause", (layout.at(stop), -0.6), xytext=(3, 2), va="bottom",
                       textcoords="offset points", fontsize=SMALL, color=QUIET)  # fmt: skip
 
 
 # Plot of trained and saved tokens.
 
-SAVED: Mapping[Cause, tuple[str, str]] = {
-    "pruned": ("saved by pruning", "////"),
-    "refused": ("rejected before training", "xxxx"),
-}
-"""Label and hatch."""
-
-STEPS = 200
-"""Maximum number of steps of the cumulative sum."""
-
-WIDTH = 0.8
-"""Width of a bar. Trials are 1 apart."""
-
 
 def draw_savings(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the answer tokens trained in each trial, and the saved ones hatched on top.
 
-    A trial that another one continues is omitted. With many trials, cumulative sums are drawn.
+    A trial that another trial continues is omitted. With many trials, cumulative sums are drawn.
     """
-    old = superseded_numbers(report)
-    trials = [trial for trial in report.trials if trial.number not in old]
-    saved = {cause: found for cause, found in saved_tokens_by_cause(report).items() if found}
+    superseded = superseded_numbers(report)
+    trials = [trial for trial in report.trials if trial.number not in superseded]
+    saved = {cause: tokens for cause, tokens in saved_tokens_by_cause(report).items() if tokens}
     if not any(trial.cost.trained_tokens for trial in trials) and not saved:
         canvas.save_empty_plot("Nothing has been trained yet.", target, "savings", form)
         return
@@ -265,8 +303,8 @@ def draw_savings(report: SweepReport, target: Target, form: Form = "auto") -> No
     draw = _draw_token_bars if len(trials) <= canvas.MANY else _draw_cumulative_sums
     name = draw(axes, trials, saved)
     canvas.style_axes(axes, "trial", f"answer tokens ({name})" if name else "answer tokens", grid="y")
-    room = 0.01 * len(report.trials)
-    axes.set_xlim(-0.8 - room, report.trials[-1].number + 0.8 + room)
+    margin = 0.8 + 0.01 * len(report.trials)
+    axes.set_xlim(-margin, report.trials[-1].number + margin)
     axes.set_ylim(bottom=0)
     canvas.set_integer_ticks(axes.xaxis)
     canvas.set_number_ticks(axes.yaxis, format_number)
@@ -275,17 +313,19 @@ def draw_savings(report: SweepReport, target: Target, form: Form = "auto") -> No
 
 
 def _draw_token_bars(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, Mapping[int, int]]) -> str:
-    """Draw a bar for each trial. Returns the unit."""
-    trained = {one.number: one.cost.trained_tokens for one in trials}
+    """Draw a bar for each trial, and return the unit."""
+    trained = {trial.number: trial.cost.trained_tokens for trial in trials}
     size, name = objective_unit(
         "all_tokens", max(*trained.values(), *(max(boxes.values()) for boxes in saved.values()), 0)
     )
     for state, members in canvas.group_by_state(trials).items():
-        boxes = [_token_box(one.number, 0.0, trained[one.number] / size) for one in members if trained[one.number]]
+        boxes = [
+            _token_box(trial.number, 0.0, trained[trial.number] / size) for trial in members if trained[trial.number]
+        ]
         canvas.draw_boxes(axes, boxes, facecolor=COLOURS[state], label=state, zorder=3)
     for cause, tokens in saved.items():
         label, hatch = SAVED[cause]
-        boxes = [_token_box(one, trained.get(one, 0) / size, count / size) for one, count in tokens.items()]
+        boxes = [_token_box(number, trained.get(number, 0) / size, count / size) for number, count in tokens.items()]
         canvas.draw_boxes(
             axes, boxes, edgecolor=QUIET, facecolor="none", hatch=hatch, linewidth=0.5, label=label, zorder=2
         )
@@ -294,48 +334,44 @@ def _draw_token_bars(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, M
 
 
 def _draw_cumulative_sums(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, Mapping[int, int]]) -> str:
-    """Draw cumulative sums of trained tokens, and of saved tokens by cause above them. Returns the unit."""
-    done = list(accumulate(one.cost.trained_tokens for one in trials))
-    layers = {cause: list(accumulate(found.get(one.number, 0) for one in trials)) for cause, found in saved.items()}
-    size, name = objective_unit("all_tokens", done[-1] + sum(layer[-1] for layer in layers.values()))
-    seen = canvas.thin_out(range(len(trials)), STEPS)
-    numbers = [trials[one].number for one in seen]
-    below, above = [0.0] * len(seen), [done[one] / size for one in seen]
+    """Draw cumulative sums of trained tokens, with saved tokens by cause above them, and return the unit."""
+    trained = list(accumulate(trial.cost.trained_tokens for trial in trials))
+    layers = {
+        cause: list(accumulate(tokens.get(trial.number, 0) for trial in trials)) for cause, tokens in saved.items()
+    }
+    size, name = objective_unit("all_tokens", trained[-1] + sum(layer[-1] for layer in layers.values()))
+    seen = canvas.thin_out(range(len(trials)), MAX_STEPS)
+    numbers = [trials[place].number for place in seen]
+    below, above = [0.0] * len(seen), [trained[place] / size for place in seen]
     axes.fill_between(numbers, below, above, facecolor=COLOURS["complete"], linewidth=0, label="trained", zorder=3)
     for cause, layer in layers.items():
         label, hatch = SAVED[cause]
-        below, above = above, [base + layer[one] / size for base, one in zip(above, seen, strict=True)]
+        below, above = above, [base + layer[place] / size for base, place in zip(above, seen, strict=True)]
         axes.fill_between(numbers, below, above, facecolor="none", edgecolor=QUIET, hatch=hatch, linewidth=0.6,
                           label=label, zorder=2)  # fmt: skip
     return name
 
 
 def _token_box(number: int, bottom: float, high: float) -> canvas.Box:
-    return number - WIDTH / 2, bottom, WIDTH, high
+    return number - BAR_WIDTH / 2, bottom, BAR_WIDTH, high
 
 
-PANEL_INCHES, ROW_INCHES = 2.7, 0.2
-"""Height of an objective's panel, and of a row for trials without a value."""
-
-BEST, FEW = 3, 25
-"""Number of curves with their own colour, and maximum number of large symbols on curves."""
-
-Point = tuple[float, float]
+# Optimization history and learning curves.
 
 
 def draw_history(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw each trial's objective by trial number, and the best so far as a line.
 
-    If the objective is the validation loss, a pruned trial is drawn at its last one. States without a value have their
-    own
-    rows below. A trial that another trial continues is omitted. Outliers are small triangles at the edge.
+    If the objective is the validation loss, a pruned trial is drawn at its last validation loss. States without a value
+    have their own rows below. A trial that another trial continues is omitted. Small triangles at the edge are
+    outliers.
     """
     if not report.trials:
         canvas.save_empty_plot("No trial has started.", target, "history", form)
         return
-    old = superseded_numbers(report)
-    trials = [trial for trial in report.trials if trial.number not in old]
-    absent = [one for one in trials if trial_value(one, report.objectives) is None]
+    superseded = superseded_numbers(report)
+    trials = [trial for trial in report.trials if trial.number not in superseded]
+    absent = [trial for trial in trials if trial_value(trial, report.objectives) is None]
     rows = list(canvas.group_by_state(absent))
     count = len(report.objectives)
     below = ROW_INCHES * len(rows) + 0.1 if rows else 0.0
@@ -347,7 +383,7 @@ def draw_history(report: SweepReport, target: Target, form: Form = "auto") -> No
     if rows:
         _draw_valueless_trials(panels[-1], absent, rows)
     canvas.style_axes(panels[-1], "trial", panels[-1].get_ylabel(), grid="" if rows else "both")
-    # Without values the panel above has only text; the trial numbers still determine the positions.
+    # The limits are set explicitly, because a panel without values has only text.
     panels[-1].set_xlim(-0.6 - 0.01 * len(report.trials), report.trials[-1].number + 0.6 + 0.01 * len(report.trials))
     canvas.set_integer_ticks(panels[-1].xaxis)
     canvas.add_legend(figure, *panels, columns=7)
@@ -357,7 +393,7 @@ def draw_history(report: SweepReport, target: Target, form: Form = "auto") -> No
 def _draw_objective_history(axes: Any, report: SweepReport, trials: Sequence[Trial], index: int) -> None:
     objective = report.objectives[index]
     known = {
-        trial.number: found for trial in trials if (found := trial_value(trial, report.objectives, index)) is not None
+        trial.number: value for trial in trials if (value := trial_value(trial, report.objectives, index)) is not None
     }
     canvas.style_axes(axes, "", objective_label(objective, max(known.values(), default=0.0)))
     if not known:
@@ -366,14 +402,14 @@ def _draw_objective_history(axes: Any, report: SweepReport, trials: Sequence[Tri
         return
     final = [known[trial.number] for trial in trials if trial.state == "complete" and trial.number in known]
     low, high = axis_limits(
-        final, [known[one.number] for one in trials if one.state != "complete" and one.number in known]
+        final, [known[trial.number] for trial in trials if trial.state != "complete" and trial.number in known]
     )
     axes.set_ylim(low, high)
     canvas.set_objective_ticks(axes.yaxis, objective, (low, high))
     beyond = []
     for state, members in canvas.group_by_state(trials).items():
-        places = [(one.number, known[one.number]) for one in members if one.number in known]
-        beyond += [(at, min(high, max(low, found)), state) for at, found in places if not low <= found <= high]
+        places = [(trial.number, known[trial.number]) for trial in members if trial.number in known]
+        beyond += [(at, min(high, max(low, value)), state) for at, value in places if not low <= value <= high]
         canvas.draw_points(axes, [place for place in places if low <= place[1] <= high], state)
     _draw_outlier_marks(axes, beyond, high)
     if steps := best_values_so_far(report, index):
@@ -386,9 +422,9 @@ def _draw_objective_history(axes: Any, report: SweepReport, trials: Sequence[Tri
 
 def _draw_outlier_marks(axes: Any, beyond: Sequence[tuple[float, float, TrialState]], high: float) -> None:
     """Draw outliers as small triangles at the edge of the frame."""
-    for state in dict.fromkeys(one for _, _, one in beyond):
+    for state in dict.fromkeys(state for _, _, state in beyond):
         for top in (True, False):
-            places = [(at, edge) for at, edge, one in beyond if one == state and (edge == high) == top]
+            places = [(at, edge) for at, edge, mark_state in beyond if mark_state == state and (edge == high) == top]
             # Half of a symbol is outside the frame and must not be clipped.
             canvas.draw_points(axes, places, state, marker=10 if top else 11, markersize=4.5, label=None, clip_on=False,
                         markeredgewidth=0, markerfacecolor=COLOURS[state])  # fmt: skip
@@ -397,15 +433,15 @@ def _draw_outlier_marks(axes: Any, beyond: Sequence[tuple[float, float, TrialSta
 def _draw_valueless_trials(axes: Any, trials: Sequence[Trial], rows: Sequence[TrialState]) -> None:
     """Draw a row for each state of trials without a value."""
     for row, state in enumerate(rows):
-        canvas.draw_points(axes, [(one.number, row) for one in trials if one.state == state], state)
+        canvas.draw_points(axes, [(trial.number, row) for trial in trials if trial.state == state], state)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
 def draw_curves(report: SweepReport, target: Target, form: Form = "auto") -> None:
-    """Draw each trial's validation loss by trained rows: best trials in their own colours, pruned ones in grey.
+    """Draw each trial's validation loss by trained rows: best trials in their own styles, pruned trials in grey.
 
-    A trial that continues a pruned one is drawn from the beginning of that one, with a diamond where it continues.
+    The curve of a trial that continues a pruned trial includes that trial, with a diamond at its end.
     """
     by_number = {trial.number: trial for trial in report.trials}
     curves = {
@@ -421,20 +457,20 @@ def draw_curves(report: SweepReport, target: Target, form: Form = "auto") -> Non
     canvas.style_axes(axes, "trained rows", "validation loss (nats per token)")
     canvas.set_number_ticks(axes.xaxis, format_number)
     canvas.set_number_ticks(axes.yaxis, format_number)
-    loss = next((index for index, one in enumerate(report.objectives) if one.metric == LOSS), 0)
+    loss = next((index for index, objective in enumerate(report.objectives) if objective.metric == LOSS), 0)
     best = [trial.number for trial in rank_trials(report, loss) if trial.number in curves][:BEST]
-    crowd = max(0.12, min(0.7, 25 / len(curves)))
-    for state, members in canvas.group_by_state(by_number[one] for one in curves if one not in best).items():
-        lines: list[Sequence[Point]] = [curves[one.number] for one in members]
+    opacity = max(0.12, min(0.7, 25 / len(curves)))
+    for state, members in canvas.group_by_state(by_number[number] for number in curves if number not in best).items():
+        lines: list[Sequence[Point]] = [curves[trial.number] for trial in members]
         style = "--" if state in ("running", "failed") else "-"
         canvas.draw_lines(axes, lines, colors=COLOURS[state], linewidths=1.0, linestyles=style,
-                       alpha=crowd if state in ("complete", "pruned") else 0.9, label=state, zorder=2)  # fmt: skip
+                       alpha=opacity if state in ("complete", "pruned") else 0.9, label=state, zorder=2)  # fmt: skip
         if state != "complete":
             canvas.draw_points(axes, [line[-1] for line in lines], state, markersize=3.5, label=None)
-    for place, one in enumerate(best):
-        axes.plot(*zip(*curves[one], strict=True), color=TOP if not place else INK, zorder=4 + BEST - place,
+    for place, number in enumerate(best):
+        axes.plot(*zip(*curves[number], strict=True), color=TOP if not place else INK, zorder=4 + BEST - place,
                   linestyle=("-", "--", ":")[place], linewidth=2.0 if not place else 1.2,
-                  label=f"{('best', 'second', 'third')[place]}: trial {one}")  # fmt: skip
+                  label=f"{('best', 'second', 'third')[place]}: trial {number}")  # fmt: skip
     _draw_resume_points(axes, report, by_number, curves)
     axes.set_ylim(*axis_limits([loss for line in curves.values() for _, loss in line]))
     axes.set_xlim(left=0)
@@ -455,25 +491,12 @@ def _draw_resume_points(
         ):
             places.append(line[-1])
     if places:
-        size, width = (4.5, 0.9) if len(places) <= FEW else (2.5, 0.5)
+        size, width = (4.5, 0.9) if len(places) <= LARGE_SYMBOLS else (2.5, 0.5)
         axes.plot(*zip(*places, strict=True), linestyle="", marker="D", markersize=size, color="none", zorder=8,
                   markeredgecolor=INK, markeredgewidth=width, label="continued here")  # fmt: skip
 
 
 # Plots of single hyperparameters: importance, and objective by value.
-
-COLUMNS, KNOB_PANEL_INCHES, TICKS = 4, 2.4, 5
-"""Panels per row, height of a panel, and maximum number of tick labels below one."""
-
-LETTERS, UPRIGHT, SLANTING = 120, 9, 16
-"""Maximum numbers of characters below all panels of a row, of an upright tick label (in two lines), and of a slanted
-one."""
-
-STRIP = 0.07
-"""Share of the panel's height for trials without a value, above all others."""
-
-GOLDEN = 0.6180339887
-"""Multiples of the golden ratio modulo 1 are evenly spread; they offset the points of one choice."""
 
 
 def draw_importances(report: SweepReport, target: Target, form: Form = "auto") -> None:
@@ -483,7 +506,7 @@ def draw_importances(report: SweepReport, target: Target, form: Form = "auto") -
             "Too few trials to estimate the importance of hyperparameters.", target, "importances", form
         )
         return
-    ordered = sorted(report.importances.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(report.importances.items(), key=lambda entry: (-entry[1], entry[0]))
     names = shorten_names(report.importances)
     figure = canvas.create_figure(0.7 + 0.3 * len(ordered))
     axes = figure.add_subplot()
@@ -503,7 +526,7 @@ def draw_importances(report: SweepReport, target: Target, form: Form = "auto") -
 
 
 def draw_slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
-    """Draw the first objective by each hyperparameter: one panel per hyperparameter, one mark per trial.
+    """Draw the first objective by each hyperparameter: one slice per hyperparameter, one mark per trial.
 
     Trials without a value (infeasible, failed) are in a strip above all others, which shows the values that cannot be
     trained. Marks of one choice are spread horizontally to avoid overlap.
@@ -517,18 +540,20 @@ def draw_slices(report: SweepReport, target: Target, form: Form = "auto") -> Non
         return
     columns = min(COLUMNS, len(scales))
     rows = math.ceil(len(scales) / columns)
-    figure = canvas.create_figure(KNOB_PANEL_INCHES * rows + 0.6)
+    figure = canvas.create_figure(SLICE_INCHES * rows + 0.6)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
-    known = {one.number: value for one in trials if (value := trial_value(one, report.objectives)) is not None}
-    final = [known[one.number] for one in trials if one.state == "complete" and one.number in known]
+    known = {trial.number: value for trial in trials if (value := trial_value(trial, report.objectives)) is not None}
+    final = [known[trial.number] for trial in trials if trial.state == "complete" and trial.number in known]
     low, high = axis_limits(
-        final, [known[one.number] for one in trials if one.state == "pruned" and one.number in known]
+        final, [known[trial.number] for trial in trials if trial.state == "pruned" and trial.number in known]
     )
     strip = high + STRIP * (high - low)
-    heights = {one.number: min(high, max(low, known[one.number])) if one.number in known else strip for one in trials}
+    heights = {
+        trial.number: min(high, max(low, known[trial.number])) if trial.number in known else strip for trial in trials
+    }
     names = shorten_names(scales)
     for axes, (parameter, scale) in zip(panels, scales.items(), strict=False):
-        _draw_slice(axes, (report, trials), (parameter, scale), heights)
+        _draw_slice(axes, report, trials, parameter, scale, heights)
         canvas.style_axes(axes, format_parameter_value(names[parameter]))
         _write_ticks(axes, scale, LETTERS // columns)
         axes.set_xlim(-0.12, 1.12)
@@ -543,7 +568,7 @@ def draw_slices(report: SweepReport, target: Target, form: Form = "auto") -> Non
 
 
 def _write_ticks(axes: Any, scale: ParameterScale, letters: int) -> None:
-    """Write the tick labels of a panel, slanted if they do not fit horizontally."""
+    """Write the tick labels of a slice, slanting if they do not fit horizontally."""
     ticks = scale.ticks(TICKS)
     texts = [break_lines(text, UPRIGHT) for _, text in ticks]
     look: dict[str, Any] = {}
@@ -563,9 +588,13 @@ def _set_objective_ticks(
 
 
 def _draw_slice(
-    axes: Any, tried: tuple[SweepReport, list[Trial]], on: tuple[str, ParameterScale], heights: Mapping[int, float]
+    axes: Any,
+    report: SweepReport,
+    trials: Sequence[Trial],
+    parameter: str,
+    scale: ParameterScale,
+    heights: Mapping[int, float],
 ) -> None:
-    (report, trials), (parameter, scale) = tried, on
     spread = 0.0 if scale.choices is None else min(0.2, 0.5 / max(1, len(scale.choices)))
     star = recommended_trial(report)
     for state, members in canvas.group_by_state(trials).items():
@@ -573,8 +602,8 @@ def _draw_slice(
         for trial in members:
             place = scale.place(trial.values[parameter]) if parameter in trial.values else None
             if place is not None:
-                aside = spread * ((trial.number * GOLDEN) % 1 - 0.5)
-                places.append((place + aside, heights[trial.number]))
+                offset = spread * ((trial.number * GOLDEN) % 1 - 0.5)
+                places.append((place + offset, heights[trial.number]))
                 if star is not None and trial.number == star.number:
                     canvas.draw_star(axes, places[-1], canvas.star_label(report, star))
         size = 4.2 if len(members) <= canvas.MANY else 3
@@ -583,36 +612,9 @@ def _draw_slice(
 
 # Plots of two variables: two hyperparameters and the objective, or two objectives.
 
-PREFERRED = ("train.learning_rate", "train.rank")
-"""Preferred hyperparameters for the two axes."""
-
-ENOUGH = 10
-"""Minimum number of points with an objective for an interpolated surface."""
-
-LEVELS = 10
-COLOUR_MAP = "cividis"
-"""Readable with all kinds of colour vision (Nuñez, Anderton and Renslow, 2018)."""
-
-DENSE, CELLS = 60, 10
-"""Number of trials from which those in one cell are merged, and cells per axis: the plot would show noise otherwise."""
-
-FLAT = 0.02
-"""Triangles with this or a smaller ratio of circle radii are omitted: collinear points determine no surface."""
-
-INKED: Mapping[TrialState, Mapping[str, Any]] = {"pruned": {"markeredgecolor": INK}}
-"""Marker styles over colours, where grey is not distinguishable."""
-
-BETTER = {"minimize": "lower", "maximize": "higher"}
-
-PAIRS, LABELLED = 6, 12
-"""Maximum numbers of pairs of objectives, and of members of the front with a number."""
-
-SurfacePoint = tuple[float, float]
-
 
 def choose_contour_pair(report: SweepReport) -> tuple[str, str] | None:
-    """Return the two numeric hyperparameters of the contour: learning rate and rank, else the two most important
-    ones."""
+    """Return two numeric hyperparameters for the contour: learning rate and rank, else the two most important."""
     numeric = [axis.name for axis in searched_axes(report) if axis.kind != "choice"]
     if len(numeric) < 2:
         return None
@@ -625,17 +627,18 @@ def choose_contour_pair(report: SweepReport) -> tuple[str, str] | None:
 
 
 def draw_contour(report: SweepReport, target: Target, form: Form = "auto") -> None:
-    """Draw the first objective by two hyperparameters: trials as points, with an interpolated surface if there are
-    enough.
+    """Draw the first objective by two hyperparameters: trials as points, and a surface if enough trials are complete.
 
-    The surface is linear on Delaunay triangles of the points, on the scales of the hyperparameters. Where other
-    hyperparameters differ as well, it only shows a local trend. It is not extrapolated beyond the points.
+    The surface is interpolated linearly on Delaunay triangles of the points, on the scales of the hyperparameters. It
+    shows only a local trend, because other hyperparameters differ as well. It is not extrapolated beyond the points.
     """
     hyperparameters = choose_contour_pair(report)
     trials = (
         []
         if hyperparameters is None
-        else [one for one in counted_trials(report) if all(parameter in one.values for parameter in hyperparameters)]
+        else [
+            trial for trial in counted_trials(report) if all(parameter in trial.values for parameter in hyperparameters)
+        ]
     )
     if hyperparameters is None or not trials:
         message = "A contour needs two numeric hyperparameters." if hyperparameters is None else "No trial has started."
@@ -644,8 +647,8 @@ def draw_contour(report: SweepReport, target: Target, form: Form = "auto") -> No
     scales = {parameter: scale for parameter, scale in parameter_scales(report).items() if parameter in hyperparameters}
     across, up = (scales[parameter] for parameter in hyperparameters)
     places = {
-        one.number: (across.place(one.values[hyperparameters[0]]), up.place(one.values[hyperparameters[1]]))
-        for one in trials
+        trial.number: (across.place(trial.values[hyperparameters[0]]), up.place(trial.values[hyperparameters[1]]))
+        for trial in trials
     }
     known = {number: (x, y) for number, (x, y) in places.items() if x is not None and y is not None}
     if not known:
@@ -664,8 +667,8 @@ def draw_contour(report: SweepReport, target: Target, form: Form = "auto") -> No
     coloured = _draw_coloured_points(figure, axes, report, known)
     for state, members in canvas.group_by_state(trials).items():
         if state != "complete" or not coloured:
-            look = INKED.get(state, {}) if coloured and len(members) <= canvas.MANY else {}
-            canvas.draw_points(axes, [known[one.number] for one in members if one.number in known], state, **look)
+            look = SURFACE_MARKERS.get(state, {}) if coloured and len(members) <= canvas.MANY else {}
+            canvas.draw_points(axes, [known[trial.number] for trial in members if trial.number in known], state, **look)
     star = recommended_trial(report)
     if star is not None and star.number in known:
         canvas.draw_star(axes, known[star.number], canvas.star_label(report, star))
@@ -681,7 +684,7 @@ def _scale_ticks(scale: ParameterScale) -> tuple[list[float], list[str]]:
 def _draw_coloured_points(
     figure: Any, axes: Any, report: SweepReport, known: Mapping[int, tuple[float, float]]
 ) -> bool:
-    """Draw complete trials coloured by objective over the surface. Returns whether there are any."""
+    """Draw complete trials, coloured by objective, over the surface. Return whether any trial is complete."""
     from matplotlib.colors import Normalize
 
     valued = [(known[trial.number], amount) for trial, amount in completed_values(report) if trial.number in known]
@@ -706,31 +709,31 @@ def _draw_coloured_points(
 
 
 def _merge_near_points(
-    points: Sequence[tuple[SurfacePoint, float]], better: Callable[[Iterable[float]], float]
-) -> dict[SurfacePoint, float]:
-    """Merge nearby trials: the best objective at their mean position, since they differ in other hyperparameters."""
-    cells: dict[tuple[int, int], list[tuple[SurfacePoint, float]]] = {}
-    fine = CELLS if len(points) > DENSE else 1000
+    points: Sequence[tuple[Point, float]], better: Callable[[Iterable[float]], float]
+) -> dict[Point, float]:
+    """Merge nearby trials, which differ in other hyperparameters: the best objective at their mean position."""
+    cells: dict[tuple[int, int], list[tuple[Point, float]]] = {}
+    cells_per_axis = CELLS if len(points) > DENSE else 1000
     for (x, y), amount in points:
-        cells.setdefault((round(x * fine), round(y * fine)), []).append(((x, y), amount))
+        cells.setdefault((round(x * cells_per_axis), round(y * cells_per_axis)), []).append(((x, y), amount))
     return {
-        (fmean(x for (x, _), _ in members), fmean(y for (_, y), _ in members)): better(one for _, one in members)
+        (fmean(x for (x, _), _ in members), fmean(y for (_, y), _ in members)): better(amount for _, amount in members)
         for members in cells.values()
     }
 
 
-def _draw_surface(axes: Any, best: Mapping[SurfacePoint, float], scale: Any, colours: str) -> Any:
-    """Draw the surface between the points. Returns None if there are too few points or they are collinear."""
+def _draw_surface(axes: Any, best: Mapping[Point, float], scale: Any, colours: str) -> Any:
+    """Draw the surface between the points, and return it. Return None if the points are too few or collinear."""
     from matplotlib.tri import TriAnalyzer, Triangulation
 
     places = list(best)
     if len(places) < ENOUGH or _are_collinear(places):
         return None
     triangles = Triangulation(*zip(*places, strict=True))
-    flat = TriAnalyzer(triangles).get_flat_tri_mask(FLAT)
-    if all(flat):
+    is_flat = TriAnalyzer(triangles).get_flat_tri_mask(FLAT)
+    if all(is_flat):
         return None
-    triangles.set_mask(flat)
+    triangles.set_mask(is_flat)
     amounts = [min(scale.vmax, max(scale.vmin, amount)) for amount in best.values()]
     levels = [scale.vmin + k * (scale.vmax - scale.vmin) / LEVELS for k in range(LEVELS + 1)]
     return axes.tricontourf(triangles, amounts, levels=levels, cmap=colours, norm=scale, alpha=0.85, zorder=1)
@@ -739,7 +742,7 @@ def _draw_surface(axes: Any, best: Mapping[SurfacePoint, float], scale: Any, col
 def _are_collinear(places: Sequence[tuple[float, float]]) -> bool:
     """Return whether no triangle of the points has a visible area."""
     (ax, ay), *others = places
-    bx, by = max(others, key=lambda one: math.hypot(one[0] - ax, one[1] - ay))
+    bx, by = max(others, key=lambda point: math.hypot(point[0] - ax, point[1] - ay))
     return max(abs((bx - ax) * (y - ay) - (by - ay) * (x - ax)) for x, y in others) < 1e-3
 
 
@@ -768,76 +771,58 @@ def draw_pareto(report: SweepReport, target: Target, form: Form = "auto") -> Non
 
 
 def _draw_pareto_front(axes: Any, report: SweepReport, trials: Sequence[Trial], indices: tuple[int, int]) -> None:
-    objectives = [report.objectives[one] for one in indices]
-    members_by_state: dict[int, SurfacePoint] = {}
+    objectives = [report.objectives[index] for index in indices]
+    points: dict[int, Point] = {}
     for trial in trials:
-        across, up = (trial_value(trial, report.objectives, one) for one in indices)
+        across, up = (trial_value(trial, report.objectives, index) for index in indices)
         if across is not None and up is not None:
-            members_by_state[trial.number] = (across, up)
-    if not members_by_state:
+            points[trial.number] = (across, up)
+    if not points:
         canvas.write_message(axes, "no trial has both")
         return
-    best = [members_by_state[one] for one in report.best if one in members_by_state]
-    canvas.draw_points(axes, [place for one, place in members_by_state.items() if one not in report.best], "complete",
+    best = [points[number] for number in report.best if number in points]
+    canvas.draw_points(axes, [place for number, place in points.items() if number not in report.best], "complete",
                        markersize=4.5, label="complete, dominated", alpha=0.75)  # fmt: skip
     if best:
         if len(report.objectives) == 2:
-            # Between two members of the front, only an upper bound is known: the worse of both in each objective.
+            # The step between two members of the front is a bound: the worse of both values in each objective.
             better = objectives[0].direction == "minimize"
             line = sorted(best, reverse=not better)
             axes.step(*zip(*line, strict=True), where="post", color=TOP, linewidth=1.2, zorder=2)
         axes.plot(*zip(*best, strict=True), linestyle="", marker="D", markersize=6, color=TOP, zorder=5,
                   markeredgecolor=PAPER, markeredgewidth=0.6, label="front")  # fmt: skip
-        if len(best) <= LABELLED and len(report.objectives) == 2:
-            for one in report.best:
-                if one in members_by_state:
-                    axes.annotate(str(one), members_by_state[one], xytext=(5, 5), textcoords="offset points",
+        if len(best) <= NUMBERED and len(report.objectives) == 2:
+            for number in report.best:
+                if number in points:
+                    axes.annotate(str(number), points[number], xytext=(5, 5), textcoords="offset points",
                                   fontsize=canvas.SMALL, color=INK, zorder=6)  # fmt: skip
     star = recommended_trial(report)
-    if star is not None and star.number in members_by_state:
-        canvas.draw_star(axes, members_by_state[star.number], f"winner: trial {star.number}")
+    if star is not None and star.number in points:
+        canvas.draw_star(axes, points[star.number], f"winner: trial {star.number}")
     for place, (objective, axis, limit) in enumerate(
         zip(objectives, (axes.xaxis, axes.yaxis), (axes.set_xlim, axes.set_ylim), strict=True)
     ):
         low, high = (
-            min(one[place] for one in members_by_state.values()),
-            max(one[place] for one in members_by_state.values()),
+            min(point[place] for point in points.values()),
+            max(point[place] for point in points.values()),
         )
-        room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-        limit(low - room, high + room)
-        canvas.set_objective_ticks(axis, objective, (low - room, high + room), 7)
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+        limit(low - margin, high + margin)
+        canvas.set_objective_ticks(axis, objective, (low - margin, high + margin), 7)
     ends = (axes.get_xlim()[1], axes.get_ylim()[1])
     names = [
-        f"{objective_label(one, end)}, {BETTER[one.direction]} is better"
-        for one, end in zip(objectives, ends, strict=True)
+        f"{objective_label(objective, end)}, {BETTER[objective.direction]} is better"
+        for objective, end in zip(objectives, ends, strict=True)
     ]
     canvas.style_axes(axes, names[0], names[1])
 
 
 # Parallel coordinates (Inselberg, 1985): all hyperparameters of each trial as a line.
 
-HIGHLIGHTED, IN_SO_MANY = 5, 10
-"""Maximum number of highlighted best trials, and the number of trials per highlighted one."""
-
-AXES = 12
-"""Maximum number of hyperparameters: the most important ones."""
-
-LINES = 200
-"""Maximum number of lines per state: more give one grey area and a file twice the size."""
-
-AXIS_TICKS, AXIS_INCHES, HIGH_INCHES = 7, 1.25, 4.4
-
-DASHES: Mapping[TrialState, str] = {"pruned": "-", "complete": "-", "infeasible": "--", "failed": ":"}
-"""Dash pattern of the drawn states, the lowest layer first."""
-
-AxisPoint = tuple[float, float]
-Places = Sequence[float | None]
-"""Position of a line on each axis. None where it has a gap."""
-
 
 @dataclass(frozen=True)
 class ParallelCoordinates:
-    """Parallel axes: hyperparameters, then objectives."""
+    """Axes of parallel coordinates: hyperparameters, then objectives."""
 
     report: SweepReport
     hyperparameters: Mapping[str, ParameterScale]
@@ -848,16 +833,16 @@ class ParallelCoordinates:
         """Return the axes of a sweep. The axis of an objective excludes outliers."""
         ends = []
         for index in range(len(report.objectives)):
-            values = [one for _, one in completed_values(report, index)]
+            values = [value for _, value in completed_values(report, index)]
             ends.append(ParameterScale.from_numbers(axis_limits(values) if values else ()))
         # Conditional hyperparameters come first, so that their gaps do not separate lines from the objective.
-        sometimes = {axis.name for axis in report.axes if axis.conditional}
-        every = parameter_scales(report)
-        weighty = sorted(every, key=lambda parameter: -report.importances.get(parameter, 0.0))[:AXES]
+        conditional = {axis.name for axis in report.axes if axis.conditional}
+        all_scales = parameter_scales(report)
+        important = sorted(all_scales, key=lambda parameter: -report.importances.get(parameter, 0.0))[:MAX_AXES]
         scales = {
-            parameter: every[parameter]
-            for parameter in sorted(every, key=lambda parameter: parameter not in sometimes)
-            if parameter in weighty
+            parameter: all_scales[parameter]
+            for parameter in sorted(all_scales, key=lambda parameter: parameter not in conditional)
+            if parameter in important
         }
         return cls(report, scales, ends)
 
@@ -867,7 +852,7 @@ class ParallelCoordinates:
         return len(self.hyperparameters) + len(self.ends)
 
     def places(self, trial: Trial) -> Places:
-        """Return the positions of a trial. Hyperparameters that were not searched and missing objectives are gaps."""
+        """Return the positions of a trial. Missing hyperparameters and objectives are gaps."""
         values = trial.values
         positions = [
             scale.place(values[parameter]) if parameter in values else None
@@ -880,7 +865,7 @@ class ParallelCoordinates:
         return positions
 
     def axes(self) -> Iterator[tuple[str, list[tuple[float, str]]]]:
-        """Yield title, and positions and texts of the ticks, of each axis."""
+        """Yield the title of each axis, and positions and texts of its ticks."""
         names = shorten_names(self.hyperparameters)
         for parameter, scale in self.hyperparameters.items():
             yield names[parameter], scale.ticks(AXIS_TICKS)
@@ -899,41 +884,45 @@ def draw_parallel_coordinates(report: SweepReport, target: Target, form: Form = 
     Axes of hyperparameters with a logarithmic range are logarithmic. Running trials, and those that another trial
     continues, are omitted.
     """
-    sheet = ParallelCoordinates.from_report(report)
+    coordinates = ParallelCoordinates.from_report(report)
     trials = [trial for trial in counted_trials(report) if trial.state != "running"]
-    if not sheet.hyperparameters or not trials:
-        message = "No trial has ended." if sheet.hyperparameters else "No hyperparameter was searched."
+    if not coordinates.hyperparameters or not trials:
+        message = "No trial has ended." if coordinates.hyperparameters else "No hyperparameter was searched."
         canvas.save_empty_plot(message, target, "parallel", form)
         return
-    figure = canvas.create_figure(HIGH_INCHES, max(canvas.WIDE, AXIS_INCHES * sheet.count))
+    figure = canvas.create_figure(HIGH_INCHES, max(canvas.WIDE, AXIS_INCHES * coordinates.count))
     axes = figure.add_subplot()
     best, message = _select_best(report, trials)
-    crowd = max(0.15, min(0.6, 20 / len(trials)))
+    opacity = max(0.15, min(0.6, 20 / len(trials)))
     for state in DASHES:
-        members = [one for one in trials if one.state == state and one not in best]
-        lines = [sheet.places(one) for one in canvas.thin_out(members, LINES)]
-        faint = crowd if state in ("pruned", "complete") else max(0.25, crowd)
+        members = [trial for trial in trials if trial.state == state and trial not in best]
+        lines = [coordinates.places(trial) for trial in canvas.thin_out(members, MAX_LINES)]
+        alpha = opacity if state in ("pruned", "complete") else max(0.25, opacity)
         of_all = f", {len(lines)} of {len(members):,}" if len(lines) < len(members) else ""
-        _draw_broken_lines(axes, lines, colors=COLOURS[state], linewidths=1.0, alpha=faint, linestyles=DASHES[state],
+        _draw_broken_lines(axes, lines, colors=COLOURS[state], linewidths=1.0, alpha=alpha, linestyles=DASHES[state],
                            zorder=2, label=f"{state}{of_all}")  # fmt: skip
-    _draw_broken_lines(axes, [sheet.places(one) for one in best], colors=TOP, linewidths=1.6, zorder=4, label=message)
+    _draw_broken_lines(
+        axes, [coordinates.places(trial) for trial in best], colors=TOP, linewidths=1.6, zorder=4, label=message
+    )
     if (star := recommended_trial(report)) is not None and report.winner is not None:
-        _draw_broken_lines(axes, [sheet.places(star)], colors=INK, linewidths=1.6, linestyles="--", zorder=5,
+        _draw_broken_lines(axes, [coordinates.places(star)], colors=INK, linewidths=1.6, linestyles="--", zorder=5,
               label=canvas.star_label(report, star))  # fmt: skip
-    _draw_vertical_axes(axes, sheet)
-    if len(sheet.hyperparameters) < (every := len(searched_axes(report))):
+    _draw_vertical_axes(axes, coordinates)
+    if len(coordinates.hyperparameters) < (count := len(searched_axes(report))):
         axes.set_title(
-            f"the {len(sheet.hyperparameters)} most important of {every} hyperparameters", fontsize=SMALL, color=QUIET
+            f"the {len(coordinates.hyperparameters)} most important of {count} hyperparameters",
+            fontsize=SMALL,
+            color=QUIET,
         )
     canvas.add_legend(figure, axes, columns=7)
     canvas.save_figure(figure, target, "parallel", form)
 
 
 def _select_best(report: SweepReport, trials: Sequence[Trial]) -> tuple[list[Trial], str]:
-    """Return the highlighted trials and their description. With several objectives these are the Pareto front."""
+    """Return the highlighted trials and their label. With several objectives they are the Pareto front."""
     if len(report.objectives) > 1:
-        return [one for one in trials if one.number in report.best], "front"
-    best = rank_trials(report)[: min(HIGHLIGHTED, math.ceil(len(trials) / IN_SO_MANY))]
+        return [trial for trial in trials if trial.number in report.best], "front"
+    best = rank_trials(report)[: min(HIGHLIGHTED, math.ceil(len(trials) / TRIALS_PER_HIGHLIGHT))]
     return best, f"the best {len(best)}" if len(best) > 1 else "the best"
 
 
@@ -941,25 +930,25 @@ def _draw_broken_lines(axes: Any, lines: Sequence[Places], **look: Any) -> None:
     """Draw lines with their gaps. A single point between two gaps is drawn as a dot."""
     pieces = [piece for line in lines for piece in split_at_gaps(line)]
     canvas.draw_lines(axes, [piece for piece in pieces if len(piece) > 1], **look)
-    if lonely := [piece[0] for piece in pieces if len(piece) == 1]:
-        axes.plot(*zip(*lonely, strict=True), linestyle="", marker=".", markersize=5, color=look["colors"],
-                  alpha=look.get("alpha"), zorder=look["zorder"], rasterized=len(lonely) > canvas.MANY)  # fmt: skip
+    if dots := [piece[0] for piece in pieces if len(piece) == 1]:
+        axes.plot(*zip(*dots, strict=True), linestyle="", marker=".", markersize=5, color=look["colors"],
+                  alpha=look.get("alpha"), zorder=look["zorder"], rasterized=len(dots) > canvas.MANY)  # fmt: skip
 
 
-def split_at_gaps(line: Places) -> list[list[AxisPoint]]:
+def split_at_gaps(line: Places) -> list[list[Point]]:
     """Split a line at its gaps."""
-    known = groupby(enumerate(line), key=lambda one: one[1] is not None)
-    return [[(float(at), one) for at, one in piece if one is not None] for segment, piece in known if segment]
+    known = groupby(enumerate(line), key=lambda entry: entry[1] is not None)
+    return [[(float(at), place) for at, place in piece if place is not None] for segment, piece in known if segment]
 
 
-def _draw_vertical_axes(axes: Any, sheet: ParallelCoordinates) -> None:
+def _draw_vertical_axes(axes: Any, coordinates: ParallelCoordinates) -> None:
     """Draw the axes over the lines, with a background behind their texts."""
     axes.set_axis_off()
-    axes.set_xlim(-0.45, sheet.count - 0.7)
+    axes.set_xlim(-0.45, coordinates.count - 0.7)
     axes.set_ylim(-0.05, 1.17)
-    axes.vlines(range(sheet.count), 0, 1, color=QUIET, linewidth=0.9, zorder=6)
+    axes.vlines(range(coordinates.count), 0, 1, color=QUIET, linewidth=0.9, zorder=6)
     paper = {"facecolor": PAPER, "alpha": 0.75, "edgecolor": "none", "pad": 0.6}
-    for at, (title, ticks) in enumerate(sheet.axes()):
+    for at, (title, ticks) in enumerate(coordinates.axes()):
         axes.hlines([place for place, _ in ticks], at - 0.02, at, color=QUIET, linewidth=0.8, zorder=6)
         for place, text in ticks:
             axes.text(at - 0.035, place, canvas.sanitize_label(break_lines(text, 14)), ha="right", va="center",
@@ -976,8 +965,6 @@ def _draw_vertical_axes(axes: Any, sheet: ParallelCoordinates) -> None:
 
 
 # All plots of a sweep by name. Each is a function of the report; equal reports give equal bytes.
-
-Drawing = Callable[[SweepReport, Target, Form], None]
 
 PICTURES: Mapping[str, Drawing] = {
     "history": draw_history,
@@ -1000,16 +987,16 @@ def available_plots(report: SweepReport) -> list[str]:
     """
     if not report.trials:
         return []
-    useless = set()
+    omitted = set()
     if len(report.objectives) < 2:
-        useless.add("pareto")
+        omitted.add("pareto")
     if choose_contour_pair(report) is None:
-        useless.add("contour")
-    return [name for name in PICTURES if name not in useless]
+        omitted.add("contour")
+    return [name for name in PICTURES if name not in omitted]
 
 
 def draw_all(report: SweepReport) -> dict[str, bytes]:
-    """Draw all available plots as SVG, by name, for the page."""
+    """Return all available plots as SVG, by name, for the page."""
     plots = {}
     for name in available_plots(report):
         stream = io.BytesIO()

@@ -19,7 +19,7 @@ from ratchet.storage.records.training import (
     parse_module_name,
 )
 
-MEANT = {
+PART_DESCRIPTIONS = {
     "data": "batch plan, padding, copies to the device",
     "forward": "body of the model",
     "loss": "head and cross entropy, gradient of the head",
@@ -29,10 +29,39 @@ MEANT = {
     "evaluation": "all validation rows",
     "waiting": "everything else: journal, guards, Python",
 }
+"""Description of each part of a step."""
 UNEVEN = 0.3
 """Ratio of interquartile range to median above which step times reflect the machine more than the step."""
 LONGEST_NAME = 60
 """Maximum number of characters of an operator's name."""
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
+"""Colours of memory parts for light and dark pages and all kinds of colour vision (Okabe and Ito 2008)."""
+MEMORY_STYLE = "".join(
+    f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
+    # Parts beyond the number of colours reuse the colours with stripes.
+    if number < len(COLOURS)
+    else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
+    "transparent 4px 6px); }\n"
+    for number in range(2 * len(COLOURS))
+)
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+ROWS_OPEN = 8
+"""Maximum number of validations for which the table is expanded."""
+PICTURES = {
+    "loss": "Training and validation loss by optimizer step",
+    "gradients": "Gradient norm of every module over time, one panel per kind of module, one line per layer",
+    "updates": "Update over weight and effective rank of every module by layer, and singular values by kind of module",
+}
+"""Description of each plot for screen readers."""
+OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{MEMORY_STYLE}"
+UPDATES_NOTE = (
+    "Update: the Frobenius norm of the change of the weights, scale\u00b7B\u00b7A (for DoRA including magnitudes). "
+    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007), that is, the "
+    "number of directions in use."
+)
+
+PAGE_STYLE = Path(__file__).with_name("page.css")
 
 
 def format_profile(profile: TrainingProfile) -> str:
@@ -47,8 +76,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
     yield (
         f"{profile.device}, {profile.compute_dtype}, {profile.threads} threads, torch {profile.torch}: "
         f"{profile.measured_steps} steps measured after {profile.warmup_steps} warm-up steps; "
-        f"{profile.traced_steps} more "
-        "traced."
+        f"{profile.traced_steps} more traced."
     )
     yield ""
     first, third = profile.quartiles_s
@@ -58,7 +86,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
     )
     if third - first > UNEVEN * profile.step_s:
         yield (
-            "- **step times vary a lot: rows of very different lengths, or a busy machine; measure again on an "
+            "- **step times vary a lot: rows have very different lengths, or the machine is busy; measure again on an "
             "idle machine**"
         )
     if profile.synchronised_step_s is not None:
@@ -77,7 +105,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
     )
     yield ""
     yield from _format_table(
-        ("part", "time", "every", "a step", "share", "description"), "lrrrrl", map(_profile_row, profile.parts)
+        ("part", "time", "every", "per step", "share", "description"), "lrrrrl", map(_profile_row, profile.parts)
     )
     yield ""
     yield (
@@ -85,7 +113,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
         "training."
     )
     yield ""
-    yield "## Floors"
+    yield "## Lower bounds"
     yield ""
     rows = [
         (
@@ -98,39 +126,45 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
             f"{limits.transfer_s / profile.step_s:.0%}",
         ),
     ]  # fmt: skip
-    yield from _format_table(("share of step", "count", "measured rate", "takes", "share of step"), "lrrrr", rows)
+    yield from _format_table(("limit", "count", "measured rate", "takes", "share of step"), "lrrrr", rows)
     yield ""
     yield (
         f"The step takes {profile.step_s / limits.min_step_s:.2f} times the greater lower bound. The rate is that "
-        "of torch.mm "
-        f"with the model's shapes; for large square matrices it is {_format_flops(limits.square_flops_per_s)}."
+        f"of torch.mm with the model's shapes; for large square matrices it is "
+        f"{_format_flops(limits.square_flops_per_s)}."
     )
-    if (of_sheet := profile.flops_utilization) is not None and limits.datasheet_flops_per_s is not None:
+    if (utilization := profile.flops_utilization) is not None and limits.datasheet_flops_per_s is not None:
         yield (
-            f"Model FLOP utilization: {of_sheet:.1%} of the datasheet's {_format_flops(limits.datasheet_flops_per_s)}."
+            f"Model FLOP utilization: {utilization:.1%} of the datasheet's "
+            f"{_format_flops(limits.datasheet_flops_per_s)}."
         )
     yield from (f"- {name}: {format_bytes(amount)}" for name, amount in limits.moved_bytes.items())
     yield ""
     yield "## Operators"
     yield ""
     operators = (
-        (one.name[:LONGEST_NAME], f"{one.calls:,.0f}", _format_duration(one.self_s), f"{one.share:.1%}")
-        for one in profile.operators
+        (
+            operator.name[:LONGEST_NAME],
+            f"{operator.calls:,.0f}",
+            _format_duration(operator.self_s),
+            f"{operator.share:.1%}",
+        )
+        for operator in profile.operators
     )
-    yield from _format_table(("self time", "calls per step", "a step", "share"), "lrrr", operators)
+    yield from _format_table(("operator", "calls per step", "self time per step", "share"), "lrrr", operators)
     yield ""
     yield from profile.notes
 
 
 def _profile_row(part: StepPart) -> Sequence[str]:
-    often = "" if part.every_steps == 1 else f"{part.every_steps:,.0f}"
+    frequency = "" if part.every_steps == 1 else f"{part.every_steps:,.0f}"
     return (
         part.name,
         _format_duration(part.duration_s),
-        often,
+        frequency,
         _format_duration(part.step_s),
         f"{part.share:.1%}",
-        MEANT[part.name],
+        PART_DESCRIPTIONS[part.name],
     )
 
 
@@ -143,7 +177,7 @@ def _format_flops(flops_s: float) -> str:
 
 
 def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table with padded columns. `sides` has l or r for each column."""
+    """Yield a Markdown table with padded columns. `sides` has l (left) or r (right) for each column."""
     all_rows = [heads, *rows]
     widths = [max(3, *(len(row[place]) for row in all_rows)) for place in range(len(heads))]
 
@@ -159,47 +193,40 @@ def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]
 
 # Forecast and measured memory of a training, by phase.
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
-"""Colours of memory parts for light and dark pages and all kinds of colour vision (Okabe and Ito 2008)."""
-
-STYLE = "".join(
-    f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
-    # Further parts reuse the colours with stripes.
-    if number < len(COLOURS)
-    else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
-    "transparent 4px 6px); }\n"
-    for number in range(2 * len(COLOURS))
-)
-
 
 def render_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
-    """Render a bar for each phase on one scale, and a table of phases and parts with measured values."""
+    """Render a bar for each phase on one scale, a table of phases with measured values, and a table of parts."""
     if forecast is None:
         if not measured:
             return "No memory was forecast or measured."
-        alone = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
-        return [html.table("Measured memory", "tn", ("phase", "measured"), alone)]
+        measured_rows = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
+        return [html.table("Measured memory", "tn", ("phase", "measured"), measured_rows)]
     parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
     classes = {part: f"part{number % (2 * len(COLOURS))}" for number, part in enumerate(parts)}
     most = max([forecast.peak.total_bytes, *measured.values(), 1])
     size, unit = choose_unit(most)
     bars = []
-    for one in forecast.phases:
-        measured_bytes = measured.get(one.phase)
-        shares = [(classes[part], one.parts.get(part, 0) / most) for part in parts]
+    for phase in forecast.phases:
+        measured_bytes = measured.get(phase.phase)
+        shares = [(classes[part], phase.parts.get(part, 0) / most) for part in parts]
         phase_bar = bar(*shares, mark=None if measured_bytes is None else measured_bytes / most)
-        known = (
-            (format_bytes(measured_bytes), f"{one.total_bytes / measured_bytes - 1:+.1%}")
+        measured_cells = (
+            (format_bytes(measured_bytes), f"{phase.total_bytes / measured_bytes - 1:+.1%}")
             if measured_bytes
             else (NONE, NONE)
         )
         bars.append(
-            (one.phase.replace("_", " "), phase_bar, format_bytes(one.total_bytes), *(known if measured else ()))
+            (
+                phase.phase.replace("_", " "),
+                phase_bar,
+                format_bytes(phase.total_bytes),
+                *(measured_cells if measured else ()),
+            )
         )
     heads = ("phase", "", "forecast", *(("measured", "forecast error") if measured else ()))
-    rows = [(part, *(_format_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
-    rows.append(("total", *(_format_amount(one.total_bytes, size) for one in forecast.phases)))
-    names = [one.phase.replace("_", " ") for one in forecast.phases]
+    rows = [(part, *(_format_amount(phase.parts.get(part, 0), size) for phase in forecast.phases)) for part in parts]
+    rows.append(("total", *(_format_amount(phase.total_bytes, size) for phase in forecast.phases)))
+    names = [phase.phase.replace("_", " ") for phase in forecast.phases]
     line = ", with a line at the measured value" if measured else ""
     return [
         explanation(f"Memory at the peak of each phase{line}."),
@@ -214,33 +241,17 @@ def _format_amount(count: int, size: int) -> str:
 
 
 # Pages of a training and of a memory forecast: single HTML files without external resources or scripts. Callers draw
-# the plots with reports/plots.py; the pages embed them as PNG.
-
-DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-
-ROWS_OPEN = 8
-"""Number of validations visible before the table is expanded."""
-
-PAGE_STYLE = Path(__file__).with_name("page.css")
-
-PICTURES = {
-    "loss": "Training and validation loss by optimizer step",
-    "gradients": "Gradient norm of every module over time, one panel per kind of module, one line per layer",
-    "updates": "Update over weight and effective rank of every module by layer, and singular values by kind of module",
-}
-"""Description of each plot for screen readers."""
-
-OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{STYLE}"
+# the plots with reports/plots.py, and the pages embed them as PNG.
 
 
 @dataclass(frozen=True)
 class MemoryHeadroom:
-    """Available memory, and the largest value of each setting of params.yaml that fits, with all others unchanged."""
+    """Available memory, and the largest value of each setting that fits while all others are unchanged."""
 
     available_bytes: int
     largest: Mapping[str, int | None]
     local_ranks: int = 1
-    """Ranks that share the same memory. `available_bytes` is the share of one rank."""
+    """Number of ranks that share the memory. `available_bytes` is the share of one rank."""
 
 
 def write_train_page(
@@ -248,46 +259,38 @@ def write_train_page(
     analysis: AdapterAnalysis,
     forecast: MemoryForecast | None,
     measured: Mapping[str, int],
-    pictures: Mapping[str, bytes],
+    plots: Mapping[str, bytes],
 ) -> str:
-    """Write the page of one training. Equal arguments give equal bytes.
+    """Return the page of one training. Equal arguments give equal pages.
 
     Args:
         report: Report of stage train.
         analysis: Analysis of the adapter after training.
         forecast: Memory forecast before training, if available.
         measured: Peak bytes of each phase.
-        pictures: PNG by the names of PICTURES. Missing plots are omitted.
+        plots: PNG by the names of PICTURES. Missing plots are omitted.
     """
     sections = {
-        "Loss": [*_render_picture("loss", pictures), _render_losses(report)],
+        "Loss": [*_render_picture("loss", plots), _render_losses(report)],
         "Recommendations for the next run": [_render_list(analysis.advice)]
         if analysis.advice
         else "No recommendations.",
-        "Gradients": _render_picture("gradients", pictures) or "No plot is available.",
-        "Updates": [*_render_picture("updates", pictures), explanation(UPDATES)],
+        "Gradients": _render_picture("gradients", plots) or "No plot is available.",
+        "Updates": [*_render_picture("updates", plots), explanation(UPDATES_NOTE)],
         "Modules": _render_modules(analysis),
         "Memory": render_memory(forecast, measured),
     }
     return _render_page(f"Training {report.run_id}", _render_train_header(report, analysis), sections)
 
 
-UPDATES = (
-    "Update: the change of the weights, scale\u00b7B\u00b7A (for DoRA including magnitudes), as Frobenius norm. "
-    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007), that is, the "
-    "number "
-    "of directions in use."
-)
-
-
-def write_forecast_page(forecast: MemoryForecast, room: MemoryHeadroom | None, about: Sequence[str]) -> str:
-    """Render the page of a forecast: table, a stacked bar for each phase, maximum settings, and notes."""
+def write_forecast_page(forecast: MemoryForecast, headroom: MemoryHeadroom | None, about: Sequence[str]) -> str:
+    """Return the page of a forecast: a stacked bar for each phase, tables, maximum settings, and notes."""
     sections = {
         "Memory": render_memory(forecast, {}),
-        "Maximum settings": _render_headroom(room),
+        "Maximum settings": _render_headroom(headroom),
         "Notes": [_render_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
     }
-    return _render_page("Memory forecast", _render_forecast_header(forecast, room), sections)
+    return _render_page("Memory forecast", _render_forecast_header(forecast, headroom), sections)
 
 
 def _render_page(title: str, header: Html, sections: Mapping[str, Sequence[Html] | str]) -> str:
@@ -323,12 +326,12 @@ def _render_train_header(report: TrainReport, analysis: AdapterAnalysis) -> Html
     return _render_header(f"Training {report.run_id}", title, note, figures())
 
 
-def _render_forecast_header(forecast: MemoryForecast, room: MemoryHeadroom | None) -> Html:
+def _render_forecast_header(forecast: MemoryForecast, headroom: MemoryHeadroom | None) -> Html:
     def figures() -> Iterator[tuple[str, str, str]]:
         yield "Peak", format_bytes(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
-        if room:
-            fits = forecast.needed_bytes(room.local_ranks) <= room.available_bytes
-            yield "Available", format_bytes(room.available_bytes), "it fits" if fits else "it does not fit"
+        if headroom:
+            fits = forecast.needed_bytes(headroom.local_ranks) <= headroom.available_bytes
+            yield "Available", format_bytes(headroom.available_bytes), "it fits" if fits else "it does not fit"
         yield "Host", format_bytes(forecast.host_bytes), "memory of the machine"
         share = format_percentage(forecast.trainable_parameters, forecast.total_parameters)
         yield "Trained", share, f"{forecast.trainable_parameters:,} of {forecast.total_parameters:,} parameters"
@@ -340,16 +343,19 @@ def describe_forecast(forecast: MemoryForecast) -> tuple[str, str]:
     """Return title and description of a forecast."""
     size = f"{format_count(forecast.rows, 'row')} of {format_count(forecast.row_tokens, 'token')}"
     title = f"{size} on a {DEVICES[forecast.device]}"
-    how = "with" if forecast.activation_checkpointing else "without"
+    checkpointing = "with" if forecast.activation_checkpointing else "without"
     ranks = f", on each of {forecast.ranks} ranks" if forecast.ranks > 1 else ""
     shared = ", with a share of the base" if forecast.shard_base else ""
-    return title, f"{forecast.learned_tokens:,} of them trained, {how} activation checkpointing{ranks}{shared}"
+    return (
+        title,
+        f"{forecast.learned_tokens:,} of them trained, {checkpointing} activation checkpointing{ranks}{shared}",
+    )
 
 
-def _render_picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
-    if name not in pictures:
+def _render_picture(name: str, plots: Mapping[str, bytes]) -> list[Html]:
+    if name not in plots:
         return []
-    source = f"data:image/png;base64,{base64.b64encode(pictures[name]).decode('ascii')}"
+    source = f"data:image/png;base64,{base64.b64encode(plots[name]).decode('ascii')}"
     image = tag("img", src=source, alt=PICTURES[name])
     return [tag("figure", Html(image.replace("></img>", " />")))]
 
@@ -369,7 +375,7 @@ def _render_losses(report: TrainReport) -> Html:
 
 
 def _render_list(sentences: Sequence[str]) -> Html:
-    return tag("ul", *(tag("li", tag("bdi", one)) for one in sentences))
+    return tag("ul", *(tag("li", tag("bdi", sentence)) for sentence in sentences))
 
 
 def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
@@ -378,52 +384,52 @@ def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
     kinds: dict[str, list[str]] = {}
     for name in analysis.modules:
         kinds.setdefault(parse_module_name(name).kind, []).append(name)
-    still = set(analysis.unchanged_modules)
-    rows = [_module_kind_row(kind, [analysis.modules[name] for name in names], still & set(names))
+    unchanged = set(analysis.unchanged_modules)
+    rows = [_module_kind_row(kind, [analysis.modules[name] for name in names], unchanged & set(names))
             for kind, names in kinds.items()]  # fmt: skip
     heads = ("kind of module", "modules", "rank", "effective rank", "update over weight", "barely moved")
-    each = [_module_row(name, one, name in still) for name, one in analysis.modules.items()]
-    of_each = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
-    every = html.table("All modules", "tnnnnnt", of_each, each)
+    module_rows = [_module_row(name, module, name in unchanged) for name, module in analysis.modules.items()]
+    module_heads = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
+    modules_table = html.table("All modules", "tnnnnnt", module_heads, module_rows)
     return [
         explanation("Medians of each kind, followed by all modules."),
         html.table("Kinds of modules", "tnnnnn", heads, rows),
-        tag("details", tag("summary", format_count(len(each), "module")), every),
+        tag("details", tag("summary", format_count(len(module_rows), "module")), modules_table),
     ]
 
 
-def _module_kind_row(kind: str, members: Sequence[ModuleAnalysis], still: set[str]) -> tuple[str, ...]:
-    ranks = sorted({one.rank for one in members})
-    span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    used = statistics.median(one.effective_rank for one in members)
-    ratio = statistics.median(one.update_ratio for one in members)
+def _module_kind_row(kind: str, members: Sequence[ModuleAnalysis], unchanged: set[str]) -> tuple[str, ...]:
+    ranks = sorted({module.rank for module in members})
+    ranks_text = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    effective_rank = statistics.median(module.effective_rank for module in members)
+    ratio = statistics.median(module.update_ratio for module in members)
     return (
         kind,
         f"{len(members):,}",
-        span,
-        f"{used:.1f}",
+        ranks_text,
+        f"{effective_rank:.1f}",
         format_percentage(ratio, 1),
-        f"{len(still):,}" if still else NONE,
+        f"{len(unchanged):,}" if unchanged else NONE,
     )
 
 
-def _module_row(name: str, one: ModuleAnalysis, still: bool) -> tuple[str, ...]:
+def _module_row(name: str, module: ModuleAnalysis, is_unchanged: bool) -> tuple[str, ...]:
     return (
-        tag("bdi", name), f"{one.rank:,}", f"{one.effective_rank:.1f}", f"{one.update_norm:.3g}",
-        f"{one.weight_norm:.3g}", format_percentage(one.update_ratio, 1), "barely moved" if still else "",
+        tag("bdi", name), f"{module.rank:,}", f"{module.effective_rank:.1f}", f"{module.update_norm:.3g}",
+        f"{module.weight_norm:.3g}", format_percentage(module.update_ratio, 1), "barely moved" if is_unchanged else "",
     )  # fmt: skip
 
 
-def _render_headroom(room: MemoryHeadroom | None) -> Sequence[Html] | str:
-    if room is None:
+def _render_headroom(headroom: MemoryHeadroom | None) -> Sequence[Html] | str:
+    if headroom is None:
         return "The memory of the device is unknown; set it with --memory."
     rows = [
-        (tag("code", name), "not even one" if count is None else f"{count:,}") for name, count in room.largest.items()
+        (tag("code", name), "not even one" if count is None else f"{count:,}")
+        for name, count in headroom.largest.items()
     ]
     return [
         explanation(
-            f"Fits into {format_bytes(room.available_bytes)}. Each maximum assumes that the other settings are "
-            "unchanged."
+            f"Maximum that fits into {format_bytes(headroom.available_bytes)}, if all other settings are unchanged."
         ),
         html.table("Maximum settings", "tn", ("setting", "largest"), rows),
     ]

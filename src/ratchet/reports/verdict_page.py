@@ -11,8 +11,8 @@ from ratchet.quality_gate.rules import describe_changed_rules
 from ratchet.reports import forest_plot, sample_browser
 from ratchet.reports.forest_plot import (
     MINUS,
-    SAID,
-    WHO,
+    OUTCOME_WORDS,
+    ROLES,
     format_metric,
     format_significant,
     render_digest,
@@ -34,6 +34,7 @@ from ratchet.storage.records.export import ExportArtifact, MergeParity, MergeRep
 from ratchet.storage.records.gate import Champion, Decision, Outcome, Verdict
 
 GENERAL = "general_perplexity"
+"""Metric of forgetting."""
 
 SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
 """Maximum numbers of slice scores, labels, and pairs of confused labels."""
@@ -42,18 +43,38 @@ CLASSES_OPEN = 15
 """Number of labels visible before the table is expanded."""
 
 COST_RULES = ("at_least", "above_chance", "budget")
+"""Rules shown with the costs."""
 
 Body = Sequence[Html] | str
+
+Classes = Mapping[str, Mapping[str, float]]
+"""Precision, recall and other metrics by label."""
+VALUE_SHOWN = 300
+"""Maximum number of characters shown of a value of a contract."""
+LEFT, TOP, SQUARE = 56, 10, 360
+"""Geometry of the reliability diagram, in its own pixels."""
+TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DECISIONS: dict[Decision, tuple[Outcome, str]] = {
+    "PROMOTE": ("pass", "All rules pass: this model may be promoted."),
+    "HOLD": ("undecided", "Not enough evidence: do not promote yet."),
+    "REJECT": ("fail", "A rule fails: do not promote this model."),
+    "INVALID": ("invalid", "The comparison is invalid: fix the inputs and run the gate again."),
+}
+"""Outcome and explanation of each decision."""
+PRECEDENCE: tuple[Outcome, ...] = ("invalid", "fail", "undecided", "pass")
+"""Outcomes, the most serious first."""
+
+PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "gate.css", "gate.js"))
 
 
 def render_metrics(report: EvaluationReport) -> Body:
     """Render every metric of every model with its 95 % interval. Slices are collapsed."""
-    models = [who for who in WHO if who in report.scores]
+    models = [role for role in ROLES if role in report.scores]
     if not models:
         return "Nothing was measured."
     content = [
         explanation("Value and its 95 % interval. Models are compared by paired tests, not by these intervals."),
-        _render_metric_table("Metrics", models, {who: report.scores[who].metrics for who in models}),
+        _render_metric_table("Metrics", models, {role: report.scores[role].metrics for role in models}),
     ]
     if slices := list(_render_slices(report, models)):
         content.append(tag("details", *slices))
@@ -62,24 +83,26 @@ def render_metrics(report: EvaluationReport) -> Body:
 
 def _render_slices(report: EvaluationReport, models: Sequence[ModelRole]) -> Iterator[Html]:
     """Yield a table for each slice, up to the limit of the page."""
-    parts = sorted({part for who in models for part in report.scores[who].slices}, key=_part_order)
+    parts = sorted({part for role in models for part in report.scores[role].slices}, key=_part_order)
     if not parts:
         return
-    left = SLICE_FIGURES
+    remaining = SLICE_FIGURES
     tables = []
     for part in parts:
-        found = {who: report.scores[who].slices.get(part, {}) for who in models}
-        left -= sum(map(len, found.values()))
-        if left < 0:
+        by_role = {role: report.scores[role].slices.get(part, {}) for role in models}
+        remaining -= sum(map(len, by_role.values()))
+        if remaining < 0:
             break
-        tables += [tag("h3", tag("bdi", part)), _render_metric_table(part, models, found)]
+        tables += [tag("h3", tag("bdi", part)), _render_metric_table(part, models, by_role)]
     summary = f"By slice: {format_count(len(parts), 'slice')}"
-    yield tag("summary", summary if left >= 0 else f"{summary}, {len(tables) // 2:,} shown; eval.json has all of them")
+    yield tag(
+        "summary", summary if remaining >= 0 else f"{summary}, {len(tables) // 2:,} shown; eval.json has all of them"
+    )
     yield from tables
 
 
 def _part_order(name: str) -> tuple[str, float, str]:
-    """Sort `tokens <= 64` before `tokens <= 128`."""
+    """Return a sort key that places `tokens <= 64` before `tokens <= 128`."""
     field, _, value = name.rpartition(" ")
     return (field, float(value), "") if value.isdecimal() else (name, 0.0, value)
 
@@ -90,34 +113,34 @@ def _render_metric_table(
     names = sorted({name for by_name in metrics_by_role.values() for name in by_name})
     rows = []
     for name in names:
-        one = next(by_name[name] for by_name in metrics_by_role.values() if name in by_name)
-        about = ["unknown direction" if one.better == "unknown" else f"{one.better} is better"]
-        about += [*([one.unit] if one.unit != "1" else []), f"n {one.n:,}"]
-        about += [] if one.chance is None else [f"chance {format_metric(one, one.chance)}"]
+        metric = next(by_name[name] for by_name in metrics_by_role.values() if name in by_name)
+        about = ["unknown direction" if metric.better == "unknown" else f"{metric.better} is better"]
+        about += [*([metric.unit] if metric.unit != "1" else []), f"n {metric.n:,}"]
+        about += [] if metric.chance is None else [f"chance {format_metric(metric, metric.chance)}"]
         first = tag("span", tag("bdi", name), tag("small", ", ".join(about)))
-        rows.append((first, *(render_interval(metrics_by_role[who].get(name)) for who in models)))
+        rows.append((first, *(render_interval(metrics_by_role[role].get(name)) for role in models)))
     return html.table(title, "t" + "n" * len(models), ("metric", *models), rows)
 
 
 def render_forgetting(report: EvaluationReport) -> Body:
     """Render perplexity of general text by model, a measure of forgetting."""
-    metrics = {who: report.scores[who].metrics[GENERAL] for who in WHO
-             if who in report.scores and GENERAL in report.scores[who].metrics}  # fmt: skip
+    metrics = {role: report.scores[role].metrics[GENERAL] for role in ROLES
+             if role in report.scores and GENERAL in report.scores[role].metrics}  # fmt: skip
     if not metrics:
         return "Perplexity of general text was not measured."
-    most = max(one.high for one in metrics.values()) or 1.0
+    most = max(metric.high for metric in metrics.values()) or 1.0
     reference = metrics.get("base")
     rows = [
         (
-            who,
-            bar(("train", one.value / most)),
-            format_significant(one.value),
-            f"{format_significant(one.low)} to {format_significant(one.high)}",
+            role,
+            bar(("train", metric.value / most)),
+            format_significant(metric.value),
+            f"{format_significant(metric.low)} to {format_significant(metric.high)}",
             NONE
-            if reference is None or who == "base"
-            else f"{one.value / reference.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
+            if reference is None or role == "base"
+            else f"{metric.value / reference.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
         )
-        for who, one in metrics.items()
+        for role, metric in metrics.items()
     ]
     blocks = format_count(next(iter(metrics.values())).n, "block")
     return [
@@ -138,16 +161,16 @@ def render_labels(
 
     Args:
         report: Report of the evaluation.
-        forms: Roles under which the candidate was scored, preferred one first.
+        roles: Roles under which the candidate was scored, the preferred role first.
         rows: Test rows.
         answers: Answers of each model, by row id.
     """
     scores = report.scores
-    candidate = next((who for who in roles if scores[who].per_class), None)
+    candidate = next((role for role in roles if scores[role].per_class), None)
     if candidate is None:
         return "The answers are not labels."
-    reference = next((who for who in ("champion", "base") if who in scores and scores[who].per_class), None)
-    before = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
+    reference = next((role for role in ("champion", "base") if role in scores and scores[role].per_class), None)
+    reference_results = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
     candidate_answers = answers.get(candidate, {})
     pairs = Counter(
         (row.expected.strip(), text.strip())
@@ -155,20 +178,16 @@ def render_labels(
         for text in candidate_answers.get(row.id, ())
         if row.expected.strip() != text.strip()
     )
-    return [*render_label_tables(candidate, scores[candidate].per_class, before), *render_confusions(pairs)]
+    return [*render_label_tables(candidate, scores[candidate].per_class, reference_results), *render_confusions(pairs)]
 
 
-Classes = Mapping[str, Mapping[str, float]]
-"""Precision, recall and other metrics by label."""
-
-
-def render_label_tables(who: str, results: Classes, before: tuple[str, Classes] | None) -> list[Html]:
+def render_label_tables(model: str, results: Classes, reference: tuple[str, Classes] | None) -> list[Html]:
     """Render results by label, worst first.
 
     Args:
-        who: Name of the model.
+        model: Name of the model.
         results: Results by label.
-        before: Column title for another model's F1, and its results. None if there is no other model.
+        reference: Column title for another model's F1, and its results. None if there is no other model.
     """
     order = sorted(results, key=lambda name: (results[name].get("f1", 0.0), name))
     lines = [
@@ -176,15 +195,24 @@ def render_label_tables(who: str, results: Classes, before: tuple[str, Classes] 
             tag("bdi", name),
             bar(("train", results[name].get("f1", 0.0))),
             *(_format_share(results[name], key) for key in ("f1", "precision", "recall", "average_precision")),
-            *([_format_share(before[1].get(name, {}), "f1")] if before else []),
+            *([_format_share(reference[1].get(name, {}), "f1")] if reference else []),
             f"{results[name].get('support', 0):,.0f}",
         )
         for name in order[:CLASSES_SHOWN]
     ]
-    heads = ("label", "", "F1", "precision", "recall", "average precision", *([before[0]] if before else []), "rows")
+    heads = (
+        "label",
+        "",
+        "F1",
+        "precision",
+        "recall",
+        "average precision",
+        *([reference[0]] if reference else []),
+        "rows",
+    )
     kinds = "ts" + "n" * (len(heads) - 2)
     content = [
-        explanation(f"Results of {who}, worst first{_describe_rest(len(order), CLASSES_SHOWN)}."),
+        explanation(f"Results of {model}, worst first{_describe_omitted(len(order), CLASSES_SHOWN)}."),
         html.table("Worst labels", kinds, heads, lines[:CLASSES_OPEN]),
     ]
     if rest := lines[CLASSES_OPEN:]:
@@ -193,8 +221,8 @@ def render_label_tables(who: str, results: Classes, before: tuple[str, Classes] 
     return content
 
 
-def _describe_rest(number: int, most: int) -> str:
-    return f"; {number - most:,} of {number:,} labels are omitted" if number > most else ""
+def _describe_omitted(count: int, most: int) -> str:
+    return f"; {count - most:,} of {count:,} labels are omitted" if count > most else ""
 
 
 def _format_share(metrics: Mapping[str, float], name: str) -> str:
@@ -207,28 +235,28 @@ def render_confusions(pairs: Counter[tuple[str, str]]) -> Iterator[Html]:
     if not pairs:
         yield explanation("No label was confused with another.")
         return
-    often = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
+    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
     lines = [
         (tag("bdi", right), tag("bdi", answered[:80] or "(nothing)"), f"{count:,}")
-        for (right, answered), count in often
+        for (right, answered), count in frequent
     ]
     yield html.table("Confused labels", "ttn", ("expected", "answered", "times"), lines)
     yield explanation(
-        f"{len(often):,} of {format_count(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in total."
+        f"{len(frequent):,} of {format_count(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in total."
     )
 
 
 def render_costs(evidence: GateEvidence, verdict: Verdict) -> Body:
-    """Render the results of floors and budgets, and the inference cost."""
+    """Render the results of the rules for minimum scores and budgets, and the inference cost."""
     content = []
     if rules := [reason for reason in verdict.reasons if reason.rule in COST_RULES]:
         items = (tag("li", f"{reason.rule.replace('_', ' ')}: ", tag("bdi", reason.text)) for reason in rules)
         content.append(tag("ul", *items))
     content.append(tag("p", f"The export has {format_bytes(evidence.bundle.size_bytes)}, {evidence.bundle.dtype}."))
     rows = [
-        (who, f"{cost.latency_s:.3g}", f"{cost.latency_p95_s:.3g}", f"{cost.tokens_per_s:.4g}",
+        (role, f"{cost.latency_s:.3g}", f"{cost.latency_p95_s:.3g}", f"{cost.tokens_per_s:.4g}",
          format_bytes(cost.memory_bytes), f"{cost.rows:,}", cost.device)
-        for who, cost in ((who, evidence.report.costs[who]) for who in WHO if who in evidence.report.costs)
+        for role, cost in ((role, evidence.report.costs[role]) for role in ROLES if role in evidence.report.costs)
     ]  # fmt: skip
     if not rows:
         return [*content, explanation("Latency and memory were not measured (set evaluate.latency_rows).")]
@@ -241,36 +269,45 @@ def render_noise(evidence: GateEvidence) -> Body:
     noise = evidence.noise
     if noise is None:
         return "Not measured. Run `ratchet gate --aa` to evaluate the candidate a second time."
-    first = next((one for one in evidence.report.scores.values() if one.model_digest == noise.model_digest), None)
+    first = next(
+        (scores for scores in evidence.report.scores.values() if scores.model_digest == noise.model_digest), None
+    )
     rows = [
         (
             tag("bdi", name),
             render_interval(first.metrics.get(name)) if first else NONE,
             render_interval(metric),
-            _describe_change(evidence, name),
+            _describe_noise(evidence, name),
         )
         for name, metric in sorted(noise.metrics.items())
     ]
-    once, again = noise.batch_rows
-    note = f"Model {noise.model_digest[:12]}, {noise.model_format}, with batches of {once:,} and {again:,} rows."
-    heads = ("metric", "first", "again", "samples that differ")
+    first_rows, second_rows = noise.batch_rows
+    batches = f"batches of {first_rows:,} and {second_rows:,} rows"
+    note = f"Model {noise.model_digest[:12]}, {noise.model_format}, with {batches}."
+    heads = ("metric", "first", "second", "samples that differ")
     return [explanation(note), html.table("Evaluation noise", "tnnn", heads, rows)]
 
 
-def _describe_change(evidence: GateEvidence, metric: str) -> str:
-    again = evidence.noise_samples.get(metric, {})
-    who = next((one for one in evidence.scored_roles if metric in evidence.samples.get(one, {})), None)
-    first = evidence.samples[who][metric] if who else {}
-    shared = [sample for sample in again if sample in first]
-    return f"{sum(again[one].value != first[one].value for one in shared):,} of {len(shared):,}" if shared else NONE
+def _describe_noise(evidence: GateEvidence, metric: str) -> str:
+    second = evidence.noise_samples.get(metric, {})
+    role = next(
+        (scored_role for scored_role in evidence.scored_roles if metric in evidence.samples.get(scored_role, {})), None
+    )
+    first = evidence.samples[role][metric] if role else {}
+    shared = [sample for sample in second if sample in first]
+    return (
+        f"{sum(second[sample].value != first[sample].value for sample in shared):,} of {len(shared):,}"
+        if shared
+        else NONE
+    )
 
 
-def _describe_tolerance(verdict: Verdict) -> str:
+def _describe_use_limit(verdict: Verdict) -> str:
     return f"; at most {verdict.max_test_set_uses:,} allowed" if verdict.max_test_set_uses else ""
 
 
 def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
-    """Render digests of everything that the verdict depends on, contracts of the scores, and notes."""
+    """Render the digests that determine the verdict, the contracts of the scores, and notes."""
     report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
     facts: dict[str, str] = {
         "Run": tag("bdi", verdict.run_id),
@@ -284,7 +321,7 @@ def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
         "Anchor": tag("code", verdict.anchor_digest) if verdict.anchor_digest else "none",
         "Test set": tag("code", verdict.test_set_digest or report.test_set_digest),
         "Evaluations of it": f"{format_count(evidence.test_set_uses, 'model')}, including this one"
-        f"{_describe_tolerance(verdict)}",
+        f"{_describe_use_limit(verdict)}",
     }
     if verdict.earlier_decisions:
         facts["Earlier decisions"] = describe_changed_rules(verdict)
@@ -294,8 +331,8 @@ def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
         facts["Last ledger entry"] = tag("code", champion.ledger)
     content = [_render_facts(facts), tag("h3", "Scores")]
     rows = [
-        (who, scores.model_format, render_digest(scores.model_digest), render_digest(scores.contract))
-        for who, scores in ((who, report.scores[who]) for who in WHO if who in report.scores)
+        (role, scores.model_format, render_digest(scores.model_digest), render_digest(scores.contract))
+        for role, scores in ((role, report.scores[role]) for role in ROLES if role in report.scores)
     ]
     content.append(html.table("Models scored", "tttt", ("model", "format", "digest", "contract"), rows))
     for fingerprint, contract in sorted(report.contracts.items()):
@@ -317,43 +354,38 @@ def _render_facts(facts: Mapping[str, str]) -> Html:
     return tag("dl", *(part for pair in pairs for part in pair), class_="facts")
 
 
-VALUE_SHOWN = 300
-"""Maximum number of characters of a contract value."""
-
-
-def _flatten_contract(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_contract(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted keys and values of a contract, sorted."""
     for name, value in sorted(document.items()):
         if isinstance(value, Mapping) and value:
-            yield from _flatten_contract(value, f"{before}{name}.")
+            yield from _flatten_contract(value, f"{prefix}{name}.")
         else:
             text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            cut = f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
-            yield f"{before}{name}", cut
+            shortened = (
+                f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
+            )
+            yield f"{prefix}{name}", shortened
 
 
 # Export: the merge, and every format compared with base + adapter.
 
-FormsBody = Sequence[Html]
 
-
-def render_forms(bundle: ModelBundle) -> FormsBody:
-    """Render the merge and its parity, followed by each format as tested in its own runtime."""
+def render_export(bundle: ModelBundle) -> Sequence[Html]:
+    """Render the merge with its parity, and the test of each format in its own runtime."""
     content = [*_render_merge(bundle.parity)]
     if bundle.merge is not None:
         content += _render_merge_trials(bundle.merge, bundle.merge_base)
     if bundle.artifacts:
         content += [
-            tag("h3", "Forms"),
+            tag("h3", "Formats"),
             explanation(
                 "Every format was loaded in its runtime and compared with base + adapter on the same inputs: "
-                "divergence and equal "
-                "tokens at answer positions, answers to the gate's samples with a paired 95 % interval of the "
-                "difference, and texts that its own tokenizer splits identically."
+                "divergence and equal tokens at answer positions, answers to the gate's samples with a paired 95 % "
+                "interval of the difference, and texts that its own tokenizer splits identically."
             ),
-            _render_form_table(bundle.artifacts),
+            _render_format_table(bundle.artifacts),
         ]
-        content += [tag("p", f"{one.name}: {note}") for one in bundle.artifacts for note in one.notes]
+        content += [tag("p", f"{artifact.name}: {note}") for artifact in bundle.artifacts for note in artifact.notes]
     return content
 
 
@@ -370,15 +402,15 @@ def _render_merge(parity: MergeParity) -> Iterator[Html]:
 
 
 def _render_merge_trials(merge: MergeReport, chosen: str) -> Iterator[Html]:
-    how = "tensor by tensor, shard by shard" if merge.streamed else "in memory"
+    method = "tensor by tensor, shard by shard" if merge.streamed else "in memory"
     yield tag("h3", "Merge")
     yield explanation(
-        f"{merge.changed:,} tensors changed, {how}. Each module received the same input as in base + adapter, and its "
-        "outputs were compared."
+        f"{merge.changed:,} tensors changed, {method}. Each module received the same input as in base + adapter, and "
+        "its outputs were compared."
     )
     rows = [
         (
-            f"into the {trial.merge_base} base" + (", taken" if trial.merge_base == chosen else ""),
+            f"into the {trial.merge_base} base" + (", selected" if trial.merge_base == chosen else ""),
             format_significant(trial.parity.max_logit_difference), format_significant(trial.kl),
             format_percentage(trial.parity.greedy_agreement, 1),
             f"{trial.check.modules:,} + {trial.check.layers:,}",
@@ -389,29 +421,31 @@ def _render_merge_trials(merge: MergeReport, chosen: str) -> Iterator[Html]:
         for trial in merge.trials
     ]  # fmt: skip
     heads = (
-        "Merged", "maximum logit difference", "divergence, nats", "same token", "modules + layers compared",
+        "merged", "maximum logit difference", "divergence, nats", "same token", "modules + layers compared",
         "largest deviation at", "distance from the base",
     )  # fmt: skip
     yield html.table("Merge variants", "tnnnntn", heads, rows)
 
 
-def _render_form_table(artifacts: Sequence[ExportArtifact]) -> Html:
+def _render_format_table(artifacts: Sequence[ExportArtifact]) -> Html:
     heads = (
-        "Form", "runtime", "size", "divergence, nats", "maximum difference, nats", "same token", "perplexity",
+        "format", "runtime", "size", "divergence, nats", "maximum difference, nats", "same token", "perplexity",
         "answers", "difference", "same answers", "texts", "tokens/s",
     )  # fmt: skip
-    return html.table("Forms", "ttnnnnnnnnnn", heads, map(_form_row, artifacts))
+    return html.table("Formats", "ttnnnnnnnnnn", heads, map(_format_row, artifacts))
 
 
-def _form_row(one: ExportArtifact) -> Sequence[str]:
-    near, task = one.distance, one.task
+def _format_row(artifact: ExportArtifact) -> Sequence[str]:
+    distance, task = artifact.distance, artifact.task
     return (
-        one.name, one.runtime, format_bytes(one.size_bytes),
-        format_significant(near.kl), format_significant(near.max_difference),
-        format_percentage(near.greedy_agreement, 1), f"{near.perplexity:.4g} ({near.reference_perplexity:.4g})",
+        artifact.name, artifact.runtime, format_bytes(artifact.size_bytes),
+        format_significant(distance.kl), format_significant(distance.max_difference),
+        format_percentage(distance.greedy_agreement, 1),
+        f"{distance.perplexity:.4g} ({distance.reference_perplexity:.4g})",
         f"{task.value:.4g} {task.metric}" if task else NONE, _format_difference(task) if task else NONE,
-        format_percentage(task.same_answers, 1) if task else NONE, f"{one.texts_tokenised:,} of {one.texts:,}",
-        f"{one.tokens_per_second:.4g}",
+        format_percentage(task.same_answers, 1) if task else NONE,
+        f"{artifact.texts_tokenised:,} of {artifact.texts:,}",
+        f"{artifact.tokens_per_second:.4g}",
     )  # fmt: skip
 
 
@@ -421,10 +455,6 @@ def _format_difference(task: TaskScore) -> str:
 
 # Reliability diagram: accuracy of the most likely label by its probability. M. H. DeGroot and S. E. Fienberg, "The
 # Comparison and Evaluation of Forecasters", The Statistician 32, 1983.
-
-LEFT, TOP, SQUARE = 56, 10, 360
-"""Geometry of the diagram, in its own pixels."""
-TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -438,13 +468,13 @@ class ReliabilityDiagramBin:
     accuracy: float
     """Accuracy of the most likely label."""
     accuracy_low: float
+    """Lower end of the 95 % interval of the accuracy."""
     accuracy_high: float
-    """Upper end of the 95 % interval of the accuracy."""
     n: int
 
 
 def render_reliability_diagram(bars: Sequence[ReliabilityDiagramBin], error: float) -> Html:
-    """Render the diagram and its numbers. For a calibrated model all bars end on the diagonal."""
+    """Render the diagram and its numbers. All bars of a calibrated model end on the diagonal."""
     parts = []
     for tick in TICKS:
         x, y = f"{LEFT + SQUARE * tick:.0f}", f"{TOP + SQUARE * (1 - tick):.0f}"
@@ -455,10 +485,10 @@ def render_reliability_diagram(bars: Sequence[ReliabilityDiagramBin], error: flo
     ends = {"x1": f"{LEFT}", "y1": f"{TOP + SQUARE}", "x2": f"{LEFT + SQUARE}", "y2": f"{TOP}"}
     parts.append(tag("line", **ends, class_="dashed"))
     middle = TOP + SQUARE // 2
-    turned = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
-    sure, right = "probability of the most likely label", "accuracy"
-    parts.append(tag("text", sure, x=f"{LEFT + SQUARE // 2}", y=f"{TOP + SQUARE + 38}", text_anchor="middle"))
-    parts.append(tag("text", right, text_anchor="middle", **turned))
+    vertical = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
+    across, up = "probability of the most likely label", "accuracy"
+    parts.append(tag("text", across, x=f"{LEFT + SQUARE // 2}", y=f"{TOP + SQUARE + 38}", text_anchor="middle"))
+    parts.append(tag("text", up, text_anchor="middle", **vertical))
     description = (
         f"Reliability diagram of {format_count(sum(bar.n for bar in bars), 'prompt')}; expected calibration error "
         f"{error:.3f}. The table below has the numbers."
@@ -492,7 +522,7 @@ def _render_numbers(bars: Sequence[ReliabilityDiagramBin]) -> Html:
         for bar in bars
     ]
     return table(
-        "Calibration values", "tnnnn", ("probability", "mean of it", "right", "95 % interval", "prompts"), rows
+        "Calibration values", "tnnnn", ("probability", "mean probability", "accuracy", "95 % interval", "prompts"), rows
     )
 
 
@@ -500,7 +530,7 @@ def _render_numbers(bars: Sequence[ReliabilityDiagramBin]) -> Html:
 
 
 def render_judge_results(report: EvaluationReport) -> Body:
-    """Render a row for each opponent, and the cost of the verdicts."""
+    """Render the judge's preferences by opponent, and the cost of the verdicts."""
     judge_report = report.judge_report
     if judge_report is None:
         return "No judge is configured (evaluate.judge)."
@@ -511,7 +541,7 @@ def render_judge_results(report: EvaluationReport) -> Body:
         "position, long answers, or its own style. The verdicts are informative: no gate rule uses them. "
         "Intervals are 95 %."
     )
-    rows = [_evidence_row(one) for one in judge_report.comparisons.values()]
+    rows = [_preference_row(preference) for preference in judge_report.comparisons.values()]
     heads = (
         f"{judge_report.candidate} against",
         "win rate",
@@ -526,24 +556,24 @@ def render_judge_results(report: EvaluationReport) -> Body:
     ]
 
 
-def _evidence_row(one: JudgePreference) -> tuple[Html, ...]:
-    left = [f"{one.identical_answers:,} identical answers"] if one.identical_answers else []
-    left += [f"{one.skipped:,} skipped"] if one.skipped else []
-    name = tag("span", one.against, tag("small", ", ".join([format_count(one.rows, "pair"), *left])))
-    counts = tag("span", f"{one.wins:,} / {one.ties:,} / {one.losses:,}")
+def _preference_row(preference: JudgePreference) -> tuple[Html, ...]:
+    notes = [f"{preference.identical_answers:,} identical answers"] if preference.identical_answers else []
+    notes += [f"{preference.skipped:,} skipped"] if preference.skipped else []
+    name = tag("span", preference.against, tag("small", ", ".join([format_count(preference.rows, "pair"), *notes])))
+    counts = tag("span", f"{preference.wins:,} / {preference.ties:,} / {preference.losses:,}")
     return (
         name,
-        _render_share(one.win_rate),
+        _render_share(preference.win_rate),
         counts,
-        _render_share(one.agreement),
-        _render_share(one.position_bias, signed=True),
+        _render_share(preference.agreement),
+        _render_share(preference.position_bias, signed=True),
     )
 
 
 def _render_share(metric: MetricValue | None, signed: bool = False) -> Html:
     if metric is None:
         return tag("span", NONE)
-    value, low, high = (_format_percent(one, signed) for one in (metric.value, metric.low, metric.high))
+    value, low, high = (_format_percent(share, signed) for share in (metric.value, metric.low, metric.high))
     return tag("span", value, tag("small", f"{low} to {high}"))
 
 
@@ -559,25 +589,13 @@ def _describe_judge_result(judge_report: JudgeReport) -> Iterator[str]:
     if judge_report.cost is not None:
         counts.append(f"price {judge_report.cost:,.4g}")
     yield f"{', '.join(counts)}."
-    for one in judge_report.comparisons.values():
-        if one.unreadable:
-            why = ", ".join(f"{count:,} {reason}" for reason, count in one.unreadable.items())
-            yield f"Replies without a verdict, {one.against}: {why}."
+    for preference in judge_report.comparisons.values():
+        if preference.unreadable:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in preference.unreadable.items())
+            yield f"Replies without a verdict, {preference.against}: {reasons}."
 
 
 # The page: one HTML file without external resources, complete without its script.
-
-PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "gate.css", "gate.js"))
-
-ANSWER: dict[Decision, tuple[Outcome, str]] = {
-    "PROMOTE": ("pass", "All rules pass: this model may be promoted."),
-    "HOLD": ("undecided", "Not enough evidence: do not promote yet."),
-    "REJECT": ("fail", "A rule fails: do not promote this model."),
-    "INVALID": ("invalid", "The comparison is invalid: fix the inputs and run the gate again."),
-}
-
-GRAVITY: tuple[Outcome, ...] = ("invalid", "fail", "undecided", "pass")
-"""Outcomes in order of precedence."""
 
 
 def write(
@@ -606,7 +624,7 @@ def write(
         "Metrics": render_metrics(evidence.report),
         "Forgetting": render_forgetting(evidence.report),
         "Labels": render_labels(evidence.report, evidence.scored_roles, rows, answers),
-        "Export parity": render_forms(evidence.bundle),
+        "Export parity": render_export(evidence.bundle),
         "Cost and floors": render_costs(evidence, verdict),
         **({"Judge": render_judge_results(evidence.report)} if evidence.report.judge_report is not None else {}),
         "Noise": render_noise(evidence),
@@ -622,7 +640,7 @@ def write(
 
 
 def _render_header(verdict: Verdict, evidence: GateEvidence) -> Html:
-    outcome, answer = ANSWER[verdict.decision]
+    outcome, explanation_text = DECISIONS[verdict.decision]
     figures = {
         "Model": (render_digest(verdict.model_digest), evidence.bundle.dtype),
         "Run": (tag("bdi", verdict.run_id), f"adapter {verdict.adapter_digest[:12]}"),
@@ -634,41 +652,44 @@ def _render_header(verdict: Verdict, evidence: GateEvidence) -> Html:
         for name, (value, note) in figures.items()
     ]
     if verdict.is_champion:
-        answer += " It is already the champion."
+        explanation_text += " It is already the champion."
     parts = [
         tag("p", "Gate verdict", class_="quiet"),
-        tag("h1", render_outcome(outcome, verdict.decision), tag("span", answer), class_="verdict"),
+        tag("h1", render_outcome(outcome, verdict.decision), tag("span", explanation_text), class_="verdict"),
         tag("dl", *items),
     ]
-    for name, one in (("champion", evidence.champion.champion), ("anchor", evidence.champion.anchor)):
-        if one and one.forced:
-            forced = f"The {name}, version {one.version:,}, was promoted despite the verdict {one.forced.decision} by "
-            parts.append(tag("p", render_outcome("invalid", "forced"), " ", forced, tag("bdi", one.forced.actor), ": ",
-                             tag("bdi", one.forced.reason), class_="forced"))  # fmt: skip
+    for name, promoted in (("champion", evidence.champion.champion), ("anchor", evidence.champion.anchor)):
+        if promoted and promoted.forced:
+            forced = promoted.forced
+            text = f"The {name}, version {promoted.version:,}, was promoted despite the verdict {forced.decision} by "
+            parts.append(tag("p", render_outcome("invalid", "forced"), " ", text, tag("bdi", forced.actor), ": ",
+                             tag("bdi", forced.reason), class_="forced"))  # fmt: skip
     return tag("header", *parts)
 
 
-def _render_promoted(fingerprint: str | None, one: Champion | None) -> tuple[Html, str]:
+def _render_promoted(fingerprint: str | None, promoted: Champion | None) -> tuple[Html, str]:
     if fingerprint is None:
         return Html(NONE), "none"
-    return render_digest(fingerprint), f"version {one.version:,}" if one and one.model_digest == fingerprint else ""
+    return render_digest(
+        fingerprint
+    ), f"version {promoted.version:,}" if promoted and promoted.model_digest == fingerprint else ""
 
 
 def _render_rules(verdict: Verdict) -> Sequence[Html] | str:
     if not verdict.reasons:
         return "No rule was applied."
-    ordered = sorted(verdict.reasons, key=lambda reason: GRAVITY.index(reason.outcome))
+    ordered = sorted(verdict.reasons, key=lambda reason: PRECEDENCE.index(reason.outcome))
     lines = [
         (
-            render_outcome(reason.outcome, SAID[reason.outcome]),
+            render_outcome(reason.outcome, OUTCOME_WORDS[reason.outcome]),
             tag("span", reason.rule.replace("_", " "), tag("small", tag("bdi", reason.metric.strip("-")))),
             tag("bdi", reason.text),
         )
         for reason in ordered
     ]
-    counts = {outcome: sum(reason.outcome == outcome for reason in ordered) for outcome in GRAVITY}
-    summed = ", ".join(f"{SAID[outcome]} {number:,}" for outcome, number in counts.items() if number)
+    counts = {outcome: sum(reason.outcome == outcome for reason in ordered) for outcome in PRECEDENCE}
+    summary = ", ".join(f"{OUTCOME_WORDS[outcome]} {number:,}" for outcome, number in counts.items() if number)
     return [
-        tag("p", f"{format_count(len(ordered), 'rule')}: {summed}."),
+        tag("p", f"{format_count(len(ordered), 'rule')}: {summary}."),
         html.table("Rules", "ttw", ("", "rule", "result"), lines),
     ]

@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 
-POLL_S = 0.05  # a sweep ends a trial by what a callback finds, so it should learn of a validation soon
+POLL_S = 0.05  # short, because a sweep prunes a trial by the validations that its callback receives
 DEFERRED_POLL_S = 2.0
-"""Interval for deferred callbacks, whose calls are expensive: MLflow took 17 % of a CPU when it was called at once, at
-8 steps/s."""
+"""Interval for deferred callbacks. Their calls are expensive: at 8 steps/s, MLflow took 17 % of a CPU when it received
+each step at once."""
 RETRY_S = 5.0
 
 STARTUP_EVENTS = {
@@ -28,10 +28,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class RunCallback(Protocol):
-    """Receives the events of a journal, in a thread of its own.
+    """Receiver of the events of a journal. Its methods are called in a thread of its own.
 
     A callback with a true attribute `is_deferred` is not called before the first step or the end of the run, because
-    its own start-up would compete with that of the worker (MLflow: 2 s of a CPU). Later it is called every
+    its start-up would compete with the start-up of the worker (MLflow: 2 s of a CPU). Afterwards it is called every
     DEFERRED_POLL_S.
 
     A callback with an attribute `offset` receives no events before that byte of the journal.
@@ -40,24 +40,24 @@ class RunCallback(Protocol):
     name: str
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Take the next events. If it raises, it gets the same events again later, followed by newer ones."""
+        """Process the next events. After an exception, the same events come again later, followed by newer events."""
 
     def on_end(self, status: Status) -> None:
-        """The supervision has ended; no more events come."""
+        """Clean up: the supervision has ended, and no more events come."""
 
 
 class RunPruner(Protocol):
-    """May end a run early, as a sweep does with an unpromising trial. No method blocks."""
+    """Interface of an object that can end a run early, as a sweep does with an unpromising trial. No method blocks."""
 
     def prune_reason(self) -> str | None:
-        """Why the run should end now, with a checkpoint saved; None: it continues. Called a few times a second."""
+        """Return why the run should save a checkpoint and end now; None: it continues. Called a few times a second."""
 
     def on_stop_signal(self) -> None:
-        """A signal asked this process to stop: the run ends, and nothing should follow it."""
+        """Handle a signal that asks this process to stop: start no other work after this run."""
 
 
 class _CallbackThread(threading.Thread):
-    """Passes the journal to one callback until it is ended and the journal is read to its end."""
+    """Thread that passes the events of the journal to one callback, until `end` is called and all events are passed."""
 
     def __init__(self, callback: RunCallback, journal: Path, notices: Journal) -> None:
         super().__init__(name=f"callback-{callback.name}", daemon=True)
@@ -72,7 +72,7 @@ class _CallbackThread(threading.Thread):
         self._poll_s = DEFERRED_POLL_S if self._waits else POLL_S
 
     def end(self, status: Status) -> None:
-        """Ask the thread to pass on the remaining events and then to end the callback with this status."""
+        """Ask the thread to pass on the remaining events, and then to call `on_end` with this status."""
         self._status = status
         self._ended.set()
 
@@ -104,7 +104,7 @@ class _CallbackThread(threading.Thread):
 
 
 class CallbackList:
-    """All callbacks of a run."""
+    """The callbacks of a run, each with its thread."""
 
     def __init__(self, callbacks: Sequence[RunCallback], journal: Journal) -> None:
         self._threads = [_CallbackThread(callback, journal.path, journal) for callback in callbacks]
@@ -115,11 +115,13 @@ class CallbackList:
             thread.start()
 
     def end(self, status: Status, grace_s: float) -> None:
-        """End all callbacks; wait at most `grace_s` for them in all."""
+        """End all callbacks. Wait at most `grace_s` in all."""
         for thread in self._threads:
             thread.end(status)
         deadline_s = time.monotonic() + grace_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                print_message(f"{thread.name} did not finish within {grace_s:g} s; the journal has what it lacks")
+                print_message(
+                    f"{thread.name} did not finish within {grace_s:g} s; the events that it missed are in the journal"
+                )

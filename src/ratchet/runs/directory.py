@@ -1,8 +1,9 @@
 """Run directories: specs, launch settings, paths, and opening a run under its lock.
 
-A run has a spec, whose digest is its id, and launch settings, which say how and where its worker runs. Trainings are
-one kind of run (RunSpec, TrainingLaunchSpec), generations another (inference/spec.py). Supervisor, journal, lock and
-restart policy know nothing more specific than the base classes here.
+A run directory contains format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/ and
+worker.log. The digest of the spec is the id of the run; the launch settings define how and where its worker runs.
+Trainings (RunSpec, TrainingLaunchSpec) and generations (inference/spec.py) are runs. The supervisor, the journal, the
+lock and the restart policy use only the base classes here. Starting and resuming a run are the same operation.
 """
 
 import errno
@@ -27,39 +28,55 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.layout import RUNS_VARIABLE
 from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_differing_keys, flatten
 
+FORMAT = 2
+"""Format of a run directory. Format 1 (no format.json) had checkpoints without identity; they are ignored."""
+
+RECIPE_VERSION = 1
+"""Increased when a code change alters what the same settings learn; part of every RunId."""
+
+LOCK_WAIT_S = 5.0
+"""Time to wait for the lock. The kernel kills the worker of a killed supervisor, but the worker needs a moment to
+end."""
+
+MAX_LISTED = 6
+"""Number of ids that an error message lists."""
+
+CHECKPOINT = "checkpoint"
+RESULT = "result"
+
 
 class BaseRunSpec(Record):
     """Everything that determines the result of a run."""
 
     subdirectories: ClassVar[tuple[str, ...]] = ("checkpoints",)
-    """Directories that are created in the run directory before a worker starts."""
+    """Folders that are created in the run directory before a worker starts."""
 
     @property
     def run_id(self) -> str:
-        """Identity by content: equal inputs give the same run, on any machine and for any user."""
+        """Digest of the spec: equal inputs give the same id, on any machine and for any user."""
         return compute_run_id(self.model_dump(mode="json"))
 
 
 def spec_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a spec (as JSON) that determines its identity; without a teacher, its settings are left out."""
-    found, train = dict(spec), spec.get("train")
+    """Return the part of a spec (as JSON) that determines its identity. Settings of an absent teacher are omitted."""
+    identity, train = dict(spec), spec.get("train")
     if isinstance(train, dict):
-        found["train"] = config_train.train_identity(train)
-    if found.get("distillation_digest") is None:
-        found.pop("distillation_digest", None)
-    return found
+        identity["train"] = config_train.train_identity(train)
+    if identity.get("distillation_digest") is None:
+        identity.pop("distillation_digest", None)
+    return identity
 
 
 def compute_run_id(spec: Mapping[str, Any]) -> str:
-    """Id of the run of a spec (as JSON), which a newer version may have written."""
+    """Return the run id of a spec (as JSON). A newer version of Ratchet may have written the spec."""
     return digests.hash_json(spec_identity(spec))[: digests.SHORT]
 
 
 class LaunchSpec(Record):
-    """How and where this attempt runs. Rewritten at every start, so that a project may move between attempts."""
+    """Settings of an attempt: how and where it runs. Rewritten at every start, so a project may move in between."""
 
     worker: ClassVar[str | None] = None
-    """Module that is started as the worker; None: that of a training (runs/supervisor.py)."""
+    """Module that is started as the worker; None: the worker of a training (runs/supervisor.py)."""
 
     machine: Machine
 
@@ -69,34 +86,15 @@ class LaunchSpec(Record):
         return self.machine.max_restarts
 
     work_unit: ClassVar[Mapping[str, str]] = {}
-    """`unit` of the work if it is not steps; part of the journal event `interrupted`."""
+    """`unit` of the work, unless it is counted in steps; part of the journal event `interrupted`."""
 
     def saved_step(self, root: Path, reported: int) -> int:
-        """How much work in a run directory is durable; `reported` is the amount according to the journal."""
+        """Return how much work in a run directory is durable. `reported` is the amount according to the journal."""
         return reported
 
     def describe_saved(self, step: int) -> str:
         """Describe what is saved after `step` units of work."""
         return f"a checkpoint of step {step} is saved" if step else "no checkpoint was saved yet"
-
-
-# A run is a directory: format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/, worker.log.
-# Opening it takes its lock; starting and resuming are the same operation.
-
-FORMAT = 2
-"""Format of a run directory. Format 1 (no format.json) had checkpoints without identity; they are ignored."""
-
-RECIPE_VERSION = 1
-"""Increased when a code change alters what the same settings learn; part of every RunId."""
-
-LOCK_WAIT_S = 5.0
-"""A worker whose supervisor was killed is killed too, but needs a moment to end."""
-
-MAX_LISTED = 6
-"""Number of ids that an error message lists."""
-
-CHECKPOINT = "checkpoint"
-RESULT = "result"
 
 
 class RunSpec(BaseRunSpec):
@@ -110,7 +108,7 @@ class RunSpec(BaseRunSpec):
     """Digest of the teacher outputs (DistillationCard), or of the teacher's files if it runs during training."""
 
     def require(self, report: TrainReport) -> None:
-        """Raise DataError unless the report is of this run: settings, data or base may have changed since."""
+        """Raise DataError if the report is of another run, because settings, data or base have changed since."""
         if report.run_id != self.run_id:
             raise DataError(
                 f"run {report.run_id} was trained, but params.yaml, data and base now define run {self.run_id}: "
@@ -119,7 +117,7 @@ class RunSpec(BaseRunSpec):
 
 
 class TrainingLaunchSpec(LaunchSpec):
-    """How and where an attempt of a training runs."""
+    """Settings of an attempt of a training: how and where it runs."""
 
     base_path: str
     data_path: str
@@ -130,13 +128,13 @@ class TrainingLaunchSpec(LaunchSpec):
     teacher_files: dict[str, str] | None = None
     """SHA-256 of the teacher's files, which the worker verifies."""
     base: BaseCard
-    """The worker verifies its files."""
+    """Card of the base model; the worker verifies the files that it lists."""
     profile_steps: int | None = None
     """Profile this many steps instead of training; the result is then a profile (training/profiler.py)."""
 
     @property
     def max_restarts(self) -> int | None:
-        """None for a profile: a second attempt would be measured as part of it."""
+        """See `LaunchSpec.max_restarts`. None for a profile, because a restart would be measured as part of it."""
         return self.machine.max_restarts if self.profile_steps is None else None
 
 
@@ -174,7 +172,7 @@ class RunPaths:
 
     @property
     def replication_state(self) -> Path:
-        """How much of the run is in its replica (ReplicationState)."""
+        """Record of how much of the run is in its replica (ReplicationState)."""
         return self.root / "replication.json"
 
     @property
@@ -202,24 +200,24 @@ class RunPaths:
         return self.root / "stacks.txt"
 
     def lock(self) -> FileLock:
-        """The lock that the writer of this run holds."""
+        """Return the lock that a process must hold to write this run."""
         return FileLock(self.root / "lock", f"run {self.root.name}")
 
     def checkpoint(self, step: int) -> Path:
-        """Directory of the checkpoint after `step` optimizer steps."""
+        """Return the directory of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint directory, ascending; `files.verify_sealed` checks whether one is valid."""
+        """Return the steps that have a checkpoint directory, ascending. `files.verify_sealed` checks a directory."""
         if not self.checkpoints.is_dir():
             return []
-        numbers = (re.fullmatch(r"step-([0-9]{8,})", p.name) for p in self.checkpoints.iterdir())
-        return sorted(int(number[1]) for number in numbers if number)
+        matches = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def require_known_format(self) -> None:
         """Raise DamagedFileError if a newer version of ratchet wrote this directory, or format.json is unreadable."""
         try:
-            found = json.loads(self.format.read_bytes())["format"]
+            number = json.loads(self.format.read_bytes())["format"]
         except FileNotFoundError:
             return  # format 1
         except (ValueError, KeyError, TypeError):
@@ -227,14 +225,14 @@ class RunPaths:
                 f"{self.format}: unreadable; if this version of ratchet wrote the run, remove the file and run the "
                 f"command again, otherwise run `ratchet reset {self.root.name}`"
             ) from None
-        if not isinstance(found, int) or found > FORMAT:
+        if not isinstance(number, int) or number > FORMAT:
             raise DamagedFileError(
-                f"{self.root}: written by a newer version of ratchet (format {found}; this version reads up to "
+                f"{self.root}: written by a newer version of ratchet (format {number}; this version reads up to "
                 f"{FORMAT}); use that version, or run `ratchet reset {self.root.name}`"
             )
 
     def is_finished(self) -> bool:
-        """Whether there is a sealed, undamaged result."""
+        """Return whether there is a sealed, undamaged result."""
         try:
             files.verify_sealed(self.result, RESULT)
         except DamagedFileError:
@@ -243,7 +241,7 @@ class RunPaths:
 
 
 class RunDirectory:
-    """A run that this process may write: it holds the lock."""
+    """Run directory that this process may write, because it holds the lock."""
 
     def __init__(self, paths: RunPaths, spec: BaseRunSpec, lock: FileLock, journal: Journal) -> None:
         self.paths = paths
@@ -253,12 +251,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, runs: Path, spec: BaseRunSpec) -> "RunDirectory":
-        """Open the run of this spec; create its directory if there is none.
+        """Lock the directory of the run of this spec, and create it if it does not exist.
 
         Raises:
-            LockHeldError: another process is training it; nothing was changed.
+            LockHeldError: another process holds the lock of the run; nothing was changed.
             DamagedFileError: the directory has another run's spec, or was written by a newer version.
-            StorageError: the directory cannot be written; if it did not exist before, it does not exist afterwards.
+            StorageError: the directory cannot be written. A directory that was created is removed.
         """
         paths = RunPaths(runs / spec.run_id)
         with storage_errors(paths.root):
@@ -269,18 +267,19 @@ class RunDirectory:
                 return cls(paths, spec, lock, _prepare_directory(paths, spec))
             except BaseException as error:
                 if is_new and isinstance(error, OSError):
-                    # Removed under the lock: a process that waits for the lock notices and creates it again.
+                    # Removed under the lock: a process that waits for the lock notices this and creates the directory.
                     shutil.rmtree(paths.root, ignore_errors=True)
                 lock.release()
                 raise
 
     def close(self) -> None:
+        """Close the journal and release the lock."""
         self.journal.close()
         self.lock.release()
 
 
 def _acquire_lock(paths: RunPaths) -> FileLock:
-    """Lock a directory that still exists: it may have been removed while this process waited."""
+    """Lock a run directory. Retry if another process removed the directory while this process waited for the lock."""
     while True:
         try:
             lock = paths.lock().acquire(wait_s=LOCK_WAIT_S)
@@ -294,7 +293,7 @@ def _acquire_lock(paths: RunPaths) -> FileLock:
 
 
 def is_lock_current(lock: FileLock) -> bool:
-    """Whether the lock that is held belongs to the file that now has its name."""
+    """Return whether the held lock is a lock of the file at its path: the file may have been replaced or removed."""
     try:
         return os.path.samestat(lock.path.stat(), os.fstat(lock.fd))
     except FileNotFoundError:
@@ -313,15 +312,15 @@ def _prepare_directory(paths: RunPaths, spec: BaseRunSpec) -> Journal:
     if not paths.format.exists():
         files.write_json(paths.format, {"format": FORMAT})
     journal = Journal(paths.journal, attempt=0)
-    for folder in (paths.root, paths.root.parent):  # make the names durable that the lock has created
+    for folder in (paths.root, paths.root.parent):  # acquiring the lock has created names that are not durable yet
         files.fsync_directory(folder)
     return journal
 
 
 def _require_same(path: Path, spec: BaseRunSpec) -> None:
-    """Raise DamagedFileError unless the file holds this spec."""
+    """Raise DamagedFileError unless the file contains this spec."""
     try:
-        found = type(spec).load(path)
+        recorded = type(spec).load(path)
     except DamagedFileError as error:
         reset = f"`ratchet reset {path.parent.name}`"
         if unknown := _unknown_keys(path, spec):
@@ -333,8 +332,8 @@ def _require_same(path: Path, spec: BaseRunSpec) -> None:
         raise DamagedFileError(
             f"{text}; remove this file and run the command again (it is rewritten), or run {reset}"
         ) from None
-    if found.run_id != spec.run_id:  # settings that do not affect the result may differ
-        names = find_differing_keys(found.model_dump(mode="json"), spec.model_dump(mode="json"))
+    if recorded.run_id != spec.run_id:  # settings that do not affect the result may differ
+        names = find_differing_keys(recorded.model_dump(mode="json"), spec.model_dump(mode="json"))
         raise DamagedFileError(f"{path}: differs in {', '.join(names)}; move the directory away")
 
 
@@ -356,7 +355,7 @@ _ADVICE = {
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path (`path` if the error has none) and the remedy."""
+    """Convert an OSError into a StorageError that names the remedy and the file (or `path` if the error has none)."""
     try:
         yield
     except OSError as error:
@@ -367,20 +366,21 @@ def storage_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def list_runs(*places: Path) -> list[RunPaths]:
-    """Every run directory in these folders, by name; directories that are being removed are not included."""
-    folders = (p for runs in places for p in sorted(runs.iterdir() if runs.is_dir() else ()))
-    runs_found = (RunPaths(p) for p in folders if not p.name.startswith(files.PARTIAL))
-    return [run for run in runs_found if run.journal.is_file() or run.spec.is_file()]
+def list_runs(*folders: Path) -> list[RunPaths]:
+    """Return all runs in these folders, by name; directories that are being removed are omitted."""
+    directories = (path for folder in folders for path in sorted(folder.iterdir() if folder.is_dir() else ()))
+    candidates = (RunPaths(path) for path in directories if not path.name.startswith(files.PARTIAL))
+    return [run for run in candidates if run.journal.is_file() or run.spec.is_file()]
 
 
-def find_newest_run(*places: Path) -> RunPaths | None:
-    """The run in training, otherwise the one with the most recent last journal event."""
-    return max(list_runs(*places), key=recency, default=None)
+def find_newest_run(*folders: Path) -> RunPaths | None:
+    """Return the run in training, otherwise the run with the most recent last journal event."""
+    return max(list_runs(*folders), key=recency, default=None)
 
 
 def recency(run: RunPaths) -> tuple[bool, float, str]:
-    """Sort key of runs, the newest last: a run in training, otherwise by the last journal event.
+    """Return the sort key for ordering runs from the oldest to the newest: runs in training are last, the others are
+    ordered by their last journal event.
 
     File times are not used, because copying a project changes them.
     """
@@ -389,19 +389,19 @@ def recency(run: RunPaths) -> tuple[bool, float, str]:
 
 
 def find_run(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
-    """The one run in this folder (or these) whose id begins with `prefix`. Raises as `match_prefix` does."""
-    places = [runs] if isinstance(runs, Path) else list(runs)
-    found = list_runs(*places)
-    names = [run.root.name for run in found]
-    return found[names.index(match_prefix(names, prefix, " and ".join(map(str, places))))]
+    """Return the only run in these folders whose id begins with `prefix`. Raises the errors of `match_prefix`."""
+    folders = [runs] if isinstance(runs, Path) else list(runs)
+    candidates = list_runs(*folders)
+    names = [run.root.name for run in candidates]
+    return candidates[names.index(match_prefix(names, prefix, " and ".join(map(str, folders))))]
 
 
 def match_prefix(names: Sequence[str], prefix: str, where: str) -> str:
-    """The one id that begins with `prefix`. Raises DataError, listing some ids, if there is none or more than one."""
+    """Return the only id that begins with `prefix`. Raises DataError, with a list of ids, if none or several do."""
     matching = [name for name in names if name.startswith(prefix)]
     if len(matching) == 1:
         return matching[0]
     state, listed = (f"matches {len(matching)} runs", matching) if matching else ("matches no run", names)
-    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
-    todo = "; give more of the id" if matching else ""
-    raise DataError(f"{prefix}: {state} in {where}; found: {', '.join(listed[:MAX_LISTED]) or 'none'}{more}{todo}")
+    rest = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    remedy = "; give more of the id" if matching else ""
+    raise DataError(f"{prefix}: {state} in {where}; found: {', '.join(listed[:MAX_LISTED]) or 'none'}{rest}{remedy}")

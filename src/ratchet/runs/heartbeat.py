@@ -1,9 +1,9 @@
 """Heartbeat of a worker: a page of memory that it shares with its supervisor, and the detection of stalls.
 
-The page is independent of any disk. It has two slots, which are written in turn. A record is (number, time of the beat,
-deadline, phase) and its CRC-32: if a writer is stopped in the middle of one, the other stays intact, and a reader takes
-the newer one with a valid checksum. Times are CLOCK_MONOTONIC: equal for all processes of a machine, never set back,
-and stopped during suspend.
+The page does not depend on a disk. It has two slots for records, which are written in turn. A record consists of
+number, time of the beat, deadline, phase, and their CRC-32. If the writer stops in the middle of a record, the other
+record stays intact: a reader takes the newer record with a valid checksum. Times are CLOCK_MONOTONIC, which is equal
+for all processes of a machine, is never set back, and stops while the machine is suspended.
 """
 
 import contextlib
@@ -24,7 +24,24 @@ Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 STALL_FACTOR = 10
-"""A unit of work is a stall if it takes this many times longer than the longest one so far."""
+"""A unit of work has stalled if it takes this many times longer than the longest unit of its phase so far."""
+
+STOP_EXTRA_S = 15.0
+"""Time beyond the grace period after which a worker that was asked to stop is killed, if it has not beaten for so
+long."""
+
+SUSPENDED_S = 2.0
+"""If the last check is longer ago than this, the supervisor was suspended, and perhaps the worker too."""
+
+DUMP_WAIT_S = 2.0
+DUMP_POLL_S = 0.05
+
+_STATES = {
+    "T": "it was stopped by a signal",
+    "t": "it is held by a debugger",
+    "D": "it waits for a disk or a device",
+    "Z": "it had ended",
+}
 
 _RECORD = struct.Struct("<QddQ")  # number, beat_s, deadline_s, phase
 _CHECKSUM = struct.Struct("<Q")
@@ -34,25 +51,26 @@ _READ_ATTEMPTS = 1000
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """The last heartbeat."""
+    """The last heartbeat of a worker."""
 
     number: int
     """Number of the beat."""
     phase: Phase
-    """Phase of the unit that began with it."""
+    """Phase of the unit of work that began with the beat."""
     age_s: float
     deadline_s: float
-    """Age from which on the worker counts as stalled; 0: never."""
+    """Age above which the worker counts as stalled; 0: never."""
 
 
 class Heartbeat:
-    """One heartbeat page. The worker beats at the start of every unit of work; the unit ends at the next beat.
+    """A heartbeat page. The worker beats at the start of every unit of work; the unit ends at the next beat.
 
     Args:
-        fd: of the shared memory; None for a private page.
-        stall_timeout_s: shortest deadline of a unit whose phase has occurred before, in seconds; 0: none.
-        first_stall_timeout_s: deadline of the first unit of each phase (compilation) and of every unit of loading;
-            0: none.
+        fd: descriptor of the shared memory; None for a private page.
+        stall_timeout_s: shortest deadline in seconds, for a unit of a phase that has occurred before; 0: no unit has
+            a deadline.
+        first_stall_timeout_s: deadline of the first unit of each phase (which may compile) and of every unit of
+            loading; 0: none.
     """
 
     def __init__(self, fd: int | None, stall_timeout_s: float, first_stall_timeout_s: float) -> None:
@@ -66,7 +84,7 @@ class Heartbeat:
 
     @classmethod
     def create(cls, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
-        """Create a page to pass to a worker, with the deadline of its start-up running."""
+        """Create a page for a worker. The deadline of its start-up begins now."""
         fd = os.memfd_create("ratchet-heartbeat")
         os.truncate(fd, mmap.PAGESIZE)
         page = cls(fd, stall_timeout_s, first_stall_timeout_s)
@@ -80,16 +98,16 @@ class Heartbeat:
 
     @classmethod
     def private(cls) -> "Heartbeat":
-        """A page that no process watches, for work without a supervisor."""
+        """Return a page that no process watches, for work without a supervisor."""
         return cls(None, 0.0, 0.0)
 
     @classmethod
     def attach_at(cls, address: str, index: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
-        """Open the page of one of several workers, whose parent did not inherit the descriptors.
+        """Open the page of one of several workers. Their parent, the elastic agent, did not inherit the descriptors.
 
         Args:
-            address: made by `address_of`.
-            index: of the worker, from 0.
+            address: result of `address_of`.
+            index: number of the worker, from 0.
             stall_timeout_s: see the class.
             first_stall_timeout_s: see the class.
         """
@@ -99,25 +117,25 @@ class Heartbeat:
 
     @staticmethod
     def address_of(pages: Sequence["Heartbeat"]) -> str:
-        """Address of pages of this process for other processes of this user: PID:FD,FD,..."""
+        """Return the address, PID:FD,FD,..., by which other processes of this user can open pages of this process."""
         return f"{os.getpid()}:{','.join(str(page.fd) for page in pages)}"
 
     @property
     def fd(self) -> int:
-        """The descriptor that a child must inherit. Raises RuntimeError for a private page."""
+        """Descriptor that a child must inherit. Raises RuntimeError for a private page."""
         if self._fd is None:
             raise RuntimeError("this heartbeat is not shared")
         return self._fd
 
     def beat(self, phase: Phase) -> None:
-        """Beat at the start of a unit of this phase. Call it in the thread that works, or one that waits for it."""
+        """Record the start of a unit of this phase. Call it in the working thread, or in a thread that waits for it."""
         with self._mutex:
             now_s = time.monotonic()
             if self._begun is not None:
-                before, since_s = self._begun
-                self._longest_s[before] = max(self._longest_s.get(before, 0.0), now_s - since_s)
+                last_phase, start_s = self._begun
+                self._longest_s[last_phase] = max(self._longest_s.get(last_phase, 0.0), now_s - start_s)
             self._begun = (phase, now_s)
-            # A worker that attaches continues the numbers of the supervisor's first record.
+            # A worker that attaches continues the numbering of the supervisor's first record.
             self._number = max(self._number, self._newest()[0]) + 1
             record = _RECORD.pack(self._number, now_s, self._deadline_s(phase), PHASES.index(phase))
             start = self._number % 2 * _SLOT_BYTES
@@ -127,12 +145,12 @@ class Heartbeat:
         longest_s = self._longest_s.get(phase)
         if not self._stall_s:
             return 0.0
-        if longest_s is None or phase == "load":  # units of loading differ: a check, then the weights
+        if longest_s is None or phase == "load":  # units of loading differ in length: a check, then the weights
             return self._stall_first_s
         return max(self._stall_s, STALL_FACTOR * longest_s)
 
     def read(self) -> HeartbeatReading:
-        """Read the last complete beat, whatever the writer is doing now."""
+        """Read the last complete beat, even while the writer writes the next one."""
         number, beat_s, deadline_s, phase = self._newest()
         return HeartbeatReading(number, PHASES[phase], max(0.0, time.monotonic() - beat_s), deadline_s)
 
@@ -149,37 +167,20 @@ class Heartbeat:
         return 0, time.monotonic(), 0.0, 0  # no beat yet
 
     def close(self) -> None:
-        """Close the page; the other process keeps its own mapping."""
+        """Close the page in this process. The mapping of the other process stays valid."""
         self._page.close()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
-STOP_EXTRA_S = 15.0
-"""A worker that was asked to stop is killed if it neither ends nor beats for this long beyond the grace period."""
-
-SUSPENDED_S = 2.0
-"""If the last check is longer ago than this, the supervisor was suspended, and perhaps the worker with it."""
-
-DUMP_WAIT_S = 2.0
-DUMP_POLL_S = 0.05
-
-_STATES = {
-    "T": "it was stopped by a signal",
-    "t": "it is held by a debugger",
-    "D": "it waits for a disk or a device",
-    "Z": "it had ended",
-}
-
-
 class HangDetector:
-    """Decides from its heartbeat whether one worker has stalled.
+    """Detector of a stall of one worker, by its heartbeat.
 
     Args:
         heartbeat: page of the worker.
         grace_s: `machine.grace_period_s`.
-        clock: monotonic seconds.
+        clock: returns monotonic time in seconds.
     """
 
     def __init__(self, heartbeat: Heartbeat, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -190,13 +191,13 @@ class HangDetector:
         self._suspended_s = 0.0
         self._number = 0
 
-    def overdue(self, asked_s: float | None = None) -> str:
-        """Why the worker must be killed; empty if it need not be.
+    def overdue(self, requested_s: float | None = None) -> str:
+        """Return why the worker must be killed; empty if it need not be.
 
-        Time in which this was not called does not count: a container that is paused stops both processes.
+        Periods without a call do not count, because a paused container stops both processes.
 
         Args:
-            asked_s: when the worker was asked to stop, by the same clock.
+            requested_s: time of the request to stop, by the same clock; None: there was none.
         """
         now_s = self._clock()
         gap_s, self._checked_s = now_s - self._checked_s, now_s
@@ -209,8 +210,8 @@ class HangDetector:
         silence = f"no heartbeat for {silent_s:.3g} s in phase {beat.phase}"
         if beat.deadline_s and silent_s > beat.deadline_s:
             return f"{silence} (deadline {beat.deadline_s:.3g} s)"
-        if asked_s is not None:
-            waited_s = now_s - asked_s - self._suspended_s
+        if requested_s is not None:
+            waited_s = now_s - requested_s - self._suspended_s
             if waited_s > self._grace_s + STOP_EXTRA_S and silent_s > STOP_EXTRA_S:
                 return f"asked to stop {waited_s:.3g} s ago; {silence}"
         return ""
@@ -219,16 +220,16 @@ class HangDetector:
 def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
     """Let the worker write the stacks of its threads (training/worker_main.py: faulthandler on SIGUSR1), then kill it.
 
-    faulthandler needs no interpreter lock, so a thread that holds it forever is shown too. A stopped process handles
-    signals only after SIGCONT.
+    faulthandler does not need the interpreter lock, so it also shows a thread that never releases the lock. A stopped
+    process handles signals only after SIGCONT.
 
     Args:
-        worker: to be killed; its children die with it.
-        stacks: file to which the worker writes them.
+        worker: process to kill; its children die with it.
+        stacks: file to which the worker writes the stacks.
         rank: LOCAL_RANK of the child that has stalled; None: the worker itself.
 
     Returns:
-        What was found, such as `it was stopped by a signal; stacks in PATH`.
+        State of the process and location of the stacks, such as `it was stopped by a signal; stacks in PATH`.
     """
     pid = worker.pid if rank is None else _find_child(worker.pid, rank)
     state = read_process_state(pid) if pid else ""
@@ -239,22 +240,22 @@ def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: in
             os.kill(pid, signal.SIGCONT)
     has_stacks = _wait_for_growth(worker, stacks, size)
     worker.kill()
-    found = [_STATES[state]] if state in _STATES else []
-    found.append(f"stacks in {stacks}" if has_stacks else "it wrote no stacks")
-    return "; ".join(found)
+    findings = [_STATES[state]] if state in _STATES else []
+    findings.append(f"stacks in {stacks}" if has_stacks else "it wrote no stacks")
+    return "; ".join(findings)
 
 
 def read_process_state(pid: int) -> str:
-    """Letter of the process state in /proc/PID/stat (proc_pid_stat(5)); empty if the process is gone."""
+    """Return the letter of the process state in /proc/PID/stat (proc_pid_stat(5)); empty if the process is gone."""
     try:
-        # The process name in parentheses may contain any character, also parentheses; the state follows the last one.
+        # The process name is in parentheses and may contain parentheses; the state follows the last one.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def _find_child(parent: int, rank: int) -> int:
-    """Process id of the child with this LOCAL_RANK in its environment; 0 if there is none."""
+    """Return the process id of the child with this LOCAL_RANK in its environment; 0 if there is none."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         for pid in map(int, children.read_text(encoding="ascii").split()):
             with contextlib.suppress(OSError):
@@ -273,11 +274,11 @@ def _file_size(path: Path) -> int:
 def _wait_for_growth(worker: subprocess.Popen[bytes], path: Path, size: int) -> bool:
     """Wait until the file has grown and stopped growing, at most DUMP_WAIT_S; return whether it has grown."""
     deadline_s = time.monotonic() + DUMP_WAIT_S
-    seen = size
+    last_size = size
     while time.monotonic() < deadline_s and worker.poll() is None:
         time.sleep(DUMP_POLL_S)
         current = _file_size(path)
-        if current > size and current == seen:
+        if current > size and current == last_size:
             break
-        seen = current
+        last_size = current
     return _file_size(path) > size

@@ -1,22 +1,25 @@
 """The journal of a run: one JSON object per line, appended by supervisor and worker, replayed by all readers.
 
-Each line has `event` (its kind), `t` (Unix time; shown to people, used by no decision), `attempt`, and the keys of its
-kind. The supervisor writes start_refused, attempt_started, worker_exited, pruned, replicated and system_metrics; the
-worker writes the others, and both write alert, notice and interrupted.
+Each line has `event` (the kind), `t` (Unix time; for display, not for decisions), `attempt`, and the keys of its kind.
+`step` counts optimizer steps from 1, skipped steps included. After a crash, the steps after the checkpoint are computed
+and written again with equal numbers; readers keep the first of each (`ReplayFilter`).
+
+The supervisor writes start_refused, attempt_started, worker_exited, pruned, replicated and system_metrics. Both the
+supervisor and the worker write alert, notice and interrupted. The worker writes all other events.
 
 Attempts
-    start_refused       The run may not start on this machine, because another machine holds its replica. No attempt
-                        begins. Keys: text.
+    start_refused       The run may not start on this machine, for example because another machine holds its lease. No
+                        attempt begins. Keys: text.
     attempt_started     A worker is about to start. Keys: pid (of the supervisor), code_version.
     worker_ready        The worker has loaded everything. Keys: start_step, planned_steps, device, compute_dtype,
-                        threads, ranks; of a training also trainable_parameters, total_parameters, torch, hosts (of each
+                        threads, ranks; for a training also trainable_parameters, total_parameters, torch, hosts (by
                         rank), has_rank_zero (whether rank 0 runs on this machine), shares_base, replicators (machines
                         that replicate the run, by their names in its leases), flops_per_token (null if unknown) and
                         peak_flops_per_s (of all devices, from their data sheets; null if unknown).
-    worker_error        The worker reports why it ends. Keys: failure_class, text; for class too_large also
-                        needed_bytes (with one row per micro-batch) and available_bytes.
-    worker_exited       The worker ended without a result. Keys: exit_code, failure_class, text, decision (Retry,
-                        GiveUp or Interrupted).
+    worker_error        The worker reports why it ends. Keys: failure_class, text; for class too_large also needed_bytes
+                        (for one row per micro-batch) and available_bytes.
+    worker_exited       The worker ended without a result. Keys: exit_code, failure_class, text, decision (Retry, GiveUp
+                        or Interrupted).
     interrupted         The run was asked to stop and saved its progress. Keys: step, and unit where work is not counted
                         in steps.
     interrupted_by_peer Another rank was asked to stop; this one saved its progress. Keys: step.
@@ -26,46 +29,45 @@ Attempts
 Steps
     step                An optimizer step is done. Keys: step, loss, learning_rate, grad_norm, trained_tokens,
                         input_tokens, step_s, batch (first 12 hex digits of the digest of the row indices, in order).
-    step_skipped        Replaces `step` where nothing was learned. Keys: step, action (skip | roll_back), reason, rows
-                        (ids of the batch), learning_rate_scale, rollback_step (the step whose weights are restored;
-                        null for skip).
+    step_skipped        Replaces `step` if nothing was learned. Keys: step, action (skip | roll_back), reason, rows (ids
+                        of the batch), learning_rate_scale, rollback_step (the step whose weights are restored; null for
+                        skip).
     step_repeated       The step is computed a second time. Keys: step, reason.
     gradient_spike      The gradient norm is unusually large; `step` follows. Keys: step, grad_norm, median, deviations,
                         rows.
     loss_scale          A float16 gradient overflowed; the step is computed again. Keys: step, loss_scale.
-    microbatch_budget   The limit of a micro-batch changed. It holds from this step on (validation: from the validation
-                        after this step on), and a resumed worker applies it again (`read_decisions`). Keys: step, phase
-                        (train | validation | generate), action (shrink | grow), failed_tokens, budget.
-    rank_timings        Every few seconds with several ranks. Keys: step, steps and seconds since the last such event,
-                        busy_s (by rank: seconds spent in its own micro-batches).
-    validation          Keys: step, loss, tokens, seconds, improved.
-    checkpoint_saved    Keys: step, is_best, size_bytes, bytes_written, bytes_linked, blocked_s (training waited),
-                        seconds (in all).
+    microbatch_budget   The limit of a micro-batch changed. It applies from this step on (in phase validation: from the
+                        validation after this step on). A resumed worker applies it again (`read_decisions`). Keys:
+                        step, phase (train | validation | generate), action (shrink | grow), failed_tokens, budget.
+    rank_timings        Written every few seconds if there are several ranks. Keys: step, steps and seconds since the
+                        last such event, busy_s (seconds that each rank spent in its own micro-batches).
+    validation          A validation is done. Keys: step, loss, tokens, seconds, improved.
+    checkpoint_saved    A checkpoint is sealed. Keys: step, is_best, size_bytes, bytes_written, bytes_linked, blocked_s
+                        (time that training waited), seconds (in all).
     replicated          A checkpoint or the result is complete in the replica. Keys: step, artifact (checkpoint |
-                        result), bytes_sent, bytes_skipped (already there), seconds, bytes_per_s.
+                        result), bytes_sent, bytes_skipped (already in the replica), seconds, bytes_per_s.
 
 Generation
-    generation_progress Keys: step (answers that are durable), tokens and seconds since the last such event, finish
-                        (answers by the reason they ended), rows, waiting, held_tokens, budget_tokens, available_bytes,
-                        device_bytes, held_bytes, forecast_bytes, tokens_chosen, tokens_rechecked (null if unknown).
+    generation_progress Answers were generated. Keys: step (answers that are durable), tokens and seconds since the last
+                        such event, finish (number of answers by the reason for their end), rows, waiting, held_tokens,
+                        budget_tokens, available_bytes, device_bytes, held_bytes, forecast_bytes, tokens_chosen,
+                        tokens_rechecked (null if unknown).
     answers_saved       A shard of answers is sealed. Keys: step, answers, seconds.
-    decoding            How a model in memory decodes rows together. Keys: topic (method | bound) and its figures.
+    decoding            How a model in memory decodes several rows together. Keys: topic (method | bound) and its
+                        figures.
 
 Machine
-    memory_forecast     Before anything is loaded. Keys: forecast (MemoryForecast), available_bytes.
-    memory_peak         The most that a phase has held; repeated when the phase later holds more. Keys: phase,
-                        peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (in all).
-    system_metrics      Every machine.system_metrics_interval_s. Keys: sample (1, 2, ... over all attempts), cpu_percent
-                        (of all CPUs), memory_bytes, memory_percent, disk_used_percent (disk of the run directory),
-                        network_received_bytes, network_sent_bytes (since boot), worker_cpu_percent (100: one CPU),
-                        worker_memory_bytes (worker and children), gpus [{index, utilization_percent, memory_bytes,
-                        memory_total_bytes, power_w, temperature_c}]; null if unknown.
-    alert               A person should look: failing storage, a stalled worker, a late save, a preemption notice.
-                        Keys: text.
+    memory_forecast     Made before anything is loaded. Keys: forecast (MemoryForecast), available_bytes.
+    memory_peak         Peak memory of a phase; repeated when the peak rises. Keys: phase, peak_bytes, allocated_bytes
+                        (tensors on a GPU), host_bytes, device, device_bytes (in all).
+    system_metrics      Written every machine.system_metrics_interval_s. Keys: sample (1, 2, ... over all attempts),
+                        cpu_percent (of all CPUs), memory_bytes, memory_percent, disk_used_percent (disk of the run
+                        directory), network_received_bytes, network_sent_bytes (since boot), worker_cpu_percent (100:
+                        one CPU), worker_memory_bytes (worker and children), gpus [{index, utilization_percent,
+                        memory_bytes, memory_total_bytes, power_w, temperature_c}]; null if unknown.
+    alert               A person should act: failing storage, a stalled worker, a late save, a preemption notice. Keys:
+                        text.
     notice              A fallback, a damaged checkpoint, a changed code version, a failing callback. Keys: text.
-
-`step` counts optimizer steps from 1, skipped ones included. After a crash, the steps after the checkpoint are computed
-and written again with equal numbers; readers keep the first of each (`ReplayFilter`).
 """
 
 import json
@@ -87,13 +89,14 @@ from ratchet.runs.log import print_message
 from ratchet.storage import digests
 
 TAIL_BYTES = 1 << 16
+"""Size of the first block that `read_last_event` reads from the end of the file."""
 _SALVAGE_TRIES = 16
 REDACTED_KEYS = {"text", "reason"}
-"""Keys whose text may quote an exception: secrets are removed from them."""
+"""Keys with text that may quote an exception; secrets in it are redacted."""
 
 
 class JournalEvent(NamedTuple):
-    """One line of the journal. A named tuple, because building one takes a third of the time of a frozen dataclass."""
+    """A line of the journal. A named tuple, because it is built in a third of the time of a frozen dataclass."""
 
     kind: str
     t: float
@@ -101,18 +104,18 @@ class JournalEvent(NamedTuple):
     data: dict[str, Any]
 
     def line(self) -> bytes:
-        """Encode the event as a line of the file. Raises ValueError for a value that JSON cannot hold, such as NaN."""
+        """Encode the event as a line of the file. Raises ValueError for a value outside JSON, such as NaN."""
         return (
             digests.canonical_json({"event": self.kind, "t": self.t, "attempt": self.attempt, **self.data}) + "\n"
         ).encode()
 
 
 class Journal:
-    """Appends to a journal, from any thread. Each event is one `write` to an O_APPEND descriptor, so that lines of
-    several processes never mix.
+    """Writer of a journal, for any thread. Each event is one `write` to an O_APPEND descriptor, so lines of several
+    processes never mix.
 
-    A disk that accepts nothing (full, failing, read-only) stops no training: lines wait in memory and are written in
-    order before later ones. `sync` raises while lines wait.
+    A disk that accepts no data (full, failing, read-only) does not stop a training: lines wait in memory and are
+    written in order before later lines. `sync` raises while lines wait.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -123,16 +126,16 @@ class Journal:
         self._fd, self._is_torn = self._open()
 
     def _open(self) -> tuple[int, bool]:
-        """Open the file; also return whether its last line is cut off, by a dead machine or a full disk. Such a line is
-        terminated before the next one is written, and readers count it as damaged."""
+        """Open the file. Return the descriptor, and whether the last line was cut off by a crash or a full disk. Such a
+        line is terminated before the next line is written, and readers count it as damaged."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(fd).st_size
         return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
 
     def append(self, kind: str, **data: Any) -> JournalEvent:
-        """Append one event. Once written it survives the death of the process; `sync` makes it survive a power loss.
+        """Append an event. Once written, it survives the death of the process; after `sync`, it survives a power loss.
 
-        Raises ValueError for values that JSON cannot hold, and nothing else.
+        Raises ValueError for a value that JSON cannot represent, and no other error.
         """
         for name in REDACTED_KEYS & data.keys():
             if isinstance(data[name], str):
@@ -152,13 +155,13 @@ class Journal:
             os.fsync(self._fd)
 
     def reopen(self) -> None:
-        """Continue in the file that now has the journal's name, after it was replaced."""
+        """Continue in the file at the journal's path, after the file was replaced."""
         with self._mutex:
             os.close(self._fd)
             self._fd, self._is_torn = self._open()
 
     def close(self) -> None:
-        """Try once more to write the lines that wait, and print a message if they are lost."""
+        """Try once more to write the waiting lines, and print a message if they are lost."""
         with self._mutex:
             if error := self._write():
                 print_message(f"{len(self._unwritten)} lines of {self.path} are lost: {error}")
@@ -166,8 +169,8 @@ class Journal:
             self._fd = -1
 
     def _write(self) -> OSError | None:
-        """Write the lines that wait. A line that was cut off stays in the file as damage and is written again in full,
-        because another process may have appended in between."""
+        """Write the waiting lines. A line that was cut off stays in the file, as damage, and is written again in full,
+        because another process may have appended a line in between. Returns the error, if any."""
         while self._unwritten:
             line = b"\n" + self._unwritten[0] if self._is_torn else self._unwritten[0]
             try:
@@ -184,7 +187,7 @@ class Journal:
 
 
 class JournalReader:
-    """Follows a journal from a byte offset. An unfinished line is left for the next call."""
+    """Reader that follows a journal from a byte offset. It leaves an unfinished line for the next call."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -212,7 +215,7 @@ class JournalReader:
 
 
 def read_last_event(path: Path) -> JournalEvent | None:
-    """The last intact event of a journal, read from the end of the file; None if there is none."""
+    """Return the last intact event of a journal; None if there is none. Reads from the end of the file."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -230,7 +233,7 @@ def read_last_event(path: Path) -> JournalEvent | None:
 
 
 def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
-    """Parse a complete line: the event (None if there is none), and whether the line is damaged.
+    """Parse a complete line. Return its event (None if it has none), and whether the line is damaged.
 
     A damaged line may end with an intact event of another writer; that event is returned.
     """
@@ -241,8 +244,8 @@ def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
 
 
 def _parse_event(line: bytes) -> JournalEvent | None:
-    """The event of a line, or None. pydantic's parser is five times as fast as `json`, and a command may read 100,000
-    lines while its user waits."""
+    """Return the event of a line, or None. Uses pydantic's parser, which is five times as fast as `json`, because a
+    command may read 100,000 lines while the user waits."""
     try:
         try:
             raw = from_json(line)
@@ -255,7 +258,7 @@ def _parse_event(line: bytes) -> JournalEvent | None:
 
 
 def _salvage(line: bytes) -> JournalEvent | None:
-    """The intact event at the end of a damaged line, written by another process after a line that was cut off."""
+    """Return the intact event at the end of a damaged line: another process wrote it after a line that was cut off."""
     start = 0
     for _ in range(_SALVAGE_TRIES):
         start = line.find(b'{"', start + 1)
@@ -267,7 +270,7 @@ def _salvage(line: bytes) -> JournalEvent | None:
 
 
 class ReplayFilter:
-    """Passes each step and each validation once: a resumed run computes some again, with equal numbers.
+    """Filter that passes each step and each validation once: a resumed run computes some again, with equal numbers.
 
     A step is recorded by `step`, or by `step_skipped`.
     """
@@ -276,7 +279,7 @@ class ReplayFilter:
         self._last = {"step": after_step, "validation": after_validation}
 
     def is_new(self, event: JournalEvent) -> bool:
-        """Whether the event was not seen before. A step or validation without a number is never new."""
+        """Return whether the event is the first of its step or validation. One without a step number is never new."""
         kind = "step" if event.kind == "step_skipped" else event.kind
         last = self._last.get(kind)
         if last is None:
@@ -290,21 +293,21 @@ class ReplayFilter:
 
 @dataclass(frozen=True)
 class RunDecisions:
-    """Decisions that depended on the machine, as event data. A resumed worker must repeat them to learn the same."""
+    """Decisions that depended on the machine, as event data. A resumed worker repeats them, to learn the same."""
 
     budgets: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    """By (phase, step): the last `microbatch_budget` event. It includes all changes of that step."""
+    """Last `microbatch_budget` event by (phase, step). It includes all changes of that step."""
     skipped_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step: its `step_skipped` event."""
+    """The `step_skipped` event by step."""
 
 
 def read_decisions(path: Path, checkpoint_step: int) -> RunDecisions:
     """Read the decisions about everything that follows a checkpoint.
 
     Args:
-        path: journal; if it does not exist, there are no decisions. Damaged lines are skipped.
-        checkpoint_step: step of the checkpoint. Training budgets and skipped steps count if they are of a later step;
-            validation budgets also if they are of this step, because its validation may follow the checkpoint.
+        path: the journal. A missing journal has no decisions; damaged lines are skipped.
+        checkpoint_step: step of the checkpoint. Training budgets and skipped steps of later steps count. Validation
+            budgets of this step count too, because its validation may follow the checkpoint.
     """
     decisions = RunDecisions()
     for event in JournalReader(path).read():

@@ -1,8 +1,12 @@
 """Logs of a run: JSON lines in files of bounded size, and the capture of everything a worker prints.
 
-A line is {"t": RFC 3339 in UTC, "level", "source", "pid", "text", ...}, with secrets redacted (redaction.py). One
-process writes a log. Logging never stops a run: records that a full disk rejects are lost and counted, and no call
-waits while another thread waits for the disk.
+A line is {"t": RFC 3339 in UTC, "level", "source", "pid", "text", ...}, with secrets redacted (redaction.py). Each log
+has one process that writes it. Logging never stops a run: records that a full disk rejects are lost and counted, and no
+call waits while another thread waits for the disk.
+
+worker.log is the standard output and error of a worker. Python's prints, `logging`, warnings and exceptions pass
+through `OutputCapture`, which redacts them and copies them to the worker's log. C code and a crashing interpreter write
+to worker.log directly.
 """
 
 import contextlib
@@ -37,21 +41,29 @@ LEVELS: dict[Level, int] = {
 }
 
 MAX_RECORD_BYTES = 1 << 16
-"""Largest record, where files may be larger."""
+"""Maximum size of a record; less if machine.log_max_bytes is smaller."""
 MAX_WAITING = 2_000
-"""Records kept in memory while the disk is slow; further ones are lost."""
+"""Maximum number of records kept in memory while the disk is slow; further records are lost."""
 MAX_ITEMS = 32
-"""Items of a list in a record."""
+"""Maximum number of items of a list in a record."""
+CHECK_EVERY_S = 0.25
+"""Interval at which a LogTrimmer checks the size of its file."""
+BLOCK_BYTES = 1 << 20
+MAX_LINE = 1 << 16
+"""Maximum number of characters that are buffered while a printed line has no end."""
+OVERSIZE_FACTOR = 2
+"""Python's output is dropped while worker.log is larger than this many times machine.log_max_bytes: the supervisor
+truncates the file at that size, but only every CHECK_EVERY_S."""
 
 
 class JsonLog:
-    """A log of this process, for any thread and for signal handlers.
+    """A log of this process. Any thread and any signal handler may write to it.
 
     Args:
         path: NAME.jsonl; older files are NAME.1.jsonl, NAME.2.jsonl, ...
         machine: settings for the level, the size of a file, and the number of files.
-        context: returns fields that every record has, such as the attempt.
-        complain: called once if records are lost.
+        context: returns the fields that every record has, such as the attempt.
+        complain: called with a message when records are lost for the first time.
     """
 
     def __init__(
@@ -67,11 +79,11 @@ class JsonLog:
         self._lost, self._cause, self._has_complained = 0, "", False
 
     def write(self, level: Level, source: str, text: str, **fields: Any) -> None:
-        """Write a record if its level is enabled. Never raises; waits for the disk only if no other thread does.
+        """Write a record if its level is enabled. Never raises. Waits for the disk only if no other thread does.
 
         Args:
             level: severity.
-            source: component that reports it.
+            source: component that reports the message.
             text: message.
             fields: further fields, such as `reason`; None values are omitted.
         """
@@ -81,7 +93,7 @@ class JsonLog:
             self._lost, self._cause = self._lost + 1, "the disk was too slow"
             return
         self._waiting.append(self._encode(level, source, text, fields))
-        while self._waiting and self._mutex.acquire(blocking=False):  # otherwise the holder writes this record too
+        while self._waiting and self._mutex.acquire(blocking=False):  # if locked, the other thread writes this record
             try:
                 while self._waiting:
                     self._write_line(self._waiting.popleft())
@@ -91,31 +103,31 @@ class JsonLog:
     def close(self) -> None:
         """Close the log; later records are dropped."""
         self._is_closed = True
-        if self._mutex.acquire(timeout=1.0):  # a hanging disk may hold it
+        if self._mutex.acquire(timeout=1.0):  # a thread that waits for a hanging disk may hold the mutex
             try:
                 self._close_file()
             finally:
                 self._mutex.release()
 
     def _encode(self, level: Level, source: str, text: str, fields: Mapping[str, Any]) -> bytes:
-        """Encode a record within the size limit: the text is cut, and if that is not enough, the fields are omitted."""
+        """Encode a record within the size limit: cut the text, and if that is not enough, omit the fields."""
         now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         context = {name: make_loggable(fields.get(name, value)) for name, value in self._context().items()}
         head = {"t": now, "level": level, "source": redact(source)[:200], **context, "pid": os.getpid()}
-        more = {name: make_loggable(value) for name, value in fields.items() if value is not None and name not in head}
+        extra = {name: make_loggable(value) for name, value in fields.items() if value is not None and name not in head}
         text = redact(str(text))  # a damaged journal may contain anything
-        line = _encode_record({**head, "text": text, **more})
+        line = _encode_record({**head, "text": text, **extra})
         limit = min(self._limit_bytes, MAX_RECORD_BYTES)
         if len(line) <= limit:
             return line
-        if len(_encode_record({**head, "text": "", "cut_bytes": 0, **more})) > limit // 2:
-            more = {"omitted_fields": sorted(more)[:MAX_ITEMS]}
-        whole = text.encode(errors="backslashreplace")
-        room = limit - len(_encode_record({**head, "text": "", "cut_bytes": len(whole), **more}))
-        shown = whole[: max(0, room)].decode(errors="ignore")
-        while shown and len(json.dumps(shown, ensure_ascii=False).encode(errors="backslashreplace")) - 2 > room:
-            shown = shown[: len(shown) * 3 // 4]
-        return _encode_record({**head, "text": shown, "cut_bytes": len(whole) - len(shown.encode()), **more})
+        if len(_encode_record({**head, "text": "", "cut_bytes": 0, **extra})) > limit // 2:
+            extra = {"omitted_fields": sorted(extra)[:MAX_ITEMS]}
+        encoded = text.encode(errors="backslashreplace")
+        available = limit - len(_encode_record({**head, "text": "", "cut_bytes": len(encoded), **extra}))
+        cut = encoded[: max(0, available)].decode(errors="ignore")
+        while cut and len(json.dumps(cut, ensure_ascii=False).encode(errors="backslashreplace")) - 2 > available:
+            cut = cut[: len(cut) * 3 // 4]
+        return _encode_record({**head, "text": cut, "cut_bytes": len(encoded) - len(cut.encode()), **extra})
 
     def _write_line(self, line: bytes) -> None:
         try:
@@ -132,24 +144,24 @@ class JsonLog:
                 self._complain(f"{self.path} cannot be written ({self._cause}); training continues, its log has a gap")
 
     def _open_file(self) -> int:
-        """Open the file if it is closed or was removed; return its size."""
+        """Open the file if it is closed or was removed. Return its size."""
         if self._fd >= 0:
-            found = os.fstat(self._fd)
-            if found.st_nlink:
-                return found.st_size
+            status = os.fstat(self._fd)
+            if status.st_nlink:
+                return status.st_size
             self._close_file()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         self._is_torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
-        for old in self.path.parent.glob(f"{self.path.stem}.*{self.path.suffix}"):  # from when more files were kept
+        for old in self.path.parent.glob(f"{self.path.stem}.*{self.path.suffix}"):  # the limit of files was higher
             number = old.name[len(self.path.stem) + 1 : -len(self.path.suffix)]
             if number.isdecimal() and int(number) >= self._files:
                 old.unlink(missing_ok=True)
         return size
 
     def _append(self, line: bytes, size: int) -> int:
-        """Write a line, in the next file if this one is full; return the size."""
+        """Write a line, to the next file if the current one is full. Return the size of the file."""
         line = b"\n" + line if self._is_torn else line
         if size + len(line) > self._limit_bytes and size:
             self._rotate()
@@ -164,7 +176,7 @@ class JsonLog:
         return size + written
 
     def _rotate(self) -> None:
-        """Start the next file. The oldest is overwritten first, so there are never too many."""
+        """Start the next file. The oldest file is overwritten first, so there are never too many files."""
         if self._files == 1:
             os.ftruncate(self._fd, 0)
         else:
@@ -185,7 +197,7 @@ class JsonLog:
 
 
 class LoggingBridge(logging.Handler):
-    """Writes records of Python's `logging` to a log."""
+    """Handler that writes records of Python's `logging` to a log."""
 
     def __init__(self, log: JsonLog) -> None:
         super().__init__()
@@ -195,7 +207,7 @@ class LoggingBridge(logging.Handler):
         """Write a record. `reason` and `event` from `extra` become fields, as does the traceback of an exception."""
         try:
             text = record.getMessage()
-        except Exception as error:  # arguments that do not fit the format; log the format itself
+        except Exception as error:  # the arguments do not fit the format: log the format
             text = f"{record.msg} ({type(error).__name__}: {error})"
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else None
         fields = {name: getattr(record, name, None) for name in ("reason", "event")}
@@ -203,20 +215,20 @@ class LoggingBridge(logging.Handler):
 
 
 def level_name(number: int) -> Level:
-    """Name of a level number of `logging`."""
+    """Return the name of a level number of `logging`."""
     return next((name for name in reversed(LEVELS) if number >= LEVELS[name]), "debug")
 
 
 def make_loggable(value: Any) -> Any:
-    """Convert a value for a record: JSON, without secrets, with lists of bounded length."""
+    """Convert a value to JSON for a record, with secrets redacted and lists of bounded length."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): make_loggable(one) for name, one in list(value.items())[:MAX_ITEMS]}
+        return {str(name): make_loggable(item) for name, item in list(value.items())[:MAX_ITEMS]}
     if isinstance(value, list | tuple):
-        return [make_loggable(one) for one in value[:MAX_ITEMS]]
+        return [make_loggable(item) for item in value[:MAX_ITEMS]]
     return redact(str(value))
 
 
@@ -225,11 +237,11 @@ def _encode_record(record: Mapping[str, Any]) -> bytes:
 
 
 current: JsonLog | None = None
-"""Log of the run that this process supervises, if it does."""
+"""Log of the run that this process supervises; None if it supervises no run."""
 
 
 def print_message(text: str) -> None:
-    """Print a message on standard error and log it. Never raises, because the terminal may be what failed."""
+    """Print a message on standard error and log it. Never raises, because the terminal may have failed."""
     text = redact(text)
     with contextlib.suppress(OSError, ValueError):
         print(f"ratchet: {text}", file=sys.stderr, flush=True)
@@ -237,18 +249,15 @@ def print_message(text: str) -> None:
         current.write("warning", "ratchet", text)
 
 
-CHECK_EVERY_S = 0.25
-BLOCK_BYTES = 1 << 20
-
-
 class LogTrimmer(threading.Thread):
-    """Keeps a file below a size while others append to it, in a thread of its own, because the disk may hang.
+    """Thread that keeps worker.log below a size while workers append to it. The disk may hang, which blocks only this
+    thread.
 
-    The file is worker.log. Workers, C code among them, have it open, so it is copied and truncated instead of renamed.
+    Workers and their C code have the file open, so it is copied and truncated instead of renamed.
 
     Args:
-        path: the file, opened by its writers with O_APPEND. It may not exist.
-        limit_bytes: it is truncated when it is larger. The end of its content becomes PATH.1.
+        path: the file, which its writers open with O_APPEND. It need not exist.
+        limit_bytes: the file is truncated when it is larger. The end of its content becomes PATH.1.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -269,10 +278,11 @@ class LogTrimmer(threading.Thread):
 
 
 def trim_file(path: Path, limit_bytes: int) -> bool:
-    """Truncate the file if it is too large; return whether it was. Never raises: if the disk refuses, nothing is lost.
+    """Truncate the file if it is too large, and return whether it was truncated. Never raises: after an error of the
+    disk, the file is unchanged.
 
-    Lines that are written between the copy and the truncation are lost; without space for a copy, all lines are. The
-    bound has priority.
+    Lines that are written between the copy and the truncation are lost. Without space for a copy, all lines are lost,
+    because the size limit has priority.
     """
     try:
         size = path.stat().st_size
@@ -287,41 +297,29 @@ def trim_file(path: Path, limit_bytes: int) -> bool:
 
 
 def _keep_end(path: Path, limit_bytes: int) -> None:
-    """Copy the last bytes, starting with a complete line, to PATH.1."""
+    """Copy the last bytes to PATH.1, starting with a complete line."""
     target, partial = path.with_name(f"{path.name}.1"), path.with_name(f"{files.PARTIAL}{path.name}")
     try:
         with path.open("rb") as source, partial.open("wb") as copy:
             source.seek(-limit_bytes, os.SEEK_END)
-            left = limit_bytes - len(source.readline(limit_bytes))
-            while left > 0 and (block := source.read(min(BLOCK_BYTES, left))):
+            remaining = limit_bytes - len(source.readline(limit_bytes))
+            while remaining > 0 and (block := source.read(min(BLOCK_BYTES, remaining))):
                 copy.write(block)
-                left -= len(block)
+                remaining -= len(block)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
 
 
-# Output of a worker: prints, `logging`, warnings and exceptions go to its log and to worker.log.
-#
-# worker.log is the process's standard output and error. Python's part of it passes through here and is redacted; output
-# of C code and of a crashing interpreter is written directly.
-
-MAX_LINE = 1 << 16
-"""Characters that are kept while a line has no end."""
-OVERSIZE_FACTOR = 2
-"""Python's output is dropped while worker.log is larger than this many times machine.log_max_bytes. The supervisor
-truncates it at once that size, but checks only four times a second."""
-
-
 class WorkerLogStream:
-    """worker.log as descriptor 1 or 2 of the process. Errors of the disk are ignored."""
+    """Stream that writes to worker.log, by descriptor 1 or 2 of the process. Errors of the disk are ignored."""
 
     def __init__(self, fd: int, limit_bytes: int) -> None:
         self._fd, self._limit_bytes = fd, limit_bytes
         self._dropped = 0
 
     def write(self, text: str) -> None:
-        """Write whole lines that are already redacted."""
+        """Write complete lines that are already redacted."""
         with contextlib.suppress(OSError):
             if os.fstat(self._fd).st_size > OVERSIZE_FACTOR * self._limit_bytes:
                 self._dropped += text.count("\n")
@@ -333,9 +331,9 @@ class WorkerLogStream:
 
 
 class LoggedTextStream(io.TextIOBase):
-    """Replaces sys.stdout or sys.stderr: writes a record for each printed piece that ends with a line end.
+    """Replacement of sys.stdout or sys.stderr that writes a record for each printed text that ends with a line end.
 
-    Of a line that is overwritten (`\\r`, progress bars), the last version is logged.
+    If a line is overwritten (`\\r`, progress bars), its last version is logged.
     """
 
     def __init__(self, output: WorkerLogStream, log: JsonLog, level: Level, original: TextIO) -> None:
@@ -352,7 +350,7 @@ class LoggedTextStream(io.TextIOBase):
 
     @property
     def buffer(self) -> io.RawIOBase:
-        """For code that writes bytes."""
+        """Stream for code that writes bytes."""
         return _LoggedByteStream(self)
 
     def writable(self) -> bool:
@@ -362,30 +360,30 @@ class LoggedTextStream(io.TextIOBase):
         return self._original.fileno()
 
     def write(self, text: str) -> int:
-        """Take text; it is passed on when its line is complete, so that a secret never comes in two parts."""
+        """Buffer text, and pass it on when its line is complete, so that a secret is never split into two parts."""
         with self._mutex:
-            whole = self._text + text
-            if "\r" in whole:
-                whole = "\n".join(line.rpartition("\r")[2] for line in whole.replace("\r\n", "\n").split("\n"))
-            if whole.endswith("\n") or len(whole) > MAX_LINE:
+            content = self._text + text
+            if "\r" in content:
+                content = "\n".join(line.rpartition("\r")[2] for line in content.replace("\r\n", "\n").split("\n"))
+            if content.endswith("\n") or len(content) > MAX_LINE:
                 self._text = ""
-                self._write(whole)
+                self._write(content)
             else:
-                self._text = whole
+                self._text = content
         return len(text)
 
     def reconfigure(self, **options: object) -> None:
-        """Ignored: some libraries request UTF-8 or line buffering."""
+        """Do nothing: some libraries request UTF-8 or line buffering."""
 
     def flush(self) -> None:
-        """Nothing to flush: only an incomplete line is buffered."""
+        """Do nothing: only an incomplete line is buffered, and it waits for its end."""
 
     def end(self) -> None:
         """Write the incomplete line."""
         with self._mutex:
-            rest, self._text = self._text, ""
-            if rest:
-                self._write(f"{rest}\n")
+            line, self._text = self._text, ""
+            if line:
+                self._write(f"{line}\n")
 
     def _write(self, text: str) -> None:
         text = redact(text)
@@ -395,6 +393,8 @@ class LoggedTextStream(io.TextIOBase):
 
 
 class _LoggedByteStream(io.RawIOBase):
+    """Byte stream that decodes its input and passes it to a LoggedTextStream."""
+
     def __init__(self, stream: LoggedTextStream) -> None:
         self._stream = stream
 
@@ -408,7 +408,7 @@ class _LoggedByteStream(io.RawIOBase):
 
 
 class _StderrEcho(logging.Handler):
-    """Prints warnings and errors of `logging` on standard error, as Python does without handlers."""
+    """Handler that prints warnings and errors of `logging` on standard error, as Python does without handlers."""
 
     def __init__(self, output: WorkerLogStream) -> None:
         super().__init__(logging.WARNING)
@@ -416,7 +416,7 @@ class _StderrEcho(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record to worker.log, with its traceback."""
-        with contextlib.suppress(Exception):  # arguments that do not fit the format; the log reports them
+        with contextlib.suppress(Exception):  # arguments that do not fit the format; LoggingBridge reports them
             self._output.write(redact(f"{level_name(record.levelno)}: {record.name}: {self.format(record)}\n"))
 
 
@@ -426,11 +426,11 @@ def capture_output(
     """Capture the output of this process until it ends.
 
     Args:
-        folder: of the run's logs.
+        folder: folder of the run's logs.
         machine: settings of the log.
         attempt: number of the attempt.
-        rank: of this process; None if it is the only one.
-        name: of the log; the rank is appended.
+        rank: rank of this process; None if it is the only process.
+        name: name of the log; the rank is appended.
     """
     context: dict[str, int] = {"attempt": attempt} if rank is None else {"attempt": attempt, "rank": rank}
     path = folder / (f"{name}.jsonl" if rank is None else f"{name}-{rank}.jsonl")
@@ -440,7 +440,7 @@ def capture_output(
 
 
 class OutputCapture:
-    """The hooks of a process, installed on construction."""
+    """Hooks that capture the output of this process. They are installed on construction."""
 
     def __init__(self, log: JsonLog, output: WorkerLogStream, machine: Machine) -> None:
         self._log, self._output = log, output

@@ -1,4 +1,14 @@
-"""Preemption notices: a file that appears, or the metadata server of a cloud, asked every two seconds."""
+"""Preemption notices: a file that appears, or the metadata server of a cloud, which is polled every two seconds.
+
+Documentation of the notices for spot machines:
+
+Amazon EC2      "Spot Instance interruption notices", "EC2 instance rebalance recommendations", "Use the Instance
+                Metadata Service" (Amazon EC2 User Guide). Two minutes ahead; IMDSv2 requires a session token.
+Google Compute  "Spot VMs: preemption process" and "Query a VM's host maintenance event" (Compute Engine documentation).
+                Thirty seconds ahead.
+Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). Thirty seconds ahead; the first
+                request of a machine may take minutes. An event applies to the machines that it names.
+"""
 
 import json
 import threading
@@ -8,36 +18,48 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+AUTO = "auto"
+POLL_S = 2.0
+
 MAX_ANSWER_BYTES = 1 << 16
 LINK_LOCAL = "http://169.254.169.254"
-"""Metadata server of all three clouds. No host name is used, because resolvers may need long to fail."""
+"""Metadata server of all three clouds. An address, because a resolver may need a long time to fail for a host name."""
+
+TIMEOUT_S = 1.0
+FIRST_EVENT_TIMEOUT_S = 10.0
+"""Timeout for Azure's list of events, which Azure sets up at the first request."""
+FIND_TIMEOUT_S = 2.0
+"""Time that `find_provider` waits for a cloud to identify itself."""
+
+_TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
+_TOKEN_LIFE_S = 21600
 
 
 class MetadataResponse(NamedTuple):
-    """A response with status 200."""
+    """Response of a metadata server with status 200."""
 
     text: str
     """Body without surrounding white space; may be empty."""
     headers: Mapping[str, str]
-    """By lower-case name."""
+    """Headers by lower-case name."""
 
 
 def query_metadata(
     url: str, headers: Mapping[str, str], timeout_s: float, method: str = "GET"
 ) -> MetadataResponse | None:
-    """Query a metadata server, which is on the machine itself and behind no proxy. Returns None for 404.
+    """Query a metadata server, directly: proxy settings do not apply to it. Returns None for 404.
 
     Args:
         url: http or https.
-        headers: of the request.
-        timeout_s: for connecting, and between two bytes.
+        headers: headers of the request.
+        timeout_s: timeout for connecting, and between two bytes.
         method: `GET` or `PUT`.
 
     Raises:
-        OSError: another status (urllib.error.HTTPError has its number), or no answer.
+        OSError: the status is not 200 (urllib.error.HTTPError has its number), or there is no answer.
         ValueError: invalid URL.
     """
-    from urllib.error import HTTPError  # imported late: workers import this package too and do not need it
+    from urllib.error import HTTPError  # imported late, because workers do not need it
     from urllib.request import ProxyHandler, Request, build_opener
 
     opener = build_opener(ProxyHandler({}))
@@ -54,31 +76,13 @@ def query_metadata(
 
 
 def get_http_status(error: OSError) -> int | None:
-    """HTTP status of an error; None if there was no response."""
+    """Return the HTTP status of an error; None if there was no response."""
     code = getattr(error, "code", None)
     return code if isinstance(code, int) else None
 
 
-# Notices of the clouds for spot machines.
-#
-# Amazon EC2      "Spot Instance interruption notices", "EC2 instance rebalance recommendations", "Use the Instance
-#                 Metadata Service" (Amazon EC2 User Guide). Two minutes ahead; IMDSv2 requires a session token.
-# Google Compute  "Spot VMs: preemption process" and "Query a VM's host maintenance event" (Compute Engine
-#                 documentation). Thirty seconds ahead.
-# Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). Thirty seconds ahead; the
-#                 first request of a machine may take minutes. An event applies to the machines that it names.
-
-TIMEOUT_S = 1.0
-FIRST_EVENT_TIMEOUT_S = 10.0
-"""Timeout for Azure's list of events, which is set up at the first request."""
-FIND_TIMEOUT_S = 2.0
-"""How long `find_provider` waits for a cloud to identify itself."""
-_TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 (the name of a header)
-_TOKEN_LIFE_S = 21600
-
-
 class PreemptionPoll(NamedTuple):
-    """Result of one request."""
+    """Result of a poll."""
 
     notice: str = ""
     """Why this machine is about to be preempted; empty if it is not."""
@@ -87,17 +91,17 @@ class PreemptionPoll(NamedTuple):
 
 
 class PreemptionProvider(Protocol):
-    """Metadata server of one cloud. Both methods raise OSError or ValueError for an invalid answer or none."""
+    """Metadata server of a cloud. Both methods raise OSError or ValueError if the answer is invalid or missing."""
 
     def is_current(self) -> bool:
-        """Whether this machine belongs to the cloud."""
+        """Return whether this machine belongs to the cloud."""
 
     def poll(self) -> PreemptionPoll:
-        """Ask once."""
+        """Ask the server once."""
 
 
 class AwsPreemptionProvider:
-    """EC2: 404 without a notice, JSON with one."""
+    """EC2: the server answers 404 without a notice, and JSON with a notice."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._address = address
@@ -110,9 +114,9 @@ class AwsPreemptionProvider:
     def poll(self) -> PreemptionPoll:
         action = self._ask("spot/instance-action")
         if action is not None:
-            found = _parse_object(action)
+            event = _parse_object(action)
             return PreemptionPoll(
-                f"EC2 will {found.get('action', 'take back')} this spot instance at {found.get('time', '?')}"
+                f"EC2 will {event.get('action', 'take back')} this spot instance at {event.get('time', '?')}"
             )
         if (advice := self._ask("events/recommendations/rebalance")) is not None:
             since = _parse_object(advice).get("noticeTime", "?")
@@ -142,7 +146,7 @@ class AwsPreemptionProvider:
 
 
 class GcpPreemptionProvider:
-    """Google Compute Engine: a value that changes."""
+    """Google Compute Engine: a value changes when there is a notice."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._instance = f"{address}/computeMetadata/v1/instance"
@@ -167,10 +171,10 @@ class GcpPreemptionProvider:
 
 
 class AzurePreemptionProvider:
-    """Azure: a list of events, each with the machines that it applies to."""
+    """Azure: the server lists events, each with the machines that it applies to."""
 
     ENDS = ("Preempt", "Terminate")
-    """Events that end the machine. Others (Freeze, Reboot, Redeploy) do not, and are announced minutes ahead."""
+    """Events that end the machine. Other events (Freeze, Reboot, Redeploy) do not, and are announced minutes ahead."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._metadata = f"{address}/metadata"
@@ -183,15 +187,15 @@ class AzurePreemptionProvider:
     def poll(self) -> PreemptionPoll:
         self._name = self._name or self._machine_name()
         answer = self._ask("scheduledevents?api-version=2020-07-01", FIRST_EVENT_TIMEOUT_S)
-        found = PreemptionPoll()
+        poll = PreemptionPoll()
         for event in answer.get("Events") or []:
             if not isinstance(event, dict) or self._name not in (event.get("Resources") or []):
                 continue
             kind, when = str(event.get("EventType")), event.get("NotBefore") or "now"
             if kind in self.ENDS:
                 return PreemptionPoll(f"Azure will take away this machine: {kind}, not before {when}")
-            found = PreemptionPoll(remark=f"Azure reports an event for this machine: {kind[:100]}, not before {when}")
-        return found
+            poll = PreemptionPoll(remark=f"Azure reports an event for this machine: {kind[:100]}, not before {when}")
+        return poll
 
     def _machine_name(self) -> str:
         return str(self._ask("instance/compute?api-version=2021-02-01&format=json", TIMEOUT_S).get("name", ""))
@@ -202,12 +206,12 @@ class AzurePreemptionProvider:
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; empty if the text is not one, because a notice without details is a notice."""
+    """Parse a JSON object. Returns an empty one for other text, because a notice without details is still a notice."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 CLOUDS: Mapping[str, Callable[[], PreemptionProvider]] = {
@@ -215,23 +219,23 @@ CLOUDS: Mapping[str, Callable[[], PreemptionProvider]] = {
     "gcp": GcpPreemptionProvider,
     "azure": AzurePreemptionProvider,
 }
-"""By their names in `machine.preemption_notice`."""
+"""Providers by their names in `machine.preemption_notice`."""
 
 
 def find_provider(
     clouds: Mapping[str, Callable[[], PreemptionProvider]], timeout_s: float = FIND_TIMEOUT_S
 ) -> tuple[str, PreemptionProvider] | None:
-    """Find the cloud of this machine by asking all of them at the same time. None if none identifies itself in time."""
-    found: list[tuple[str, PreemptionProvider]] = []
+    """Find the cloud of this machine by asking all clouds at the same time; None if none identifies itself in time."""
+    identified: list[tuple[str, PreemptionProvider]] = []
     done = threading.Event()
 
-    def ask_one(name: str, cloud: PreemptionProvider) -> None:
+    def ask(name: str, cloud: PreemptionProvider) -> None:
         try:
             if cloud.is_current():
-                found.append((name, cloud))
+                identified.append((name, cloud))
                 done.set()
         except (OSError, ValueError):
-            pass  # no answer, or that of another cloud
+            pass  # no answer, or the answer of another cloud
 
     def wait_for_all() -> None:
         for thread in threads:
@@ -239,22 +243,18 @@ def find_provider(
         done.set()
 
     threads = [
-        threading.Thread(target=ask_one, args=(name, make()), name=f"cloud-{name}", daemon=True)
+        threading.Thread(target=ask, args=(name, make()), name=f"cloud-{name}", daemon=True)
         for name, make in clouds.items()
     ]
     for thread in threads:
         thread.start()
     threading.Thread(target=wait_for_all, name="clouds", daemon=True).start()
     done.wait(timeout_s)
-    return found[0] if found else None
-
-
-AUTO = "auto"
-POLL_S = 2.0
+    return identified[0] if identified else None
 
 
 class PreemptionMonitor(threading.Thread):
-    """Polls a source until there is a notice. Read `notice` and `new_remarks`.
+    """Thread that polls a source until there is a notice. Read `notice` and `new_remarks`.
 
     Args:
         where: `machine.preemption_notice`: `auto`, the name of a cloud, a file or a URL.
@@ -272,27 +272,27 @@ class PreemptionMonitor(threading.Thread):
         self.errors = 0
         """Number of failed requests."""
         self.complaint = ""
-        """The first error. It is no notice, but a person should know."""
+        """The first error, for display; it does not stop the run."""
         self._remarks: deque[str] = deque()
         self._seen_remarks: set[str] = set()
         self._poll_s, self._clouds = poll_s, clouds
         self._ended = threading.Event()
 
     def new_remarks(self) -> list[str]:
-        """Remarks since the last call: the first error, and each remark of a cloud once."""
+        """Return the remarks since the last call: the first error, and each remark of a cloud once."""
         return [self._remarks.popleft() for _ in range(len(self._remarks))]
 
     def run(self) -> None:
         poll = self._find_source()
         while poll is not None and not self._ended.is_set():
             try:
-                found = poll()
+                result = poll()
             except (OSError, ValueError) as error:  # URLError, timeouts and refusals are OSErrors
                 self.errors += 1
                 self._complain(f"no answer ({_describe_error(error)}); retrying every 2 s, training continues")
             else:
-                self._add_remark(found.remark)
-                self.notice = found.notice
+                self._add_remark(result.remark)
+                self.notice = result.notice
             if self.notice:
                 return
             self._ended.wait(self._poll_s)
@@ -302,17 +302,17 @@ class PreemptionMonitor(threading.Thread):
         self._ended.set()
 
     def _find_source(self) -> Callable[[], PreemptionPoll] | None:
-        """The function to poll; None if there is no source."""
+        """Return the function to poll; None if there is no source."""
         if self.where == AUTO:
-            found = find_provider(self._clouds)
-            if found is None:
-                known = ", ".join(self._clouds)
+            identified = find_provider(self._clouds)
+            if identified is None:
+                names = ", ".join(self._clouds)
                 self._complain(
-                    f"no answer from the clouds {known}: there will be no preemption notice, training continues"
+                    f"no answer from the clouds {names}: there will be no preemption notice, training continues"
                 )
                 return None
-            self._add_remark(f"machine.preemption_notice auto: found the cloud {found[0]}; polling it for notices")
-            return found[1].poll
+            self._add_remark(f"machine.preemption_notice auto: found the cloud {identified[0]}; polling it for notices")
+            return identified[1].poll
         if self.where in self._clouds:
             return self._clouds[self.where]().poll
         return _NoticeServer(self.where).poll if urlsplit(self.where).scheme in ("http", "https") else self._poll_file
@@ -338,7 +338,7 @@ class PreemptionMonitor(threading.Thread):
 
 
 class _NoticeServer:
-    """A URL that answers 404 or FALSE until there is a notice. It may require a session token like EC2's."""
+    """Server at a URL that answers 404 or FALSE until there is a notice. It may require a session token, like EC2."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -351,12 +351,12 @@ class _NoticeServer:
         return PreemptionPoll(f"{self._url} answered {answer[:100]!r}: this machine is about to be preempted")
 
     def _answer(self) -> str | None:
-        """Body of a response 200, which may be empty; None for 404. Raises OSError for every other status."""
+        """Return the body of a response 200, which may be empty; None for 404. Raises OSError for another status."""
         try:
             answer = query_metadata(self._url, self._headers, TIMEOUT_S)
         except OSError as error:
             if get_http_status(error) != 401 or _TOKEN in self._headers:
-                self._headers.pop(_TOKEN, None)  # it may have expired: the next request gets a new one
+                self._headers.pop(_TOKEN, None)  # it may have expired; the next request gets a new token
                 raise
         else:
             return None if answer is None else answer.text

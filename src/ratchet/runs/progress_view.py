@@ -1,6 +1,11 @@
 """Live view of a run for screens: loss curves, estimated time left, state, and notable events, folded from its journal.
 
-It keeps bounded memory for a journal of any length.
+`ProgressView` is the view, and a `RunSource` keeps it up to date. A view needs bounded memory for a journal of any
+length.
+
+The estimate of the time left multiplies the number of steps left by the mean cost of the later half of the steps so
+far, and adds validations at the frequency and cost so far. Its range follows from the errors that forecasts by the same
+rule would have made earlier in this run: a varying speed, for whatever reason, widens the range; equal steps narrow it.
 """
 
 import json
@@ -26,73 +31,87 @@ from ratchet.storage import files
 POINTS = 256
 """Maximum number of points of a curve."""
 
+MIN_STEPS = 3
+"""Minimum number of steps for an estimate of the time left."""
+RECENT_SHARE, MIN_RECENT = 0.5, 8
+"""Share of the steps, the latest ones, that the estimate uses; and the minimum number of steps that it uses."""
+CUTS = (0.2, 0.33, 0.5, 0.67, 0.8)
+"""Shares of the steps after which a past forecast is evaluated."""
+ERROR_WEIGHT, HORIZON_WEIGHT, SPREAD_WEIGHT, FEW_STEPS_WEIGHT = 1.6, 0.2, 1.5, 2.0
+"""Weights in the range of the estimate: errors of past forecasts; a longer horizon than that of past forecasts; the
+standard error over batches of steps; few steps (an untypical start). Chosen on 42 real and 420 simulated runs so that
+the range contains nine of ten ends if all steps are of one kind."""
+BATCHES = 6
+MAX_IDLE_S, MAX_IDLE_STEPS = 60.0, 10.0
+"""A wait between two steps counts up to this time plus the time of this number of steps. A longer wait means that the
+machine was suspended or its clock was set."""
+
+WINDOW_S = 60.0
+"""Amount of recent work over which the speed of a generation is averaged."""
+
+STRAGGLER_RATIO = 1.25
+"""A rank that computes this many times as long as the median rank slows the others down."""
+NOTABLE_EVENTS = 20
+"""Number of recent notable events that are kept."""
+
+STEP_ANOMALIES = ("step_skipped", "step_repeated", "gradient_spike", "microbatch_budget", "loss_scale")
+"""Events about a step that did not run as usual."""
+GENERATE_PHASE = "generate"
+"""Phase of the batch budgets of a generation."""
+EXTERNAL_DEVICES = {"server": "a server", "llama.cpp": "llama.cpp", "none": ""}
+"""Devices of models that run outside torch and have their own number formats, with their descriptions."""
+
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError)
+"""Exceptions that a damaged event causes."""
+
+_UNITS = (("s", 90.0), ("min", 5400.0), ("h", 129_600.0))
+"""Units of time, each with the number of seconds below which it is used; longer times are in days."""
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+_SEALING = re.compile(rf"{re.escape(files.PARTIAL)}step-([0-9]{{8,}})-([0-9]+)")
+"""Temporary name of a checkpoint: step, and id of the process that writes it."""
+
 
 class DownsampledCurve:
-    """Values by step, ascending, averaged into points. Each point but the last is the mean of equally many values."""
+    """Curve of values by ascending step, averaged into points. All points but the last average equally many values."""
 
     def __init__(self) -> None:
-        self._whole: list[tuple[int, float]] = []
-        self._part: list[tuple[int, float]] = []
+        self._complete: list[tuple[int, float]] = []
+        self._pending: list[tuple[int, float]] = []
+        """Values of the last, incomplete point."""
         self.values_per_point = 1
-        """Values that a point stands for."""
+        """Number of values in a complete point."""
 
     def add(self, step: int, value: float) -> None:
         """Append a value."""
-        self._part.append((step, value))
-        if len(self._part) < self.values_per_point:
+        self._pending.append((step, value))
+        if len(self._pending) < self.values_per_point:
             return
-        self._whole.append(_average_points(self._part))
-        self._part = []
-        if len(self._whole) == POINTS:
-            self._whole = [_average_points(self._whole[place : place + 2]) for place in range(0, POINTS, 2)]
+        self._complete.append(_average_points(self._pending))
+        self._pending = []
+        if len(self._complete) == POINTS:
+            self._complete = [_average_points(self._complete[start : start + 2]) for start in range(0, POINTS, 2)]
             self.values_per_point *= 2
 
     def points(self) -> list[tuple[int, float]]:
-        """Step and value of each point; the step is that of the last value in it."""
-        return [*self._whole, _average_points(self._part)] if self._part else list(self._whole)
+        """Return the points: the step of the last value in each, and the mean of its values."""
+        return [*self._complete, _average_points(self._pending)] if self._pending else list(self._complete)
 
     def complete_values(self) -> list[float]:
-        """Values of the complete points; each stands for `values_per_point` values."""
-        return [value for _, value in self._whole]
+        """Return the means of the complete points, each over `values_per_point` values."""
+        return [value for _, value in self._complete]
 
     def __bool__(self) -> bool:
-        return bool(self._whole or self._part)
+        return bool(self._complete or self._pending)
 
 
 def _average_points(points: list[tuple[int, float]]) -> tuple[int, float]:
     return points[-1][0], sum(value for _, value in points) / len(points)
 
 
-# Estimated time left.
-#
-# The estimate multiplies the steps left by the mean cost of the later half of the steps seen, and adds validations at
-# the frequency and cost seen so far. Its range follows from the errors that forecasts by the same rule would have made
-# earlier in this run: a varying speed widens it, whatever the reason, and equal steps narrow it.
-
-MIN_STEPS = 3
-"""No estimate before this many steps."""
-RECENT_SHARE, MIN_RECENT = 0.5, 8
-"""The estimate uses this share of the steps, the latest ones, and at least this many."""
-CUTS = (0.2, 0.33, 0.5, 0.67, 0.8)
-"""Shares of the steps after which a past forecast is evaluated."""
-ERROR_WEIGHT, HORIZON_WEIGHT, SPREAD_WEIGHT, FEW_STEPS_WEIGHT = 1.6, 0.2, 1.5, 2.0
-"""Weights in the range: errors of past forecasts; a longer horizon than theirs; the standard error over batches of
-steps; few steps (an untypical start). Chosen on 42 real and 420 simulated runs so that nine of ten ends are within the
-range if steps are of one kind."""
-BATCHES = 6
-MAX_IDLE_S, MAX_IDLE_STEPS = 60.0, 10.0
-"""A wait between two steps counts up to this long plus the time of this many steps. More is a suspended machine, or a
-clock that was set."""
-
-
-_UNITS = (("s", 90.0), ("min", 5400.0), ("h", 129_600.0))
-"""Units, and up to how many seconds each is used; beyond the last one, days."""
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
 @dataclass(frozen=True)
 class RemainingTime:
-    """An estimate in seconds, with a range that contains nine of ten ends."""
+    """Estimate of the time left, in seconds, with a range that contains nine of ten ends."""
 
     low_s: float
     estimate_s: float
@@ -100,11 +119,11 @@ class RemainingTime:
 
     @property
     def is_precise(self) -> bool:
-        """Whether the range is within a tenth of the estimate, so that it needs no mention."""
+        """Whether the range is within a tenth of the estimate, so that it need not be shown."""
         return max(self.estimate_s - self.low_s, self.high_s - self.estimate_s) <= 0.1 * self.estimate_s
 
     def describe(self) -> str:
-        """`about 12 min (9-17)`; without the range if the estimate is precise."""
+        """Return text such as `about 12 min (9-17)`; without the range if the estimate is precise."""
         middle, unit = _round_duration(self.estimate_s)
         if self.is_precise:
             return f"about {middle} {unit}"
@@ -113,7 +132,7 @@ class RemainingTime:
 
 
 def _round_duration(seconds: float, unit: str = "") -> tuple[str, str]:
-    """Round a duration to the precision of an estimate. Returns the number and its unit; `unit` fixes the unit."""
+    """Round a duration to the precision of an estimate. Return the number and its unit. `unit` prescribes the unit."""
     unit = unit or next((name for name, most_s in _UNITS if seconds < most_s), "d")
     count = seconds / _SECONDS[unit]
     if unit == "s":
@@ -122,7 +141,7 @@ def _round_duration(seconds: float, unit: str = "") -> tuple[str, str]:
 
 
 class EtaEstimator:
-    """Estimates the time left; `update` adds one event. It raises for a damaged event, which the caller skips."""
+    """Estimator of the time left; `update` adds one event. It raises one of DAMAGE for a damaged event."""
 
     def __init__(self) -> None:
         self._costs = DownsampledCurve()
@@ -131,11 +150,11 @@ class EtaEstimator:
         self._conditions: tuple[object, ...] = ()
         self._planned, self._step = 0, 0
         self._last_t: float | None = None
-        """Time of the last step of this attempt; None: it has done none."""
+        """Time of the last step of this attempt; None before its first step."""
         self._validated_s = 0.0
-        """Time of validations since the last step."""
+        """Duration of validations since the last step."""
         self._generated_s = 0.0
-        """In a generation: time since the last saved answers."""
+        """In a generation: duration of the work since the last saved answers."""
 
     def update(self, event: JournalEvent) -> None:
         """Add one event."""
@@ -159,7 +178,7 @@ class EtaEstimator:
                 self._conditions, self._costs, self._validation_s = conditions, DownsampledCurve(), []
 
     def _add_step(self, event: JournalEvent) -> None:
-        """Add the time of a step and the time since the previous one: waits for data, copies for checkpoints."""
+        """Add the cost of a step: its duration, and the wait since the previous step (for data, for checkpoints)."""
         step_s, self._step = float(event.data["step_s"]), int(event.data["step"])
         if self._last_t is not None:  # the first step of an attempt includes warm-up
             idle_s = event.t - self._last_t - self._validated_s - step_s
@@ -167,18 +186,18 @@ class EtaEstimator:
         self._last_t, self._validated_s = event.t, 0.0
 
     def _add_answers(self, event: JournalEvent) -> None:
-        """In a generation, steps are answers: several at once, which share the time since the previous ones."""
-        before, self._step = self._step, int(event.data["step"])
+        """Add the costs of answers, the steps of a generation. Answers saved together share the time evenly."""
+        last_step, self._step = self._step, int(event.data["step"])
         self._generated_s += float(event.data["seconds"])
-        if (count := self._step - before) > 0:
-            for step in range(before + 1, self._step + 1):
+        if (count := self._step - last_step) > 0:
+            for step in range(last_step + 1, self._step + 1):
                 self._costs.add(step, self._generated_s / count)
             self._last_t, self._generated_s = event.t, 0.0
 
     def estimate(self, now: float) -> RemainingTime | None:
-        """Time until the last step and the last validation; None while too little is known. `now` is Unix time.
+        """Estimate the time to the last step and validation; None while too little is known. `now` is Unix time.
 
-        Not included: another crash, early stopping, sealing the result, and validations before the first one is done.
+        Not included: crashes, early stopping, sealing of the result, and validations if none is done yet.
         """
         costs, per_point = self._costs.complete_values(), self._costs.values_per_point
         steps = max(0, self._planned - self._step)
@@ -195,42 +214,42 @@ class EtaEstimator:
         )
 
     def _remaining_validations_s(self) -> float:
-        """Time of the validations left: one at the end, and one per interval, if two were seen."""
+        """Estimate the time of the validations left: one at the end, and one per interval if two were seen."""
         if not self._validation_s or self._step >= self._planned:
             return 0.0
-        every = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
-        left = math.ceil((self._planned - self._validations[-1]) / every) if every > 0 else 1
-        return max(0, left) * sum(self._validation_s) / len(self._validation_s)
+        interval = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
+        count = math.ceil((self._planned - self._validations[-1]) / interval) if interval > 0 else 1
+        return max(0, count) * sum(self._validation_s) / len(self._validation_s)
 
 
 def _recent_cost(costs: list[float], per_point: int) -> float:
-    """Mean cost of the latest steps."""
+    """Return the mean cost of the latest steps."""
     count = max(math.ceil(len(costs) * RECENT_SHARE), math.ceil(MIN_RECENT / per_point))
     return _mean(costs[-count:])
 
 
 def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: float) -> float:
-    """Half the width of the range, on a logarithmic scale.
+    """Return half the width of the range, on a logarithmic scale.
 
     Args:
-        costs: of steps, in points that stand for `per_point` steps each.
-        per_point: see above.
+        costs: mean costs of steps, each over `per_point` steps.
+        per_point: number of steps per cost.
         ahead: steps left.
         step_s: estimated cost of a step.
     """
-    seen = len(costs) * per_point
+    steps = len(costs) * per_point
     errors = []
     for cut in (int(len(costs) * share) for share in CUTS):
         if cut >= 2 and len(costs) > cut:
             errors.append(math.log(max(1e-9, _mean(costs[cut:])) / max(1e-9, _recent_cost(costs[:cut], per_point))))
     error = math.sqrt(_mean([error * error for error in errors])) if errors else 0.2
     count = min(BATCHES, len(costs))
-    bounds = [round(place * len(costs) / count) for place in range(count + 1)]
+    bounds = [round(index * len(costs) / count) for index in range(count + 1)]
     means = [_mean(costs[start:end]) for start, end in pairwise(bounds)]
-    standard = _deviation(means) / math.sqrt(count) / max(1e-9, step_s)
-    horizon = 1 + HORIZON_WEIGHT * math.log1p(ahead / seen)
-    few = FEW_STEPS_WEIGHT / seen * math.sqrt(ahead / (ahead + seen))
-    return math.hypot(ERROR_WEIGHT * error * horizon, SPREAD_WEIGHT * standard, few)
+    standard_error = _deviation(means) / math.sqrt(count) / max(1e-9, step_s)
+    horizon = 1 + HORIZON_WEIGHT * math.log1p(ahead / steps)
+    few_steps = FEW_STEPS_WEIGHT / steps * math.sqrt(ahead / (ahead + steps))
+    return math.hypot(ERROR_WEIGHT * error * horizon, SPREAD_WEIGHT * standard_error, few_steps)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -244,24 +263,18 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-# Generations.
-
-WINDOW_S = 60.0
-"""The speed is averaged over this much recent work."""
-
-
 @dataclass
 class GenerationProgress:
-    """Progress of a generation; `update` adds one event. It raises for a damaged event, which the caller skips."""
+    """Progress of a generation; `update` adds one event. It raises one of DAMAGE for a damaged event."""
 
     finish_counts: Counter[str] = field(default_factory=Counter)
-    """Answers by the reason they ended. Answers that were saved just before a crash may be missing."""
+    """Number of answers by the reason for their end. Answers saved just before a crash may be missing."""
     tokens: int = 0
-    """Tokens of all answers."""
+    """Number of tokens in all answers."""
     speed: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Tokens/s, by answers."""
+    """Tokens/s by number of answers."""
     live: dict[str, Any] = field(default_factory=dict)
-    """Data of the last event `generation_progress`; values are None if the backend does not report them."""
+    """Data of the last event `generation_progress`. A value is None if the backend does not report it."""
     _step: int = 0
     _recent: deque[tuple[int, int, float]] = field(default_factory=deque)
     """Answers, tokens and seconds of recent events."""
@@ -279,52 +292,43 @@ class GenerationProgress:
             self.tokens += tokens
             self.live = dict(data)
             self._recent.append((answers, tokens, seconds))
-            while sum(one[2] for one in self._recent) - self._recent[0][2] > WINDOW_S:
+            while sum(entry[2] for entry in self._recent) - self._recent[0][2] > WINDOW_S:
                 self._recent.popleft()
             if seconds > 0:
                 self.speed.add(self._step, tokens / seconds)
 
     def _rate(self, index: int) -> float | None:
-        seconds = sum(one[2] for one in self._recent)
-        return sum(one[index] for one in self._recent) / seconds if seconds > 0 else None
+        seconds = sum(entry[2] for entry in self._recent)
+        return sum(entry[index] for entry in self._recent) / seconds if seconds > 0 else None
 
     @property
     def answers_per_s(self) -> float | None:
-        """Recent speed of this attempt; None before its first answers."""
+        """Recent speed of this attempt in answers/s; None before its first answers."""
         return self._rate(0)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in tokens of answers."""
+        """Recent speed of this attempt in answer tokens/s."""
         return self._rate(1)
 
     def describe_finishes(self) -> list[str]:
-        """Answers by the reason they ended, most frequent first: `120 stop`, `3 refused`."""
+        """Describe the number of answers by the reason for their end, most frequent first: `120 stop`, `3 refused`."""
         return [f"{count:,} {name}" for name, count in self.finish_counts.most_common()]
 
 
 def get_live_number(live: dict[str, Any], name: str) -> int | None:
-    """A number of `GenerationProgress.live`, or None."""
+    """Return a number from `GenerationProgress.live`; None if it is missing or not a number."""
     value = live.get(name)
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def is_generation(paths: RunPaths) -> bool:
-    """Whether a run is a generation. A run whose spec cannot be read counts as a training."""
+    """Return whether a run is a generation. If its spec cannot be read, it counts as a training."""
     try:
-        found = json.loads(paths.spec.read_bytes())
+        spec = json.loads(paths.spec.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "generate" in found
-
-
-# The view.
-
-STRAGGLER_RATIO = 1.25
-"""A rank that computes this many times as long as the median rank slows the others down."""
-NOTABLE_EVENTS = 20
-"""Number of recent notable events that are kept."""
-DAMAGE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError)
+    return isinstance(spec, dict) and "generate" in spec
 
 
 @dataclass(frozen=True)
@@ -340,15 +344,15 @@ class NotableEvent:
 
 @dataclass(frozen=True)
 class RankUtilization:
-    """How busy one of several ranks was recently."""
+    """Recent utilization of one of several ranks."""
 
     rank: int
     host: str
-    """Empty if unknown."""
+    """Name of its machine; empty if unknown."""
     busy: float
-    """Share of the time in which it computed its own rows; otherwise it waited for other ranks."""
+    """Share of the time in which the rank computed its own rows. In the rest, it waited for other ranks."""
     relative_to_median: float
-    """Its busy time over that of the median rank."""
+    """Ratio of its busy time to that of the median rank."""
 
     @property
     def is_straggler(self) -> bool:
@@ -358,19 +362,19 @@ class RankUtilization:
 
 @dataclass
 class ProgressView:
-    """Everything a screen shows of a run; `update` adds one event and never fails."""
+    """Everything that a screen shows of a run; `update` adds one event and never raises."""
 
     progress: RunProgress = field(default_factory=RunProgress)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
     generation: GenerationProgress | None = None
-    """Of a generation; None for a training."""
+    """Progress of a generation; None for a training."""
     train: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Training losses, each step once."""
+    """Training loss by step; each step counts once."""
     validation: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Validation losses."""
+    """Validation loss by step."""
     gradient_norm: float | None = None
     state: str = "starting"
-    """starting, training or answering, waiting (for the next attempt), stopped, failed, finished."""
+    """One of: starting, training or answering, waiting (for the next attempt), stopped, failed, finished."""
     device: str = ""
     compute_dtype: str = ""
     began_t: float | None = None
@@ -384,7 +388,7 @@ class ProgressView:
     """Data of the last event `system_metrics`."""
     rollbacks: int = 0
     budget_shrinks: int = 0
-    """How often micro-batches were made smaller because memory ran out."""
+    """Number of times that micro-batches were made smaller because memory ran out."""
     notable_events: deque[NotableEvent] = field(default_factory=lambda: deque(maxlen=NOTABLE_EVENTS))
     _hosts: tuple[str, ...] = ()
     _flops_per_token: float | None = None
@@ -399,9 +403,9 @@ class ProgressView:
         is_new = self._replay.is_new(event)
         generation = self.generation.update if self.generation else _ignore_event
         curves = self._add_to_curves if is_new else _ignore_event
-        for fold in (self.eta.update, generation, curves, self._update_figures, self._add_notable):
+        for update in (self.eta.update, generation, curves, self._update_figures, self._add_notable):
             try:
-                fold(event)
+                update(event)
             except DAMAGE:
                 continue
 
@@ -454,17 +458,17 @@ class ProgressView:
         self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
         self._recent.clear()
         self._flops_per_token, self._peak_flops_per_s = (
-            float(found) if isinstance(found, int | float) and found > 0 else None
-            for found in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
+            float(value) if isinstance(value, int | float) and value > 0 else None
+            for value in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
         )
 
     def _compare_ranks(self, data: dict[str, Any]) -> None:
-        busy = [float(one) / float(data["seconds"]) for one in data["busy_s"]]
-        # Of two ranks, the faster one: compared with the mean of both, neither could be much slower.
-        middle = statistics.median_low(busy)
+        busy = [float(busy_s) / float(data["seconds"]) for busy_s in data["busy_s"]]
+        # With two ranks, this is the faster rank: no rank can be much slower than the mean of both.
+        median = statistics.median_low(busy)
         hosts = (*self._hosts, *[""] * len(busy))
         self.ranks = tuple(
-            RankUtilization(rank, host, share, share / middle if middle > 0 else 1.0)
+            RankUtilization(rank, host, share, share / median if median > 0 else 1.0)
             for rank, (host, share) in enumerate(zip(hosts, busy, strict=False))
         )
 
@@ -476,8 +480,8 @@ class ProgressView:
             )
 
     def _rate(self, index: int) -> float | None:
-        seconds = sum(one[0] for one in self._recent)
-        return sum(one[index] for one in self._recent) / seconds if seconds > 0 else None
+        seconds = sum(entry[0] for entry in self._recent)
+        return sum(entry[index] for entry in self._recent) / seconds if seconds > 0 else None
 
     @property
     def is_working(self) -> bool:
@@ -486,7 +490,7 @@ class ProgressView:
 
     @property
     def has_figures(self) -> bool:
-        """Whether this attempt has done a step; figures from before a restart belong to steps that are repeated."""
+        """Whether this attempt has done a step. Figures from before a restart belong to steps that are repeated."""
         return bool(self._recent)
 
     @property
@@ -510,11 +514,11 @@ class ProgressView:
     @property
     def stragglers(self) -> list[RankUtilization]:
         """Ranks that the others wait for, slowest first."""
-        return sorted((one for one in self.ranks if one.is_straggler), key=lambda one: -one.relative_to_median)
+        return sorted((rank for rank in self.ranks if rank.is_straggler), key=lambda rank: -rank.relative_to_median)
 
 
 def create_view(paths: RunPaths) -> ProgressView:
-    """An empty view for the kind of this run."""
+    """Create an empty view for the kind of this run."""
     return ProgressView(generation=GenerationProgress() if is_generation(paths) else None)
 
 
@@ -527,29 +531,25 @@ def _require_finite(value: Any) -> float:
 
 
 def _ignore_event(event: JournalEvent) -> None:
-    """Used in place of a fold that does not apply."""
-
-
-_SEALING = re.compile(rf"{re.escape(files.PARTIAL)}step-([0-9]{{8,}})-([0-9]+)")
+    """Do nothing, in place of an update that does not apply."""
 
 
 @dataclass(frozen=True)
 class SidecarState:
-    """State of a run directory that is not in the journal, at one moment."""
+    """State of a run directory at one moment, as far as it is not in the journal."""
 
     running: bool = False
     """Whether a process holds the lock of the run."""
     saving: int | None = None
-    """Step of the checkpoint that is being written; None: none is."""
+    """Step of the checkpoint that is being written, if any."""
     replica: ReplicationState | None = None
-    """State of the replica; None: there is no replica, or nothing is known of it."""
+    """State of the replica; None if there is no replica or its state is unknown."""
     finished: bool = False
-    """Whether there is a result. It is not verified, which would take too long twice a second."""
+    """Whether there is a result. It is not verified, because that would take too long twice a second."""
 
 
 def read_sidecar_state(paths: RunPaths) -> SidecarState:
-    """Read the state of a run directory. If it is missing or cannot be read, all fields have their defaults."""
-    """Look into a run's directory. One that is not there, or cannot be read, tells nothing."""
+    """Read the state of a run directory. All fields have their defaults if it is missing or cannot be read."""
     try:
         running = paths.lock().is_held()
         return SidecarState(
@@ -563,31 +563,30 @@ def read_sidecar_state(paths: RunPaths) -> SidecarState:
 
 
 def _find_saving_step(paths: RunPaths) -> int | None:
-    """The step that a live process of this machine is saving; leftovers of a dead process do not count."""
+    """Return the step that a live process of this machine is saving. Leftovers of dead processes do not count."""
     try:
         names = [path.name for path in paths.checkpoints.iterdir()]
     except FileNotFoundError:
         return None
     partial = [match for match in map(_SEALING.fullmatch, names) if match]
-    found = [int(match[1]) for match in partial if Path(f"/proc/{match[2]}").exists()]
-    return max(found, default=None)
+    return max((int(match[1]) for match in partial if Path(f"/proc/{match[2]}").exists()), default=None)
 
 
 class RunSource(Protocol):
-    """A run to display, wherever it is trained."""
+    """Interface of a run to display, on this machine or elsewhere."""
 
     name: str
     view: ProgressView
     sidecar: SidecarState
     new_events: Sequence[JournalEvent]
-    """Events that the last `refresh` found; at first all of them."""
+    """Events that the last `refresh` read. The first call reads all events."""
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read new events and the present state of the run directory."""
 
 
 class LocalRunSource:
-    """A run whose directory is on this machine."""
+    """Source for a run directory on this machine."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.name = paths.root.name
@@ -596,19 +595,11 @@ class LocalRunSource:
         self._paths, self._reader = paths, JournalReader(paths.journal)
 
     def refresh(self) -> None:
-        """See `RunSource.refresh`. A run that was removed has no new events."""
+        """Read new events and the present state of the run directory. A run that was removed has no new events."""
         self.sidecar = read_sidecar_state(self._paths)
         self.new_events = list(self._reader.read())
         for event in self.new_events:
             self.view.update(event)
-
-
-STEP_ANOMALIES = ("step_skipped", "step_repeated", "gradient_spike", "microbatch_budget", "loss_scale")
-"""Events about a step that did not run as usual."""
-GENERATE_PHASE = "generate"
-"""Phase of the batch budgets of a generation."""
-EXTERNAL_DEVICES = {"server": "a server", "llama.cpp": "llama.cpp", "none": ""}
-"""Devices of models that run outside torch, with their own number formats."""
 
 
 def describe_start(event: JournalEvent, unit: str = "step") -> str:
@@ -620,7 +611,7 @@ def describe_start(event: JournalEvent, unit: str = "step") -> str:
 
 
 def describe_device(device: str, dtype: str) -> str:
-    """Device and number format of a model: `cuda in bfloat16`, `a server`; empty if nothing is computed."""
+    """Describe device and number format of a model: `cuda in bfloat16`, `a server`; empty if nothing is computed."""
     return EXTERNAL_DEVICES.get(device, f"{device} in {dtype}")
 
 
@@ -628,18 +619,18 @@ def describe_forecast(event: JournalEvent) -> str:
     """Describe `memory_forecast`: how much memory the run needs."""
     forecast = event.data["forecast"]
     peak = max((phase["parts"] for phase in forecast["phases"]), key=lambda parts: sum(parts.values()))
-    most = ", ".join(
-        f"{name} {units.format_bytes(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3]
+    largest = ", ".join(
+        f"{name} {units.format_bytes(count)}" for name, count in sorted(peak.items(), key=lambda part: -part[1])[:3]
     )
     return (
         f"memory forecast for micro-batches of {forecast['rows']} x {forecast['row_tokens']} tokens: "
         f"{units.format_bytes(sum(peak.values()))} of "
-        f"{units.format_bytes(event.data['available_bytes'])} available ({most})"
+        f"{units.format_bytes(event.data['available_bytes'])} available ({largest})"
     )
 
 
 def describe_anomaly(event: JournalEvent) -> str:
-    """Describe one of STEP_ANOMALIES: what was wrong with the step, or how it was handled."""
+    """Describe one of STEP_ANOMALIES: the problem of the step, or how it was handled."""
     data = event.data
     if event.kind == "step_skipped":
         step = data["rollback_step"]
@@ -664,7 +655,7 @@ def describe_anomaly(event: JournalEvent) -> str:
 
 
 def describe_notable_event(event: JournalEvent) -> str | None:
-    """One line for an unusual event; None for the usual ones.
+    """Describe an unusual event in one line; None for a usual event.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the event lacks a key of its kind.

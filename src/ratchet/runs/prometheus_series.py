@@ -1,7 +1,7 @@
 """Prometheus time series of a run, folded from its journal.
 
-Counters count the whole run, on every machine and in all attempts: they are folded from the first event, so a restart
-never resets them. Units are base units; times are Unix seconds.
+Counters cover the whole run, on every machine and in all attempts: they are folded from the first event, so a restart
+does not reset them. Units are base units; times are Unix seconds.
 """
 
 from collections import Counter, defaultdict
@@ -21,11 +21,11 @@ class PrometheusMetric(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
-    """Labels besides `run`, which all metrics have."""
+    """Labels in addition to `run`, which all metrics have."""
 
 
 class PrometheusSample(NamedTuple):
-    """One value."""
+    """A value of a metric."""
 
     name: str
     labels: dict[str, str]
@@ -115,27 +115,27 @@ METRICS: dict[str, PrometheusMetric] = {
     ),
     "ratchet_gate_timestamp_seconds": PrometheusMetric("gauge", "When the gate decided"),
 }
-"""All metrics. Those of the gate are read from a file (tracking/prometheus.py), because another process writes them."""
+"""All metrics. The values of the gate come from a file (tracking/prometheus.py), because another process decides."""
 
 
 class PrometheusSeries:
-    """Series of one run; `update` adds an event, `samples` returns the current values. Not thread-safe.
+    """Series of a run; `update` adds an event, `samples` returns the current values. Not thread-safe.
 
     Args:
-        machine: settings that say whether the run has a replica, and whether several machines train it.
+        machine: settings, which define whether the run has a replica, and whether several machines train it.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.progress = RunProgress()
         self._has_replica = machine.replica is not None
         self._is_sender = machine.node_range[1] == 1
-        """Whether this machine sends to the replica. Of several machines one does; its journal shows that."""
+        """Whether this machine sends to the replica. One of several machines does, as its journal shows."""
         self._state = "starting"
         self._info: dict[str, str] = {"code_version": "", "device": "", "compute_dtype": ""}
         self._began_t: float | None = None
         self._gauges: dict[str, float] = {}
         self._used: dict[str, float] = {}
-        """Values of the current worker."""
+        """Values that describe the current worker."""
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._buckets = [0] * (len(STEP_BOUNDS_S) + 1)
         self._step_s = 0.0
@@ -143,7 +143,7 @@ class PrometheusSeries:
         self._skipped: Counter[str] = Counter({"skip": 0, "roll_back": 0})
         self._shrinks: Counter[str] = Counter({"train": 0, "validation": 0})
         self._unsent: dict[int, float] = {}
-        """Time of each artifact that the replica lacks, by step."""
+        """Time of each artifact that is not in the replica, by step."""
 
     def update(self, event: JournalEvent) -> None:
         """Add one event; an event that lacks a key of its kind is ignored."""
@@ -154,7 +154,7 @@ class PrometheusSeries:
             return  # `RunProgress` counts it
 
     def end(self, status: Status) -> None:
-        """The supervision has ended."""
+        """Record the end of the supervision."""
         self._state = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}[status]
 
     def _fold(self, kind: str, data: dict[str, Any], t: float) -> None:
@@ -175,8 +175,8 @@ class PrometheusSeries:
         elif kind == "replicated":
             self._is_sender = True
             self._counts["ratchet_replica_sent_bytes_total"] += data["bytes_sent"]
-            done, is_result = data["step"], data["artifact"] == "result"
-            self._unsent = {step: at for step, at in self._unsent.items() if step > done and not is_result}
+            sent_step, is_result = data["step"], data["artifact"] == "result"
+            self._unsent = {step: at for step, at in self._unsent.items() if step > sent_step and not is_result}
         elif kind == "memory_forecast":
             self._gauges["ratchet_memory_available_bytes"] = data["available_bytes"]
         elif kind == "system_metrics":
@@ -196,7 +196,7 @@ class PrometheusSeries:
         self._step_s += seconds
 
     def _update_state(self, kind: str, data: dict[str, Any], t: float) -> None:
-        if kind != "worker_ready":  # no worker, or another one
+        if kind != "worker_ready":  # there is no worker, or a new one
             self._used = {}
         if kind == "attempt_started":
             self._began_t = t if self._began_t is None else self._began_t
@@ -215,7 +215,7 @@ class PrometheusSeries:
             self._unsent.setdefault(data["step"], t)
 
     def step_durations(self) -> tuple[list[tuple[str, float]], float]:
-        """The histogram: upper bounds in seconds with the number of steps up to each, and the total in seconds."""
+        """Return the histogram: upper bounds in seconds, the number of steps up to each, and the total in seconds."""
         cumulative, total = [], 0
         for bound, count in zip((*map(str, STEP_BOUNDS_S), "+Inf"), self._buckets, strict=True):
             total += count
@@ -223,7 +223,7 @@ class PrometheusSeries:
         return cumulative, self._step_s
 
     def samples(self) -> Iterator[PrometheusSample]:
-        """Every current value except the histogram."""
+        """Yield every current value except the histogram."""
         yield PrometheusSample("ratchet_run_info", self._info, 1.0)
         for state in STATES:
             yield PrometheusSample("ratchet_run_state", {"state": state}, float(state == self._state))
@@ -235,29 +235,29 @@ class PrometheusSeries:
                 yield PrometheusSample(name, {label: label_value}, float(count))
 
     def _unlabelled(self) -> Iterator[tuple[str, float | None]]:
-        p = self.progress
+        progress = self.progress
         yield "ratchet_run_start_timestamp_seconds", self._began_t
-        yield "ratchet_last_event_timestamp_seconds", p.last_t or None
-        yield "ratchet_planned_steps", p.planned_steps or None
-        yield "ratchet_step", p.step
-        yield "ratchet_remaining_seconds", p.remaining_s
-        yield "ratchet_train_loss", p.loss
-        yield "ratchet_learning_rate", p.learning_rate
-        yield "ratchet_validation_loss", p.validation_loss
-        yield "ratchet_best_validation_loss", p.best_loss
-        yield "ratchet_memory_device_bytes", p.memory.device_bytes or None
-        yield "ratchet_lost_steps_total", p.lost_steps
-        yield "ratchet_checkpoints_total", p.checkpoint_costs.count
-        yield "ratchet_checkpoint_written_bytes_total", p.checkpoint_costs.bytes_written
-        yield "ratchet_attempts_total", p.attempts
-        yield "ratchet_repeated_steps_total", p.repeats
-        yield "ratchet_gradient_spikes_total", p.spikes
-        yield "ratchet_alerts_total", len(p.alerts)
-        if p.checkpoint_t is not None:
-            yield "ratchet_checkpoint_step", p.checkpoint_step
-            yield "ratchet_checkpoint_timestamp_seconds", p.checkpoint_t
+        yield "ratchet_last_event_timestamp_seconds", progress.last_t or None
+        yield "ratchet_planned_steps", progress.planned_steps or None
+        yield "ratchet_step", progress.step
+        yield "ratchet_remaining_seconds", progress.remaining_s
+        yield "ratchet_train_loss", progress.loss
+        yield "ratchet_learning_rate", progress.learning_rate
+        yield "ratchet_validation_loss", progress.validation_loss
+        yield "ratchet_best_validation_loss", progress.best_loss
+        yield "ratchet_memory_device_bytes", progress.memory.device_bytes or None
+        yield "ratchet_lost_steps_total", progress.lost_steps
+        yield "ratchet_checkpoints_total", progress.checkpoint_costs.count
+        yield "ratchet_checkpoint_written_bytes_total", progress.checkpoint_costs.bytes_written
+        yield "ratchet_attempts_total", progress.attempts
+        yield "ratchet_repeated_steps_total", progress.repeats
+        yield "ratchet_gradient_spikes_total", progress.spikes
+        yield "ratchet_alerts_total", len(progress.alerts)
+        if progress.checkpoint_t is not None:
+            yield "ratchet_checkpoint_step", progress.checkpoint_step
+            yield "ratchet_checkpoint_timestamp_seconds", progress.checkpoint_t
         if self._has_replica:
-            yield "ratchet_replica_step", p.replicated_step
+            yield "ratchet_replica_step", progress.replicated_step
             yield "ratchet_replica_sent_bytes_total", self._counts["ratchet_replica_sent_bytes_total"]
         if self._has_replica and self._is_sender:
             yield "ratchet_replica_oldest_unsent_timestamp_seconds", min(self._unsent.values(), default=None)
@@ -270,10 +270,10 @@ class PrometheusSeries:
         yield from self._used.items()
 
     def _labelled(self) -> Iterator[tuple[str, str, dict[str, int]]]:
-        p = self.progress
-        limits = {phase: tokens for phase, (tokens, _) in p.budgets.items() if tokens is not None}
-        yield "ratchet_memory_peak_bytes", "phase", p.memory.peaks
-        yield "ratchet_memory_forecast_bytes", "phase", p.memory.forecast
+        progress = self.progress
+        limits = {phase: tokens for phase, (tokens, _) in progress.budgets.items() if tokens is not None}
+        yield "ratchet_memory_peak_bytes", "phase", progress.memory.peaks
+        yield "ratchet_memory_forecast_bytes", "phase", progress.memory.forecast
         yield "ratchet_failures_total", "class", self._deaths
         yield "ratchet_skipped_steps_total", "action", self._skipped
         yield "ratchet_memory_shrinks_total", "phase", self._shrinks

@@ -1,6 +1,7 @@
-"""Ranks and rendezvous of a training. Reads files of the driver instead of asking torch, which it never imports.
+"""Ranks and rendezvous of a training on one or several machines: number of ranks, rendezvous server, comparison of
+machines.
 
-Compares the properties that all machines of one run must share, and describes a difference. Imports no torch.
+This module does not import torch. It counts GPUs by the files of their driver.
 """
 
 import contextlib
@@ -22,15 +23,23 @@ DISPLAY_NAMES = {
     "run.recipe_version": "training recipe of this version of Ratchet", "environment.compute_dtype": "compute dtype",
 }  # fmt: skip
 DIGEST_LENGTH = 12
-"""Characters of a digest that a message shows."""
+"""Number of characters of a digest that a message shows."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+SERVER = (sys.executable, "-m", "ratchet.training.tcp_store")
+CONNECT_TIMEOUT_S = 5.0
+GREETING_TIMEOUT_S = 0.5
+"""Time in which another service would greet or answer HTTP. A rendezvous server does neither."""
 
 
 def describe_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the differences between two machines as text; empty when there is none.
+    """Describe the differences between two machines; empty if there is none.
 
     Args:
-        first: JSON: `run`, the spec of the run; `environment`, versions of libraries and machine settings, by name.
-        other: the same, of the other machine.
+        first: JSON object of a machine: `run` is the spec of the run, `environment` contains versions of libraries and
+            machine settings by name.
+        other: JSON object of the other machine.
     """
     return "; ".join(
         f"{_display_name(name)}: {_value_at(first, name)} and {_value_at(other, name)}"
@@ -39,13 +48,13 @@ def describe_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _display_name(name: str) -> str:
-    """Return the name that the user knows."""
-    section, _, rest = name.partition(".")
+    """Return the name by which the user knows a property."""
+    section, _, key = name.partition(".")
     if name in DISPLAY_NAMES:
         return DISPLAY_NAMES[name]
     if section == "run":
-        return rest
-    return f"machine.{rest}" if rest in Machine.model_fields else f"version of {rest}"
+        return key
+    return f"machine.{key}" if key in Machine.model_fields else f"version of {key}"
 
 
 def _value_at(value: Any, name: str) -> Any:
@@ -54,48 +63,39 @@ def _value_at(value: Any, name: str) -> Any:
     return value[:DIGEST_LENGTH] if name.endswith("_digest") and isinstance(value, str) else value
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
 def count_local_ranks(machine: Machine) -> int:
-    """`machine.gpus`; for `auto`, one rank per visible GPU, and one without GPUs."""
+    """Return `machine.gpus`; for `auto`, the number of visible GPUs, or 1 without GPUs."""
     if machine.gpus != "auto":
         return machine.gpus
     return 1 if machine.device == "cpu" else max(1, count_visible_gpus())
 
 
 def count_visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Number of NVIDIA GPUs that CUDA would show (CUDA C++ Programming Guide, CUDA_VISIBLE_DEVICES: those before the
-    first invalid one)."""
+    """Count the NVIDIA GPUs that CUDA would show: of CUDA_VISIBLE_DEVICES, the entries before the first invalid entry
+    (CUDA C++ Programming Guide)."""
     present = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
-    chosen = os.environ.get(VISIBLE)
-    if chosen is None or not present:
+    visible = os.environ.get(VISIBLE)
+    if visible is None or not present:
         return present
-    names = [name.strip() for name in chosen.split(",")]
-    shown = names[: names.index("-1")] if "-1" in names else names
-    return len([name for name in shown if name])
+    names = [name.strip() for name in visible.split(",")]
+    valid = names[: names.index("-1")] if "-1" in names else names
+    return len([name for name in valid if name])
 
 
 def has_agent(machine: Machine) -> bool:
-    """Whether an elastic agent starts the ranks: there are several, on this machine or on others."""
+    """Return whether an elastic agent starts the ranks, because there are several, on this machine or on others."""
     return count_local_ranks(machine) > 1 or machine.node_range != (1, 1)
 
 
-SERVER = (sys.executable, "-m", "ratchet.training.tcp_store")
-CONNECT_TIMEOUT_S = 5.0
-GREETING_TIMEOUT_S = 0.5
-"""A rendezvous server neither greets a client nor answers HTTP; another service does one of them within this time."""
-
-
 class RendezvousServer:
-    """A small server at `machine.rendezvous`, if that is an address of this machine. It outlives attempts."""
+    """Rendezvous server at `machine.rendezvous`, if this machine has that address. It outlives attempts."""
 
     def __init__(self, machine: Machine) -> None:
         self._address = machine.active_rendezvous
         self._server: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start the server if the address is ours and no process serves it."""
+        """Start the server if this machine has the address and no process listens there."""
         if self._address and is_local_address(self._address):
             self.close()
             command = [*SERVER, self._address, str(os.getpid())]
@@ -110,7 +110,7 @@ class RendezvousServer:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether this machine can listen at the address: it is not another machine's, and no process uses it."""
+    """Return whether this machine can listen at the address: this machine has it, and no process uses it."""
     host, port = address.rsplit(":", 1)
     with contextlib.closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,7 +122,7 @@ def is_local_address(address: str) -> bool:
 
 
 def explain_unreachable(address: str) -> str:
-    """Why the address cannot be reached; empty if a process accepts connections and may be a rendezvous server.
+    """Return why the address cannot be reached; empty if a process that may be a rendezvous server accepts connections.
 
     Raises SettingsError if another service uses the port.
     """
@@ -139,7 +139,7 @@ def explain_unreachable(address: str) -> str:
 
 
 def _sends_data(connection: socket.socket) -> bool:
-    """Whether the service greets, or answers HTTP."""
+    """Return whether the service greets, or answers HTTP."""
     connection.settimeout(GREETING_TIMEOUT_S)
     try:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -1,6 +1,6 @@
-"""Interface of the replicator of a run, and the supervisor's use of it.
+"""Interface between the supervisor and the replicator of a run.
 
-A replicator copies a run to remote storage and makes sure that one machine at a time writes it.
+A replicator copies a run to remote storage, and ensures that only one machine at a time writes the run.
 """
 
 import os
@@ -17,37 +17,37 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.records.base import Record
 
 MIN_STOP_S = 2.0
-"""Time for the last upload after a request to stop, however long the worker took to save."""
+"""Minimum time for the last upload after a request to stop, even if the worker used up the grace period."""
 WAIT_STEP_S = 0.2
 
 
 class ReplicatorProtocol(Protocol):
-    """Replicator of a run, as the supervisor uses it. It works in its own threads; methods that wait say so."""
+    """Interface of the replicator of a run. It works in its own threads; only methods that say so wait."""
 
     def acquire(self, stopping: Callable[[], bool]) -> None:
-        """Acquire the lease of the run and bring the run directory up to date with the replica, if that is further.
+        """Acquire the lease of the run. If the replica is ahead of the run directory, update the directory from it.
 
-        Called once, before the first attempt, with the lock of the run held. Of several machines that train the run
-        together, each calls it. Waits until the lease of another machine expires.
+        Called once, before the first attempt, while the lock of the run is held. If several machines train the run
+        together, each of them calls it. Waits until the lease of another machine expires.
 
         Args:
-            stopping: called while it waits; returns whether to give up.
+            stopping: called during the wait; returns whether to give up.
 
         Raises:
             LeaseHeldError: another machine trains this run and is alive.
-            ReplicaError, SettingsError: the replica cannot be reached, or must not be used.
+            ReplicaError, SettingsError: the replica cannot be reached, or this run must not use it.
             InterruptedRunError: `stopping` returned True.
         """
 
     def lost_reason(self) -> str | None:
-        """Why this machine may no longer write the run; None if it may. Called a few times a second; never blocks."""
+        """Return why this machine may no longer write the run; None if it may. Called often, so it never blocks."""
 
     def wait_until_replicated(self, wait_s: float) -> str | None:
-        """Wait until everything that is sealed is in the replica, at most `wait_s`. May be called repeatedly; speeds up
+        """Wait until everything that is sealed is in the replica, at most `wait_s`. May be called repeatedly. Speeds up
         the upload.
 
         Returns:
-            What is missing and why, as text; None if nothing is.
+            Text that names the missing parts and the reason; None if the replica is complete.
         """
 
     def release(self) -> None:
@@ -55,10 +55,10 @@ class ReplicatorProtocol(Protocol):
 
 
 class ReplicationSession:
-    """The supervisor's steps for the replica of its run. Does nothing if there is no replicator.
+    """Replication of the run that a supervisor supervises. Without a replicator, the methods do nothing.
 
     Args:
-        replicator: of this run, or None.
+        replicator: replicator of this run, or None.
         run: the supervised run.
         machine: settings with the time limits.
     """
@@ -70,7 +70,7 @@ class ReplicationSession:
 
     @contextmanager
     def hold_lease(self) -> Iterator[None]:
-        """Hold the lease of the run. Raises the same errors as `ReplicatorProtocol.acquire`."""
+        """Hold the lease of the run inside this context. Raises the errors of `ReplicatorProtocol.acquire`."""
         if self._replicator is None:
             yield
             return
@@ -88,9 +88,9 @@ class ReplicationSession:
             self._replicator.release()
 
     def _acquire(self, replicator: ReplicatorProtocol, stop: StopSignal) -> None:
-        """Acquire the lease; a refusal is recorded in the journal, where `ratchet status` finds it."""
+        """Acquire the lease. A refusal is recorded in the journal, for `ratchet status`."""
         try:
-            replicator.acquire(lambda: stop.asked)
+            replicator.acquire(lambda: stop.is_requested)
         except InterruptedRunError:
             raise
         except RatchetError as error:
@@ -99,19 +99,19 @@ class ReplicationSession:
 
     def check_lease(self, stop: StopSignal) -> None:
         """Ask the run to stop if another machine has taken it over."""
-        if self._replicator is not None and not stop.asked and (reason := self._replicator.lost_reason()):
+        if self._replicator is not None and not stop.is_requested and (reason := self._replicator.lost_reason()):
             self._lost_reason = reason
             self._run.journal.append("alert", text=reason)
-            stop.ask()
+            stop.request()
 
     def wait_for_result(self, stop: StopSignal) -> None:
-        """Wait until the result is in the replica. Raises InterruptedRunError after `replica_timeout_s`."""
+        """Wait until the result is in the replica. Raises InterruptedRunError after machine.replica_timeout_s."""
         missing = self._wait(time.monotonic() + self._machine.replica_timeout_s, stop)
         if missing is not None:
             self._has_waited = True
             raise InterruptedRunError(
                 f"run {self._run.paths.root.name}: training is complete, but its replica lacks {missing}. "
-                "Run the same command again: it uploads the rest and trains nothing again"
+                "Run the same command again: it uploads the rest and does not train again"
             )
 
     def wait_after_stop(self, stop: StopSignal, error: InterruptedRunError) -> RatchetError:
@@ -120,38 +120,40 @@ class ReplicationSession:
             return LeaseHeldError(self._lost_reason)
         if self._has_waited:
             return error
-        since_s = time.monotonic() if stop.asked_s is None else stop.asked_s
-        until_s = max(since_s + self._machine.grace_period_s, time.monotonic() + MIN_STOP_S)
+        requested_s = time.monotonic() if stop.requested_s is None else stop.requested_s
+        until_s = max(requested_s + self._machine.grace_period_s, time.monotonic() + MIN_STOP_S)
         missing = self._wait(until_s, None)
         return error if missing is None else InterruptedRunError(f"{error}; its replica lacks {missing}")
 
     def _wait(self, until_s: float, stop: StopSignal | None) -> str | None:
-        """Wait for the replica until `until_s` (time.monotonic()), or until the grace period after a request to stop is
-        over. Returns what is missing."""
+        """Wait for the replica until `until_s` (time.monotonic()), or until the grace period of a stop request ends.
+        Return the missing parts as text, or None."""
         if self._replicator is None:
             return None
         while missing := self._replicator.wait_until_replicated(WAIT_STEP_S):
-            if stop is not None and stop.asked_s is not None:
-                until_s = min(until_s, max(stop.asked_s + self._machine.grace_period_s, stop.asked_s + MIN_STOP_S))
+            if stop is not None and stop.requested_s is not None:
+                until_s = min(
+                    until_s, max(stop.requested_s + self._machine.grace_period_s, stop.requested_s + MIN_STOP_S)
+                )
             if time.monotonic() >= until_s:
                 return missing
         return None
 
 
 class ReplicationState(Record):
-    """replication.json: how much of this run directory is in the replica.
+    """Content of replication.json: how much of this run directory is in the replica.
 
     The supervisor writes it; the worker reads it before it removes checkpoints.
     """
 
     place: str
-    """Address of the replica. Nothing is known about another address."""
+    """Address of the replica. The state does not apply to a replica at another address."""
     token: int
-    """Token of the last lease that this directory held (runs/replication/store.py). 0: another machine of the
-    same training replicated the run."""
+    """Token of the last lease that this directory held (runs/replication/store.py). 0: another machine of the same
+    training replicated the run."""
     node: str
     lock: tuple[int, int]
-    """Device and inode of the run's lock. They differ in a copy of the directory."""
+    """Device and inode of the run's lock file. They differ in a copy of the directory."""
     durable_steps: tuple[int, ...] = ()
     in_flight: int | None = None
     """Step of the checkpoint that is being uploaded."""
@@ -159,15 +161,15 @@ class ReplicationState(Record):
     """Whether the sealed result is in the replica."""
     behind_bytes: int = 0
     failed_since: float | None = None
-    """Unix time since which the replica cannot be reached; None if it can."""
+    """Unix time since which the replica cannot be reached; None if it can be reached."""
     journal_bytes: int = 0
-    """How many bytes of the journal, from its beginning, are in the replica."""
+    """Number of bytes of the journal, from its beginning, that are in the replica."""
     journal_shift: int = 0
-    """Difference between an offset in the replica's journal and in this one, if another machine wrote the beginning."""
+    """Offset in the replica's journal minus offset in this journal; not 0 if another machine wrote the beginning."""
     journal_sha256: str = ""
 
     def describe(self, newest_step: int, now: float | None = None) -> str:
-        """One line for people.
+        """Describe the state in one line.
 
         Args:
             newest_step: step of the newest sealed checkpoint.
@@ -184,9 +186,9 @@ class ReplicationState(Record):
 
 
 def get_lock_identity(lock: FileLock) -> tuple[int, int]:
-    """Device and inode of a lock that is held."""
-    found = os.fstat(lock.fd)
-    return found.st_dev, found.st_ino
+    """Return device and inode of a lock that this process holds."""
+    status = os.fstat(lock.fd)
+    return status.st_dev, status.st_ino
 
 
 def read_replication_state(paths: RunPaths) -> ReplicationState | None:
@@ -198,9 +200,9 @@ def read_replication_state(paths: RunPaths) -> ReplicationState | None:
 
 
 def find_unsent_steps(paths: RunPaths) -> set[int]:
-    """Steps whose checkpoints must not be removed: those newer than the replica's newest, and the one in upload.
+    """Find steps whose checkpoints must not be removed: the step in upload, and steps after the newest in the replica.
 
-    Empty for a run without a replica.
+    A run without a replica has none.
     """
     if not paths.replication_state.exists():
         return set()
@@ -209,12 +211,12 @@ def find_unsent_steps(paths: RunPaths) -> set[int]:
             return set()
     except (DataError, DamagedFileError):  # no supervisor has started this training
         return set()
-    found = read_replication_state(paths)
-    newest = max(found.durable_steps, default=0) if found else 0
+    state = read_replication_state(paths)
+    newest = max(state.durable_steps, default=0) if state else 0
     return {step for step in paths.checkpoint_steps() if step > newest} | find_steps_in_flight(paths)
 
 
 def find_steps_in_flight(paths: RunPaths) -> set[int]:
-    """The step whose checkpoint is being uploaded, if any."""
-    found = read_replication_state(paths) if paths.replication_state.exists() else None
-    return set() if found is None or found.in_flight is None else {found.in_flight}
+    """Find the step whose checkpoint is being uploaded, if any."""
+    state = read_replication_state(paths) if paths.replication_state.exists() else None
+    return set() if state is None or state.in_flight is None else {state.in_flight}

@@ -1,4 +1,4 @@
-"""Restart policy: decides what to do when a worker has ended. Pure functions, tested by a table."""
+"""Restart policy: decides whether to restart a worker that has ended. Pure functions, tested by a table."""
 
 import re
 import signal as signals
@@ -23,30 +23,30 @@ FailureClass = Literal[
     "rendezvous",
     "endpoint",
 ]
-"""`peers`: other ranks are gone. `rendezvous`: the machines did not meet. `too_large`: refused by the memory forecast
-before anything was loaded. `endpoint`: a model server does not answer."""
+"""`peers`: other ranks are gone. `rendezvous`: the machines did not connect to each other. `too_large`: the memory
+forecast refused the run before anything was loaded. `endpoint`: a model server does not answer."""
 
 MAX_DELAY_S = 60.0
 MAX_PEERS_RESTARTS = 50
-"""Restarts in a row, without a new checkpoint, because other ranks were gone."""
+"""Maximum number of consecutive restarts without a new checkpoint because other ranks are gone."""
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How the process of a worker ended, and what is known of the cause."""
+    """End of a worker process, and its cause as far as it is known."""
 
     exit_code: int
     """As subprocess reports it: negative for a signal."""
     failure: FailureClass | None = None
-    """Reported by the worker; `stalled` if the supervisor killed it."""
+    """Failure class as the worker reported it; `stalled` if the supervisor killed the worker."""
     text: str = ""
     oom_kills: int = 0
-    """Processes that the kernel killed for memory while the worker ran."""
+    """Number of processes that the kernel killed for lack of memory while the worker ran."""
 
 
 @dataclass(frozen=True)
 class EarlierFailure:
-    """An earlier failure of the run."""
+    """Earlier failure of the run."""
 
     failure: FailureClass
     text: str
@@ -54,7 +54,7 @@ class EarlierFailure:
 
 @dataclass(frozen=True)
 class Retry:
-    """Start the same command again after a wait."""
+    """Decision to start the same command again after a wait."""
 
     failure: FailureClass
     delay_s: float
@@ -63,7 +63,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Stop with this exit code."""
+    """Decision to stop with this exit code."""
 
     failure: FailureClass
     exit_code: int
@@ -71,13 +71,13 @@ class GiveUp:
 
 
 def describe_cause(failure: str, text: str) -> str:
-    """Why an attempt ended: its class and text, without naming the class twice."""
-    words = failure.replace("_", " ")
-    return text if text.startswith(words) else f"{words}, {text}"
+    """Describe why an attempt ended, by its failure class and text, without naming the class twice."""
+    name = failure.replace("_", " ")
+    return text if text.startswith(name) else f"{name}, {text}"
 
 
 def classify_exit(end: WorkerExit) -> FailureClass:
-    """The failure class: as reported, otherwise from the exit code."""
+    """Return the failure class as the worker reported it, otherwise the class of the exit code."""
     if end.failure is not None:
         return end.failure
     if end.exit_code == EXIT_INTERRUPTED:
@@ -92,19 +92,19 @@ def classify_exit(end: WorkerExit) -> FailureClass:
 
 
 def decide(
-    end: WorkerExit, before: Sequence[EarlierFailure], retries: int | None, delay_s: float, stopping: bool = False
+    end: WorkerExit, earlier: Sequence[EarlierFailure], retries: int | None, delay_s: float, stopping: bool = False
 ) -> Retry | GiveUp:
-    """Retry or give up.
+    """Decide whether to retry or give up.
 
-    Causes outside the program are worth another attempt. Divergence, unusable data, and memory that the worker could
-    not cope with are not. A bug gets one retry, which shows whether it is reproducible.
+    Causes outside the program justify another attempt. Divergence, unusable data, and lack of memory that the worker
+    itself reported do not. A bug gets one retry, which shows whether it is reproducible.
 
     Args:
-        end: how the worker ended, without a result.
-        before: failures since the last new checkpoint, oldest first, without this one.
+        end: end of the worker, without a result.
+        earlier: earlier failures since the last new checkpoint, oldest first.
         retries: `machine.max_restarts`; None: never retry, whatever the settings say.
-        delay_s: `machine.restart_delay_s`; doubled for every failure without progress, at most 60 s.
-        stopping: the run was asked to stop, so that what would be retried ends as interrupted.
+        delay_s: `machine.restart_delay_s`; doubled for every failure without progress, up to MAX_DELAY_S.
+        stopping: whether the run was asked to stop, so that it ends as interrupted instead of a retry.
     """
     failure, text = classify_exit(end), end.text or _describe_exit(end)
     if final := _decide_final(end, failure, text):
@@ -112,21 +112,21 @@ def decide(
     if stopping:
         text = f"asked to stop, and the worker ended: {text}; run it again to resume"
         return GiveUp("preempted", EXIT_INTERRUPTED, text)
-    if failure == "peers" and len(before) < MAX_PEERS_RESTARTS:
-        return Retry(failure, delay_s, text)  # not this machine's fault
-    before = [earlier for earlier in before if earlier.failure != "peers"]
-    bugs = [earlier for earlier in before if earlier.failure == "bug"]
-    if retries is None or len(before) >= retries or (failure == "bug" and bugs):
-        return GiveUp(failure, EXIT_BUG, text if retries is None else _describe_history(text, before))
-    return Retry(failure, min(MAX_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
+    if failure == "peers" and len(earlier) < MAX_PEERS_RESTARTS:
+        return Retry(failure, delay_s, text)  # the cause is on another machine
+    earlier = [failed for failed in earlier if failed.failure != "peers"]
+    bugs = [failed for failed in earlier if failed.failure == "bug"]
+    if retries is None or len(earlier) >= retries or (failure == "bug" and bugs):
+        return GiveUp(failure, EXIT_BUG, text if retries is None else _describe_history(text, earlier))
+    return Retry(failure, min(MAX_DELAY_S, delay_s * 2.0 ** min(len(earlier), 100)), text)
 
 
 def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp | None:
-    """Decide failures that another attempt would not change; None for the others."""
+    """Give up after a failure that another attempt would not change; None for other failures."""
     if failure in ("preempted", "rendezvous", "endpoint"):
         text = "stopped on request" if failure == "preempted" else text
         return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; run it again to resume")
-    # Storage that the worker has already waited for, as long as the settings allow, also needs a person.
+    # A storage failure with EXIT_INPUT needs a person: the worker has waited as long as the settings allow.
     if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)
     if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
@@ -135,32 +135,34 @@ def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp |
 
 
 def compute_exclusion_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
-    """How long a machine stays out of a training of several machines: two failures of its own within the window are its
-    own fault, and each of them cost all others a restart.
+    """Compute how long a machine is excluded from a training of several machines.
+
+    Two failures of its own ranks within the window indicate a fault of the machine, and each of them restarts all other
+    machines.
 
     Args:
-        failed_s: when its ranks failed, ascending, by a monotonic clock.
-        now_s: by the same clock.
+        failed_s: times at which its ranks failed, ascending, by a monotonic clock.
+        now_s: present time, by the same clock.
         window_s: `machine.node_cooldown_s`.
     """
     recent = [at for at in failed_s if now_s - at <= window_s]
     return window_s if window_s and len(recent) >= 2 else 0.0
 
 
-def _describe_history(text: str, before: Sequence[EarlierFailure]) -> str:
-    """The last cause, and earlier ones if they differ."""
-    if not before:
+def _describe_history(text: str, earlier: Sequence[EarlierFailure]) -> str:
+    """Describe the last cause, and earlier causes if they differ."""
+    if not earlier:
         return f"{text}; no restart is allowed (machine.max_restarts: 0)"
-    causes = {_strip_numbers(death.text): death.text for death in before}
-    others = [cause for like, cause in causes.items() if like != _strip_numbers(text)]
-    times = f"{len(before)} restart{'s' if len(before) > 1 else ''} without a new checkpoint"
-    if not others:
+    causes = {_strip_numbers(failure.text): failure.text for failure in earlier}
+    other_causes = [cause for stripped, cause in causes.items() if stripped != _strip_numbers(text)]
+    times = f"{len(earlier)} restart{'s' if len(earlier) > 1 else ''} without a new checkpoint"
+    if not other_causes:
         return f"{text}; failed the same way after a restart; gave up after {times}"
-    return f"{text}; gave up after {times}; earlier causes: {'; '.join(others)}"
+    return f"{text}; gave up after {times}; earlier causes: {'; '.join(other_causes)}"
 
 
 def _strip_numbers(text: str) -> str:
-    """Remove numbers, because times and process ids differ each time."""
+    """Replace numbers, because times and process ids differ between attempts."""
     return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
@@ -169,8 +171,8 @@ def _describe_exit(end: WorkerExit) -> str:
         return "the worker exited with code 0 but sealed no result"
     if end.exit_code > 0:
         return f"exit code {end.exit_code}"
-    known = {number.value: number.name for number in signals.Signals}
-    name = known.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
+    names = {number.value: number.name for number in signals.Signals}
+    name = names.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
     if -end.exit_code != signals.SIGKILL:
         return f"killed by {name}"
     if end.oom_kills:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A training run on disk. Its properties read the run directory when asked, so they follow a run that trains.
+    """A training run on disk. Each access to a property reads the run directory, so values follow a run in training.
 
     Args:
         paths: the run directory.
@@ -24,7 +24,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """RunId: a digest of everything that affects what is learned."""
+        """RunId: digest of everything that affects what the run learns."""
         return self._paths.root.name
 
     @property
@@ -34,15 +34,15 @@ class Run:
 
     @property
     def status(self) -> Literal["finished", "training", "stopped"]:
-        """`finished`: the result is complete. `training`: a process trains it now. `stopped`: run it again to
-        resume."""
+        """`finished`: the result is complete. `training`: a process trains the run. `stopped`: start the run again to
+        resume it."""
         if self._paths.is_finished():
             return "finished"
         return "training" if self._paths.lock().is_held() else "stopped"
 
     @property
     def step(self) -> int:
-        """The last optimizer step."""
+        """Number of the last optimizer step."""
         return status.read_progress(self._paths).step
 
     @property
@@ -61,9 +61,9 @@ class Run:
         return TrainReport.load(self._paths.result / "train.json") if self._paths.is_finished() else None
 
     def metrics(self) -> "pd.DataFrame":
-        """Metrics by optimizer step, each step once: loss, learning_rate, grad_norm, trained_tokens, validation_loss.
+        """Return the metrics of each optimizer step: loss, learning_rate, grad_norm, trained_tokens, validation_loss.
 
-        Losses are in nats per answer token. Values that a step does not have, such as a validation loss, are NaN.
+        Losses are in nats per answer token. A missing value, such as the validation loss of most steps, is NaN.
         """
         import pandas as pd
 

@@ -1,9 +1,8 @@
-"""Stop signals of the supervisor, and processes that die with their parent.
+"""Signals that ask a run to stop, in the worker and in the supervisor; and processes that die with their parent.
 
-Handles requests to stop (SIGTERM, SIGINT), also while the training thread is busy. Imports no torch.
-
-Python runs signal handlers in the main thread, between two bytecodes: a backward pass of a minute delays them by a
-minute. The wake-up descriptor (`signal.set_wakeup_fd`) is written by the C handler at once; a thread here reads it.
+Python runs signal handlers in the main thread, between two bytecodes, so a backward pass of a minute delays them by a
+minute. The C handler writes the wake-up descriptor (`signal.set_wakeup_fd`) at once. In a worker, a thread reads the
+descriptor, so it learns of a signal while the training thread is busy. This module does not import torch.
 """
 
 import contextlib
@@ -19,14 +18,16 @@ from types import FrameType
 from ratchet.errors import EXIT_INTERRUPTED
 
 TRAINING_THREAD_SHARE = 0.5
-"""Share of the grace period that the training thread has to end its micro-batch and seal the run itself."""
+"""Share of the grace period in which the training thread may end its micro-batch and seal the run itself."""
+WAIT_STEP_S = 0.2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class GracefulShutdown:
-    """A request to stop. Without `install`, it is a plain flag."""
+    """Request to stop, as the worker sees it. Without `install`, it is a plain flag."""
 
     def __init__(self) -> None:
-        # A plain attribute on purpose: threading.Event locks, and a second signal during `set` waits for itself.
+        # No threading.Event, because it locks: a second signal during `set` would wait for itself.
         self._is_requested = False
         self._acknowledged = threading.Event()
         self._fallback: tuple[float, Callable[[], None]] | None = None
@@ -42,7 +43,7 @@ class GracefulShutdown:
         return self._acknowledged.is_set()
 
     def install(self) -> "GracefulShutdown":
-        """Handle SIGTERM and SIGINT from now on. Before `arm`, a request ends the process at once: nothing is lost."""
+        """Handle SIGTERM and SIGINT from now on. Before `arm`, a request ends the process at once, without loss."""
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -52,11 +53,12 @@ class GracefulShutdown:
         return self
 
     def arm(self, grace_period_s: float, seal: Callable[[], None]) -> None:
-        """Call `seal` from another thread if the training thread has not acknowledged after half of the period."""
+        """Arrange that another thread calls `seal` if the training thread does not acknowledge a request within
+        TRAINING_THREAD_SHARE of the grace period."""
         self._fallback = (grace_period_s, seal)
 
     def acknowledge(self) -> None:
-        """Tell that the training thread has seen the request and seals the run itself."""
+        """Report that the training thread has seen the request and seals the run itself."""
         self._acknowledged.set()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
@@ -64,24 +66,20 @@ class GracefulShutdown:
 
     def _watch(self, read_fd: int) -> None:
         while os.read(read_fd, 1)[0] not in (signal.SIGTERM, signal.SIGINT):
-            pass  # other signals are written here too
+            pass  # the descriptor receives all signals
         self._is_requested = True
         if self._fallback is None:
-            os._exit(EXIT_INTERRUPTED)  # still loading: there is nothing to save
+            os._exit(EXIT_INTERRUPTED)  # the worker is still loading and has nothing to save
         grace_period_s, seal = self._fallback
         if not self._acknowledged.wait(grace_period_s * TRAINING_THREAD_SHARE):
             seal()
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WAIT_STEP_S = 0.2
-
-
 class StopSignal:
-    """Signal handler of the supervisor: records SIGTERM, SIGINT and SIGHUP and passes them on to the worker.
+    """Signal handler of the supervisor: it records SIGTERM, SIGINT and SIGHUP, and passes them on to the worker.
 
-    It uses plain attributes, because threading.Event locks: a second signal that arrives during `set` would wait for
-    itself forever.
+    It has plain attributes instead of a threading.Event, because an Event locks: a second signal during `set` would
+    wait for itself forever.
 
     Args:
         on_signal: called for each signal; must not block.
@@ -89,54 +87,55 @@ class StopSignal:
 
     def __init__(self, on_signal: Callable[[], None] | None = None) -> None:
         self._on_signal = on_signal
-        self.asked_s: float | None = None
+        self.requested_s: float | None = None
         """Time of the first request, by time.monotonic()."""
         self.worker: subprocess.Popen[bytes] | None = None
 
     @property
-    def asked(self) -> bool:
-        """Whether the run should end."""
-        return self.asked_s is not None
+    def is_requested(self) -> bool:
+        """Whether the run has been asked to stop."""
+        return self.requested_s is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._on_signal:
             self._on_signal()
-        self.ask()
+        self.request()
 
-    def ask(self) -> None:
-        """Request the end of the run, without a signal. A repeated request is only passed on to the worker again."""
-        if self.asked_s is None:
-            self.asked_s = time.monotonic()
+    def request(self) -> None:
+        """Ask the run to stop, without a signal. A repeated request is only passed on to the worker again."""
+        if self.requested_s is None:
+            self.requested_s = time.monotonic()
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the worker, if there is one, SIGTERM, and SIGCONT so that a stopped process can handle it."""
+        """Send SIGTERM to the worker, if there is one, and SIGCONT so that a stopped process handles it."""
         if self.worker is not None and self.worker.poll() is None:
             self.worker.send_signal(signal.SIGTERM)
             self.worker.send_signal(signal.SIGCONT)
 
     def wait(self, seconds: float, poll: Callable[[], None]) -> None:
-        """Sleep until a request to stop arrives; `poll` is called every WAIT_STEP_S and may make the request."""
+        """Sleep for this time or until a request to stop arrives. Calls `poll`, which may make the request, every
+        WAIT_STEP_S."""
         deadline_s = time.monotonic() + seconds
-        while not self.asked and (left := deadline_s - time.monotonic()) > 0:
-            time.sleep(min(WAIT_STEP_S, left))
+        while not self.is_requested and (remaining_s := deadline_s - time.monotonic()) > 0:
+            time.sleep(min(WAIT_STEP_S, remaining_s))
             poll()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["StopSignal"]:
         """Handle the stop signals inside this context."""
-        old = {number: signal.signal(number, self) for number in list_stop_signals()}
+        previous = {number: signal.signal(number, self) for number in list_stop_signals()}
         try:
             yield self
         finally:
-            for number, before in old.items():
-                signal.signal(number, before)
+            for number, action in previous.items():
+                signal.signal(number, action)
 
 
 def list_stop_signals() -> tuple[signal.Signals, ...]:
-    """Signals that ask a process to end. SIGHUP (its terminal was closed) does not if it is ignored (nohup)."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))
+    """Return the signals that ask a process to end. SIGHUP (the terminal was closed) is one unless nohup ignores it."""
+    handles_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if handles_hangup else ()))
 
 
 def die_with_parent(number: int) -> None:

@@ -1,7 +1,8 @@
-"""Status of a run, folded from its journal: progress, goodput, memory, cost of checkpoints. Imports no torch.
+"""Status of a run, folded from its journal: progress, goodput, memory, cost of checkpoints.
 
-Goodput is the time of the steps and validations that count, each of them once, divided by the time since the run began.
-The rest is start-up, waiting for a machine, repeated steps, and training that was blocked by checkpoints.
+Goodput is the time of the steps and validations that count, each once, divided by the time since the run began. The
+rest is start-up, waits for a machine, repeated steps, and time that checkpoints blocked training. This module does not
+import torch.
 """
 
 import math
@@ -17,6 +18,12 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.runs.restart_policy import describe_cause
 
+RATE_WINDOW = 50
+"""Number of steps over which the current speed is averaged."""
+
+SHOWN = 5
+"""Number of latest attempts, alerts and notices that are shown."""
+
 
 @dataclass
 class Goodput:
@@ -26,10 +33,11 @@ class Goodput:
     """Unix time of the first attempt."""
     last_t: float = 0.0
     steps: dict[int, float] = field(default_factory=dict)
-    """Seconds of each step that counts: its last execution."""
+    """Duration in seconds of the last execution of each step."""
     validations: dict[int, float] = field(default_factory=dict)
+    """Duration in seconds of the last execution of each validation."""
     repeated_s: float = 0.0
-    """Time of steps and validations that had to be repeated."""
+    """Time of earlier executions of repeated steps and validations."""
     _is_finished: bool = False
 
     def update(self, event: JournalEvent) -> None:
@@ -38,16 +46,16 @@ class Goodput:
             self.began_t = event.t
         if event.kind in ("attempt_started", "finished"):
             self._is_finished = event.kind == "finished"
-        if not self._is_finished or event.kind == "finished":  # later events take none of the run's time
+        if not self._is_finished or event.kind == "finished":  # events after the end do not extend the run
             self.last_t = max(self.last_t, event.t)
-        found = {"step": (self.steps, "step_s"), "validation": (self.validations, "seconds")}.get(event.kind)
-        if found is None:
+        target = {"step": (self.steps, "step_s"), "validation": (self.validations, "seconds")}.get(event.kind)
+        if target is None:
             return
-        counted, key = found
+        durations, key = target
         step, seconds = event.data.get("step"), event.data.get(key)
         if isinstance(step, int) and isinstance(seconds, int | float):
-            self.repeated_s += counted.get(step, 0.0)
-            counted[step] = float(seconds)
+            self.repeated_s += durations.get(step, 0.0)
+            durations[step] = float(seconds)
 
     @property
     def useful_s(self) -> float:
@@ -55,12 +63,12 @@ class Goodput:
         return sum(self.steps.values()) + sum(self.validations.values())
 
     def wall_s(self, now_t: float | None = None) -> float:
-        """Time since the run began, until its last event, or until `now_t` if it is active."""
+        """Return the time from the start of the run to its last event, or to `now_t` if the run is active."""
         until = self.last_t if now_t is None else now_t
         return max(0.0, until - self.began_t) if self.began_t is not None else 0.0
 
     def share(self, now_t: float | None = None) -> float | None:
-        """Goodput between 0 and 1; None before any work is done."""
+        """Return the goodput, between 0 and 1; None before any work is done."""
         wall = self.wall_s(now_t)
         return min(1.0, self.useful_s / wall) if wall else None
 
@@ -70,17 +78,17 @@ class MemoryStatus:
     """Measured and forecast memory of a run, in bytes."""
 
     peaks: dict[str, int] = field(default_factory=dict)
-    """Measured, by phase."""
+    """Measured peak by phase."""
     forecast: dict[str, int] = field(default_factory=dict)
-    """Forecast, by phase."""
+    """Forecast peak by phase."""
     device_bytes: int = 0
-    """Memory of the device in all."""
+    """Total memory of the device."""
 
     def describe(self) -> str:
-        """One line; empty if nothing was measured."""
+        """Describe the memory in one line; empty if nothing was measured."""
         if not self.peaks:
             return ""
-        phase, peak = max(self.peaks.items(), key=lambda one: one[1])
+        phase, peak = max(self.peaks.items(), key=lambda item: item[1])
         size = f"{units.format_bytes(peak)} of {units.format_bytes(self.device_bytes)}"
         text = f"{size} at most, in phase {phase.replace('_', ' ')}"
         if not self.forecast:
@@ -89,26 +97,19 @@ class MemoryStatus:
         return f"{text}; forecast {units.format_bytes(forecast)} ({round(100 * (forecast / peak - 1)):+d} %)"
 
 
-RATE_WINDOW = 50
-"""Steps over which the current speed is averaged."""
-
-SHOWN = 5
-"""How many of the last attempts, alerts and notices are shown."""
-
-
 @dataclass
 class CheckpointCosts:
     """Time and bytes that checkpoints cost."""
 
     count: int = 0
     blocked_s: list[float] = field(default_factory=list)
-    """How long training was blocked by each."""
+    """Time that each checkpoint blocked training."""
     bytes_written: int = 0
     bytes_linked: int = 0
-    """Size of files that an earlier checkpoint already had: hard-linked instead of written again."""
+    """Size of unchanged files, which are hard links to files of an earlier checkpoint."""
 
     def describe(self, train_s: float) -> str:
-        """One line; `train_s` is the time of steps and validations, without blocked time."""
+        """Describe the costs in one line. `train_s` is the time of steps and validations, without blocked time."""
         blocked = sum(self.blocked_s)
         share = 100 * blocked / (blocked + train_s) if blocked + train_s else 0.0
         return (
@@ -144,25 +145,30 @@ class RunProgress:
     train_s: float = 0.0
     """Time of steps and validations, repeated ones included."""
     finished: str | None = None
+    """Reason for the end of a finished run; None if the run is not finished."""
     stopped: bool = False
+    """Whether the last attempt stopped on request."""
     refusal: str | None = None
-    """Why the last start was refused."""
+    """Reason why the last start was refused; None if it was not."""
     attempt_ends: list[str] = field(default_factory=list)
-    """Why earlier attempts ended, one line each."""
+    """Causes of the ends of earlier attempts, one line each."""
     killed_for_memory: bool = False
     """Whether the last attempt that ended ran out of memory."""
     lost_steps: int = 0
-    """Steps that were repeated because an attempt ended between two checkpoints."""
+    """Number of steps that were repeated because an attempt ended between two checkpoints."""
     skipped_steps: dict[int, str] = field(default_factory=dict)
-    """Steps that were skipped or rolled back, and why."""
+    """Reason by step, for steps that were skipped or rolled back."""
     repeats: int = 0
+    """Number of steps that were computed a second time because of their loss or gradient."""
     spikes: int = 0
+    """Number of steps with an unusually large gradient."""
     budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    """By phase: tokens of the largest micro-batch (None: no longer limited), and the step from which it holds."""
+    """Limit by phase: tokens of the largest micro-batch (None: no longer limited), and the first step of the limit."""
     memory: MemoryStatus = field(default_factory=MemoryStatus)
     alerts: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     damaged_events: int = 0
+    """Number of events that lack a key of their kind."""
     _open_attempt: bool = False
     _reached_step: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
@@ -172,14 +178,14 @@ class RunProgress:
     def update(self, event: JournalEvent) -> None:
         """Add one event; an event that lacks a key of its kind is counted as damaged."""
         try:
-            if event.kind == "step":  # nearly all events of a long journal
-                self._step(event)
+            if event.kind == "step":  # most events of a long journal
+                self._add_step(event)
             else:
                 self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged_events += 1
 
-    def _step(self, event: JournalEvent) -> None:
+    def _add_step(self, event: JournalEvent) -> None:
         data = event.data
         self.last_t = event.t
         is_new = self._replay.is_new(event)
@@ -197,7 +203,7 @@ class RunProgress:
         data = event.data
         self._replay.is_new(event)
         if event.kind in ("step_skipped", "validation", "step_repeated", "gradient_spike", "microbatch_budget"):
-            self._learn(event)
+            self._add_anomaly_or_validation(event)
         elif event.kind == "worker_ready":
             self.planned_steps, self.ranks_text = data["planned_steps"], describe_ranks(data)
             self.step = data["start_step"]
@@ -205,7 +211,7 @@ class RunProgress:
                 self.lost_steps += self._reached_step - self.step
             self._reached_step = self.step
         elif event.kind == "checkpoint_saved":
-            self._save(event)
+            self._add_checkpoint(event)
         elif event.kind == "generation_progress":  # the steps of a generation are saved answers
             self.step = self.checkpoint_step = data["step"]
         elif event.kind == "replicated":
@@ -214,15 +220,17 @@ class RunProgress:
             self.memory.device_bytes = data["device_bytes"]
             self.memory.peaks[data["phase"]] = max(data["peak_bytes"], self.memory.peaks.get(data["phase"], 0))
         elif event.kind == "memory_forecast":
-            self.memory.forecast = {p["phase"]: sum(p["parts"].values()) for p in data["forecast"]["phases"]}
+            self.memory.forecast = {
+                phase["phase"]: sum(phase["parts"].values()) for phase in data["forecast"]["phases"]
+            }
         elif event.kind == "alert":
             self.alerts.append(data["text"])
         elif event.kind in ("notice", "pruned"):
             self.notices.append(data["text"])
         else:
-            self._begin_or_end(event)
+            self._update_attempt(event)
 
-    def _begin_or_end(self, event: JournalEvent) -> None:
+    def _update_attempt(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "start_refused":
             self.refusal = str(data["text"])
@@ -244,13 +252,13 @@ class RunProgress:
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
 
-    def _learn(self, event: JournalEvent) -> None:
+    def _add_anomaly_or_validation(self, event: JournalEvent) -> None:
         data = event.data
         step: int = data["step"]
         if event.kind == "step_skipped":
-            to_step = data.get("rollback_step")
-            back = f", rolled back to the weights of step {to_step}" if to_step is not None else ""
-            self.skipped_steps[step] = f"{data['reason']}{back}; rows {', '.join(map(str, data['rows'][:8]))}"
+            rollback_step = data.get("rollback_step")
+            rollback = f", rolled back to the weights of step {rollback_step}" if rollback_step is not None else ""
+            self.skipped_steps[step] = f"{data['reason']}{rollback}; rows {', '.join(map(str, data['rows'][:8]))}"
             self.step = self._reached_step = step
         elif event.kind == "validation":
             self.validation_loss, self.validation_step = data["loss"], step
@@ -264,35 +272,35 @@ class RunProgress:
         else:
             self.budgets[data["phase"]] = (data["budget"]["tokens"], step)
 
-    def _save(self, event: JournalEvent) -> None:
-        data, saves = event.data, self.checkpoint_costs
+    def _add_checkpoint(self, event: JournalEvent) -> None:
+        data, costs = event.data, self.checkpoint_costs
         self.checkpoint_step, self.checkpoint_t = data["step"], event.t
-        saves.count += 1
-        saves.blocked_s.append(data.get("blocked_s", data["seconds"]))  # format 1 saved in the training thread
-        saves.bytes_written += data.get("bytes_written", data["size_bytes"])
-        saves.bytes_linked += data.get("bytes_linked", 0)
+        costs.count += 1
+        costs.blocked_s.append(data.get("blocked_s", data["seconds"]))  # format 1 saved in the training thread
+        costs.bytes_written += data.get("bytes_written", data["size_bytes"])
+        costs.bytes_linked += data.get("bytes_linked", 0)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Recent speed, or None before the first step."""
+        """Recent speed in steps/s; None before the first step."""
         total = sum(self._step_s)
         return len(self._step_s) / total if total else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Recent speed in input tokens a second."""
+        """Recent speed in input tokens/s; None before the first step."""
         total = sum(self._step_s)
         return sum(self._tokens) / total if total else None
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimate of the time left, in seconds, from the recent speed of steps; validations are not included."""
+        """Estimated time left in seconds, from the recent speed of steps; validations are not included."""
         rate = self.steps_per_s
         return max(0, self.planned_steps - self.step) / rate if rate and not self.finished else None
 
 
 def replay_events(events: Iterable[JournalEvent]) -> RunProgress:
-    """Fold a whole journal into a summary."""
+    """Fold all events of a journal into the progress of its run."""
     progress = RunProgress()
     for event in events:
         progress.update(event)
@@ -305,105 +313,109 @@ def read_progress(paths: RunPaths) -> RunProgress:
 
 
 def describe_ranks(ready: Mapping[str, Any]) -> str:
-    """Number of ranks as text, from the data of `worker_ready`; empty for one rank."""
+    """Describe the number of ranks from the data of `worker_ready`; empty for one rank."""
     count = ready.get("ranks", 1)
     shares = ", which share the base" if ready.get("shares_base") else ""
     return f", {count} ranks{shares}" if count > 1 else ""
 
 
 def describe_amount(step: int, work_unit: Mapping[str, Any]) -> str:
-    """An amount of work as text: `up to step 35`, or `35 answers` if that is the unit (LaunchSpec.work_unit)."""
+    """Describe an amount of work: `up to step 35`, or `35 answers` if that is the unit (LaunchSpec.work_unit)."""
     return f"{step:,} {work_unit['unit']}" if "unit" in work_unit else f"up to step {step}"
 
 
 def describe_stop(stopped: Mapping[str, Any]) -> str:
-    """Describe the data of `interrupted`."""
-    place = f"after {describe_amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
-    return f"stopped on request {place}"
+    """Describe a stop on request, from the data of `interrupted`."""
+    when = f"after {describe_amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
+    return f"stopped on request {when}"
 
 
 def describe_run(paths: RunPaths) -> str:
-    """A run in several lines. Raises DamagedFileError for a run of a newer version."""
+    """Describe a run in several lines. Raises DamagedFileError for a run that a newer version wrote."""
     paths.require_known_format()
     reader = JournalReader(paths.journal)
     progress = replay_events(reader.read())
     return describe_progress(paths, progress, reader.damaged_lines)
 
 
-def describe_progress(paths: RunPaths, p: RunProgress, damaged_lines: int) -> str:
-    """A run whose journal was read, in several lines."""
+def describe_progress(paths: RunPaths, progress: RunProgress, damaged_lines: int) -> str:
+    """Describe a run in several lines, from the progress that was read from its journal."""
     running = paths.lock().is_held()
-    steps = f"{p.step} of {p.planned_steps or '?'}{p.ranks_text}"
-    lines = [f"run {paths.root.name}: {describe_state(p, running)}", f"  step        {steps}"]
-    lines += _describe_learning(p)
-    if running and (left := p.remaining_s) is not None:
-        lines.append(f"  time left   about {format_duration(left)}")
-    lines += _describe_anomalies(p)
-    if memory := p.memory.describe():
+    steps = f"{progress.step} of {progress.planned_steps or '?'}{progress.ranks_text}"
+    lines = [f"run {paths.root.name}: {describe_state(progress, running)}", f"  step        {steps}"]
+    lines += _describe_learning(progress)
+    if running and (remaining_s := progress.remaining_s) is not None:
+        lines.append(f"  time left   about {format_duration(remaining_s)}")
+    lines += _describe_anomalies(progress)
+    if memory := progress.memory.describe():
         lines.append(f"  memory      {memory}")
-    if p.checkpoint_t is not None:
-        age = format_duration(max(0.0, time.time() - p.checkpoint_t))
-        lines.append(f"  checkpoint  step {p.checkpoint_step}, saved {age} ago")
-        lines.append(f"              {p.checkpoint_costs.describe(p.train_s)}")
-    if noted := replication_protocol.read_replication_state(paths):
-        lines.append(f"  replica     {noted.describe(p.checkpoint_step)}")
-    return "\n".join([*lines, *describe_events(p, damaged_lines)])
+    if progress.checkpoint_t is not None:
+        age = format_duration(max(0.0, time.time() - progress.checkpoint_t))
+        lines.append(f"  checkpoint  step {progress.checkpoint_step}, saved {age} ago")
+        lines.append(f"              {progress.checkpoint_costs.describe(progress.train_s)}")
+    if replica := replication_protocol.read_replication_state(paths):
+        lines.append(f"  replica     {replica.describe(progress.checkpoint_step)}")
+    return "\n".join([*lines, *describe_events(progress, damaged_lines)])
 
 
-def describe_events(p: RunProgress, damaged_lines: int) -> list[str]:
-    """Attempts, alerts and notices, the last ones of each."""
-    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} repeated" if p.lost_steps else ""
-    lines = [f"  attempts    {p.attempts}{again}"]
-    lines += [f"              {end}" for end in p.attempt_ends[-SHOWN:]]
-    lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
-    lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
-    if damaged := damaged_lines + p.damaged_events:
+def describe_events(progress: RunProgress, damaged_lines: int) -> list[str]:
+    """Describe the number of attempts, and the latest ends of attempts, alerts and notices."""
+    repeated = f"; {progress.lost_steps} step{'s' * (progress.lost_steps != 1)} repeated" if progress.lost_steps else ""
+    lines = [f"  attempts    {progress.attempts}{repeated}"]
+    lines += [f"              {end}" for end in progress.attempt_ends[-SHOWN:]]
+    lines += [f"  alert       {text}" for text in progress.alerts[-SHOWN:]]
+    lines += [f"  notice      {text}" for text in progress.notices[-SHOWN:]]
+    if damaged := damaged_lines + progress.damaged_events:
         lines.append(f"  notice      {damaged} damaged journal line(s) skipped")
     return lines
 
 
-def describe_state(p: RunProgress, running: bool, command: str = "dvc repro") -> str:
-    """State of a run in a line; `command` is the command that starts it."""
-    if p.finished:
-        return f"finished ({p.finished.replace('_', ' ')})"
+def describe_state(progress: RunProgress, running: bool, command: str = "dvc repro") -> str:
+    """Describe the state of a run in one line. `command` is the command that starts the run."""
+    if progress.finished:
+        return f"finished ({progress.finished.replace('_', ' ')})"
     if running:
         return "running"
-    found = "stopped on request" if p.stopped else "not running"
-    if p.refusal:
-        return f"{found}; the last start was refused: {p.refusal}"
-    return f"{found}; run the same command again (`{command}`) to resume"
+    state = "stopped on request" if progress.stopped else "not running"
+    if progress.refusal:
+        return f"{state}; the last start was refused: {progress.refusal}"
+    return f"{state}; run the same command again (`{command}`) to resume"
 
 
-def _describe_learning(p: RunProgress) -> list[str]:
+def _describe_learning(progress: RunProgress) -> list[str]:
     lines = []
-    if p.loss is not None:
-        lines.append(f"  loss        {p.loss:.4f} (learning rate {p.learning_rate:.2e})")
-    if p.validation_loss is not None:
+    if progress.loss is not None:
+        lines.append(f"  loss        {progress.loss:.4f} (learning rate {progress.learning_rate:.2e})")
+    if progress.validation_loss is not None:
         lines.append(
-            f"  validation  {p.validation_loss:.4f} at step {p.validation_step}; "
-            f"best {p.best_loss:.4f} at step {p.best_step}"
+            f"  validation  {progress.validation_loss:.4f} at step {progress.validation_step}; "
+            f"best {progress.best_loss:.4f} at step {progress.best_step}"
         )
-    if p.steps_per_s and p.tokens_per_s:
-        lines.append(f"  rate        {p.steps_per_s:.2f} steps/s, {p.tokens_per_s:,.0f} tokens/s")
+    if progress.steps_per_s and progress.tokens_per_s:
+        lines.append(f"  rate        {progress.steps_per_s:.2f} steps/s, {progress.tokens_per_s:,.0f} tokens/s")
     return lines
 
 
-def _describe_anomalies(p: RunProgress) -> list[str]:
-    """Steps that did not run as usual, and the consequences."""
+def _describe_anomalies(progress: RunProgress) -> list[str]:
+    """Describe the steps that did not run as usual, and the consequences."""
     lines = []
-    if p.skipped_steps:
-        step, reason = max(p.skipped_steps.items())
-        lines.append(f"  skipped     {len(p.skipped_steps)} of the steps; the last is {step}: {reason}")
-    if p.repeats or p.spikes:
-        lines.append(f"  doubtful    {p.repeats} steps computed twice, {p.spikes} with a spike in the gradient norm")
-    for phase, (tokens, step) in p.budgets.items():
+    if progress.skipped_steps:
+        step, reason = max(progress.skipped_steps.items())
+        lines.append(f"  skipped     {len(progress.skipped_steps)} of the steps; the last is {step}: {reason}")
+    if progress.repeats or progress.spikes:
+        lines.append(
+            f"  doubtful    {progress.repeats} steps computed twice, "
+            f"{progress.spikes} with a spike in the gradient norm"
+        )
+    for phase, (tokens, step) in progress.budgets.items():
         limit = "no longer limited" if tokens is None else f"limited to {tokens:,} padded tokens"
         lines.append(f"  shrunk      micro-batch of {phase} {limit}, since step {step}")
     return lines
 
 
 def compute_quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed (nearest rank); 0 if there are none."""
+    """Return the quantile by nearest rank: the smallest value that at least this share of the values does not exceed; 0
+    without values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
@@ -418,9 +430,9 @@ def format_size(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds: `42 s`, `3 min 05 s`, `2 h 07 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"

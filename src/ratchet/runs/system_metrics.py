@@ -1,7 +1,7 @@
-"""Samples the use of CPU, memory, disk, network and GPUs for the journal event `system_metrics`. Imports no torch.
+"""Samples of the use of CPU, memory, disk, network and GPUs, for the journal event `system_metrics`.
 
-A thread of the supervisor takes the samples: the worker is not involved, and a hanging disk or driver blocks nothing
-else.
+A thread of the supervisor takes the samples. The worker is not involved, and a hanging disk or driver blocks only this
+thread. This module does not import torch.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from ratchet.runs.journal import Journal
 from ratchet.runs.rendezvous import VISIBLE
 
 FIRST_S = 5.0
-"""The first sample of an attempt comes after at most this long, so that short trainings have one too."""
+"""Maximum time to the first sample of an attempt, so that a short training has a sample too."""
 POLL_S = 0.25
 GPU_WAIT_S = 10.0
-"""Timeout for the driver: without persistence mode it loads first."""
+"""Timeout for nvidia-smi, which loads the driver first if persistence mode is off."""
 MIB = 1 << 20
 
 Gpu = dict[str, float | int | None]
@@ -41,22 +41,24 @@ def parse_nvidia_smi(text: str, visible: str | None = None) -> list[Gpu]:
         text: standard output. A value that is not a number ([N/A], [Unknown Error]) becomes None.
         visible: CUDA_VISIBLE_DEVICES; None: all GPUs.
     """
-    wanted = None if visible is None else [name.strip() for name in visible.split(",")]
-    if wanted is not None and "-1" in wanted:
-        wanted = wanted[: wanted.index("-1")]
-    found: list[Gpu] = []
+    visible_names = None if visible is None else [name.strip() for name in visible.split(",")]
+    if visible_names is not None and "-1" in visible_names:
+        visible_names = visible_names[: visible_names.index("-1")]
+    gpus: list[Gpu] = []
     for row in csv.reader(io.StringIO(text), skipinitialspace=True):
         if len(row) != len(_FIELDS) or not row[0].strip().isdecimal():
             continue
         index, uuid = row[0].strip(), row[1].strip()
-        if wanted is not None and not any(name == index or (name and uuid.startswith(name)) for name in wanted):
+        if visible_names is not None and not any(
+            name == index or (name and uuid.startswith(name)) for name in visible_names
+        ):
             continue
         utilization, used, total, power, temperature = map(_parse_number, row[2:])
-        found.append({
+        gpus.append({
             "index": int(index), "utilization_percent": utilization, "memory_bytes": _convert_mib(used),
             "memory_total_bytes": _convert_mib(total), "power_w": power, "temperature_c": temperature,
         })  # fmt: skip
-    return found
+    return gpus
 
 
 def _parse_number(text: str) -> float | None:
@@ -64,7 +66,7 @@ def _parse_number(text: str) -> float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if abs(number) < float("inf") else None  # NaN is not smaller
+    return number if abs(number) < float("inf") else None  # the comparison is false for NaN
 
 
 def _convert_mib(count: float | None) -> int | None:
@@ -72,10 +74,10 @@ def _convert_mib(count: float | None) -> int | None:
 
 
 class NvidiaSmiSampler:
-    """Samples the visible GPUs of this machine through nvidia-smi.
+    """Sampler of the visible GPUs of this machine, by nvidia-smi.
 
     Args:
-        query: command line.
+        query: command line of nvidia-smi.
         wait_s: timeout in seconds.
     """
 
@@ -83,10 +85,10 @@ class NvidiaSmiSampler:
         self._query, self._wait_s = query, wait_s
         self._known: list[Gpu] = []
         self._hanging: subprocess.Popen[str] | None = None
-        """A query that timed out. It may not end, because a process inside the driver cannot be killed."""
+        """A query that timed out. It may never end, because a process inside the driver cannot be killed."""
 
     def sample(self) -> list[Gpu]:
-        """Current values; None values if the driver does not answer. Never raises."""
+        """Return the current values; None for all values if the driver does not answer. Never raises."""
         if shutil.which(self._query[0]) is None:
             return []
         if self._hanging is not None and self._hanging.poll() is None:
@@ -107,24 +109,24 @@ class NvidiaSmiSampler:
                 query.stdout.close()
             self._hanging = query
             return self._without_values()
-        found = parse_nvidia_smi(text, os.environ.get(VISIBLE))
-        if len(found) >= len(self._known):
-            self._known = found
-            return found
-        indices = {gpu["index"] for gpu in found}
+        gpus = parse_nvidia_smi(text, os.environ.get(VISIBLE))
+        if len(gpus) >= len(self._known):
+            self._known = gpus
+            return gpus
+        indices = {gpu["index"] for gpu in gpus}
         lost = [gpu for gpu in self._without_values() if gpu["index"] not in indices]
-        return sorted(found + lost, key=lambda gpu: gpu["index"] or 0)
+        return sorted(gpus + lost, key=lambda gpu: gpu["index"] or 0)
 
     def _without_values(self) -> list[Gpu]:
-        """The GPUs of earlier samples, with None values."""
+        """Return the GPUs of earlier samples, with None for all values."""
         return [{name: value if name == "index" else None for name, value in gpu.items()} for gpu in self._known]
 
 
 class UsageSampler:
-    """Samples the use of the machine and of a worker. CPU time is counted from one call to the next.
+    """Sampler of the use of the machine and of a worker. It counts CPU time from one call to the next.
 
     Args:
-        disk: a path on the disk to sample.
+        disk: path on the disk to sample.
         gpus: sampler of the GPUs; None: no GPU is used.
     """
 
@@ -140,9 +142,9 @@ class UsageSampler:
         self._sample_worker(worker)
 
     def sample(self, worker: int) -> dict[str, Any]:
-        """All values by their keys in the event; None if unknown. Never raises."""
+        """Return all values by their keys in the event; None if unknown. Never raises."""
         cpu_percent, memory_bytes = self._sample_worker(worker)
-        found: dict[str, Any] = {"cpu_percent": psutil.cpu_percent()}
+        usage: dict[str, Any] = {"cpu_percent": psutil.cpu_percent()}
         for names, measure in (
             (("memory_bytes", "memory_percent"), self._memory),
             (("disk_used_percent",), lambda: (psutil.disk_usage(str(self._disk)).percent,)),
@@ -152,9 +154,9 @@ class UsageSampler:
                 values: tuple[float | int | None, ...] = measure()
             except (OSError, psutil.Error, AttributeError):
                 values = (None,) * len(names)
-            found |= dict(zip(names, values, strict=True))
+            usage |= dict(zip(names, values, strict=True))
         gpus = [] if self._gpus is None else self._gpus.sample()
-        return {**found, "worker_cpu_percent": cpu_percent, "worker_memory_bytes": memory_bytes, "gpus": gpus}
+        return {**usage, "worker_cpu_percent": cpu_percent, "worker_memory_bytes": memory_bytes, "gpus": gpus}
 
     @staticmethod
     def _memory() -> tuple[int, float]:
@@ -167,30 +169,30 @@ class UsageSampler:
         return network.bytes_recv, network.bytes_sent
 
     def _sample_worker(self, pid: int) -> tuple[float | None, int | None]:
-        """CPU percent (100: one CPU) since the last call, and memory, of the worker and its children."""
+        """Return the CPU percent (100: one CPU) since the last call, and the memory, of the worker and its children."""
         now_s, cpu_s, memory_bytes, used_s = time.monotonic(), {}, 0, 0.0
         with contextlib.suppress(OSError, psutil.Error):
             parent = psutil.Process(pid)
             for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(OSError, psutil.Error):  # it has ended in the meantime
+                with contextlib.suppress(OSError, psutil.Error):  # the process has ended in the meantime
                     key, times = (process.pid, process.create_time()), process.cpu_times()
                     cpu_s[key] = times.user + times.system
                     memory_bytes += process.memory_info().rss
                     used_s += cpu_s[key] - self._cpu_s.get(key, 0.0)
-        passed_s, self._sampled_s, self._cpu_s = now_s - self._sampled_s, now_s, cpu_s
+        elapsed_s, self._sampled_s, self._cpu_s = now_s - self._sampled_s, now_s, cpu_s
         if not cpu_s:
             return None, None
-        return (round(100 * used_s / passed_s, 1) if passed_s > 0 else None), memory_bytes
+        return (round(100 * used_s / elapsed_s, 1) if elapsed_s > 0 else None), memory_bytes
 
 
 class SystemMetricsSampler(threading.Thread):
-    """Appends samples to the journal while there is a worker.
+    """Thread that appends samples to the journal while there is a worker.
 
     Args:
         journal: destination.
-        machine: settings for the interval, and whether GPUs are used.
+        machine: settings, which define the interval and whether GPUs are used.
         worker: returns the process id of the current worker, or None.
-        count: number of samples that the run has already.
+        count: number of samples that the journal already has.
     """
 
     def __init__(self, journal: Journal, machine: Machine, worker: Callable[[], int | None], count: int) -> None:
@@ -201,13 +203,13 @@ class SystemMetricsSampler(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        seen, due_s = None, 0.0
+        sampled_pid, due_s = None, 0.0
         while not self._ended.wait(POLL_S):
             pid, now_s = self._worker(), time.monotonic()
             if pid is None:
-                seen = None
-            elif pid != seen:
-                seen, due_s = pid, now_s + min(FIRST_S, self._every_s)
+                sampled_pid = None
+            elif pid != sampled_pid:
+                sampled_pid, due_s = pid, now_s + min(FIRST_S, self._every_s)
                 self._usage.begin(pid)
             elif now_s >= due_s:
                 due_s = now_s + self._every_s
@@ -217,8 +219,7 @@ class SystemMetricsSampler(threading.Thread):
                     self._journal.append("system_metrics", sample=self._count, **sample)
 
     def end(self) -> None:
-        """Take no more samples; a hanging disk or driver is not waited for."""
+        """Take no more samples. Waits only briefly for a hanging disk or driver."""
         self._ended.set()
-
         if self.is_alive():
             self.join(1.0)

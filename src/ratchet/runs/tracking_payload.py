@@ -1,8 +1,8 @@
-"""Payload that a tracking server receives for a run, and the choice of the machine that reports it.
+"""Parameters and metrics of a run for a tracking server, and the choice of the machine that reports them.
 
 If several machines train a run together, each has a journal with the same steps at slightly different times. Only the
-machine of rank 0 reports, so that no step appears several times. Each rendezvous decides again which machine that is;
-the event `worker_ready` records it.
+machine of rank 0 reports, so that no step appears several times. Each rendezvous assigns rank 0 again; the event
+`worker_ready` records whether this machine has it.
 """
 
 import os
@@ -19,20 +19,45 @@ from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import digests
 
+METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
+"""Metrics of every run. `MetricPointExtractor` adds other metrics if their values are known."""
+
+ALWAYS = ("quantization", "adapter", "rank", "alpha", "target_modules", "learning_rate", "epochs", "batch_size", "seed")
+"""Training settings that every run reports, for sorting and grouping. Other settings are reported unless they have
+their default values."""
+
+SYSTEM = {
+    "cpu_percent": ("cpu_utilization_percentage", 1.0),
+    "memory_bytes": ("system_memory_usage_megabytes", 1e-6),
+    "memory_percent": ("system_memory_usage_percentage", 1.0),
+    "disk_used_percent": ("disk_usage_percentage", 1.0),
+    "worker_cpu_percent": ("worker_cpu_utilization_percentage", 1.0),
+    "worker_memory_bytes": ("worker_memory_usage_megabytes", 1e-6),
+}
+"""Metric name and factor by key of `system_metrics`. Names and units are those of MLflow's system monitor, if it has
+them; so are the names in NETWORK and GPU."""
+NETWORK = {"network_received_bytes": "network_receive_megabytes", "network_sent_bytes": "network_transmit_megabytes"}
+GPU = {
+    "utilization_percent": ("utilization_percentage", 1.0),
+    "memory_bytes": ("memory_usage_megabytes", 1e-6),
+    "power_w": ("power_usage_watts", 1.0),
+    "temperature_c": ("temperature_celsius", 1.0),
+}
+
 
 class SharedCallback(RunCallback, Protocol):
-    """A callback for a server that other machines report to as well; it sends nothing that is already there."""
+    """Interface of a callback for a server to which other machines report too. It sends only what the server lacks."""
 
     def forget(self) -> None:
-        """Query the server's state again at the next use."""
+        """Discard the known state of the server, so that the next call queries it again."""
 
 
 class LeaderCallback:
-    """Passes events on while its machine has rank 0, and sends what is missing when it takes over.
+    """Callback that passes events on while this machine has rank 0. When the machine gets rank 0, it passes all events.
 
     Args:
         callback: receives the events.
-        journal: of the run, on this machine.
+        journal: journal of the run on this machine.
     """
 
     is_deferred = True
@@ -46,7 +71,7 @@ class LeaderCallback:
         """Whether this machine has rank 0 in the last attempt that became ready."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Take the next events, or the same ones again with newer ones after them."""
+        """Process the next events. After an exception, the same events come again, followed by newer events."""
         if self._takes_over(events):
             self._callback.forget()
             events = _read_events(self._journal)
@@ -54,22 +79,22 @@ class LeaderCallback:
             self._callback.on_events(events)
 
     def on_end(self, status: Status) -> None:
-        """The supervision has ended. A machine without rank 0 reports nothing, because another may continue the run."""
+        """Pass the end on. A machine without rank 0 reports nothing, because another machine may continue the run."""
         if not self._is_leader:
             return
-        if not self._is_own_attempt:  # nothing was trained: send what is missing, if the run is finished
+        if not self._is_own_attempt:  # this process started no worker: the run was finished before, or did not start
             if status != "FINISHED":
                 return
             self._callback.on_events(_read_events(self._journal))
         self._callback.on_end(status)
 
     def _takes_over(self, events: Sequence[JournalEvent]) -> bool:
-        """Whether an attempt became ready in which this machine has rank 0."""
+        """Return whether this machine gets rank 0, by these events, in an attempt of this process."""
         takes_over = False
         for event in events:
             if event.kind == "attempt_started":
                 is_own = event.data.get("pid") == os.getpid()
-                # Rank 0 in an attempt of an earlier process does not count: another machine may have taken over since.
+                # Rank 0 in an attempt of an earlier process does not count: another machine may have got it since.
                 self._is_leader = self._is_leader and (self._is_own_attempt or not is_own)
                 self._is_own_attempt = is_own
             elif event.kind == "worker_ready":
@@ -79,7 +104,7 @@ class LeaderCallback:
 
 
 def wrap_callback(callback: SharedCallback, journal: Path, machine: Machine) -> RunCallback:
-    """Wrap the callback in a LeaderCallback if several machines share a tracking server; else return it unchanged.
+    """Wrap the callback in a LeaderCallback if several machines share a tracking server; otherwise return it unchanged.
 
     The project's own tracking store is not shared.
     """
@@ -87,7 +112,8 @@ def wrap_callback(callback: SharedCallback, journal: Path, machine: Machine) -> 
 
 
 def should_report(journal: Path, machine: Machine) -> bool:
-    """Whether this machine should report a run that has ended: it had rank 0 in the last attempt that became ready."""
+    """Return whether this machine should report a run that has ended: it had rank 0 in the last attempt that became
+    ready, or no other machine reports to the same server."""
     ready = [event for event in _read_events(journal) if event.kind == "worker_ready"]
     return not _is_shared(machine) or (bool(ready) and _has_rank_zero(ready[-1]))
 
@@ -97,41 +123,15 @@ def _is_shared(machine: Machine) -> bool:
 
 
 def _has_rank_zero(ready: JournalEvent) -> bool:
-    return bool(ready.data.get("has_rank_zero", True))  # absent where one machine trains alone
+    return bool(ready.data.get("has_rank_zero", True))  # the key is absent if one machine trains alone
 
 
 def _read_events(journal: Path) -> list[JournalEvent]:
     return list(JournalReader(journal).read())
 
 
-# Parameters and metrics.
-
-METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
-"""Metrics of every run; `MetricPointExtractor` adds others where they are known."""
-
-ALWAYS = ("quantization", "adapter", "rank", "alpha", "target_modules", "learning_rate", "epochs", "batch_size", "seed")
-"""Training settings that every run reports, for sorting and grouping. Others are reported unless they have defaults."""
-
-SYSTEM = {
-    "cpu_percent": ("cpu_utilization_percentage", 1.0),
-    "memory_bytes": ("system_memory_usage_megabytes", 1e-6),
-    "memory_percent": ("system_memory_usage_percentage", 1.0),
-    "disk_used_percent": ("disk_usage_percentage", 1.0),
-    "worker_cpu_percent": ("worker_cpu_utilization_percentage", 1.0),
-    "worker_memory_bytes": ("worker_memory_usage_megabytes", 1e-6),
-}
-"""Values of `system_metrics` under the names and units of MLflow's own system monitor, where it has one."""
-NETWORK = {"network_received_bytes": "network_receive_megabytes", "network_sent_bytes": "network_transmit_megabytes"}
-GPU = {
-    "utilization_percent": ("utilization_percentage", 1.0),
-    "memory_bytes": ("memory_usage_megabytes", 1e-6),
-    "power_w": ("power_usage_watts", 1.0),
-    "temperature_c": ("temperature_celsius", 1.0),
-}
-
-
 class MetricPoint(NamedTuple):
-    """One value of a metric."""
+    """Value of a metric at a step."""
 
     key: str
     value: float
@@ -141,16 +141,16 @@ class MetricPoint(NamedTuple):
 
 
 def collect_parameters(spec: RunSpec, settings: Settings) -> dict[str, str]:
-    """Flat parameters of a run: the settings that determine the result and differ from the defaults. They never change
-    within a run.
+    """Collect the parameters of a run by dotted name: settings that determine the result, and that differ from their
+    defaults or are in ALWAYS. They never change within a run.
 
-    A person who compares runs looks for differences; settings that are equal everywhere hide them (mlflow#3763).
+    Other settings are omitted, because equal settings hide the differences between runs (mlflow#3763).
     """
-    flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digests.SHORT]}
-    flat |= {"data.digest": spec.data_digest[: digests.SHORT], "recipe_version": str(spec.recipe_version)}
+    parameters = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digests.SHORT]}
+    parameters |= {"data.digest": spec.data_digest[: digests.SHORT], "recipe_version": str(spec.recipe_version)}
     defaults = _flatten_train(Train())
     reported = {f"train.{name}" for name in ALWAYS}
-    return flat | {
+    return parameters | {
         key: text for key, text in _flatten_train(spec.train).items() if key in reported or defaults.get(key) != text
     }
 
@@ -164,15 +164,15 @@ def _flatten_train(train: Train) -> dict[str, str]:
 
 
 class MetricPointExtractor:
-    """Extracts metric points from events, in the order of the journal. An event may be repeated."""
+    """Extractor of metric points from events, which come in the order of the journal. An event may come again."""
 
     def __init__(self) -> None:
         self._utilization: dict[int, float] = {}
-        """By attempt: the share of the devices' peak FLOP/s that one token/s takes."""
+        """Share of the devices' peak FLOP/s that one token/s takes, by attempt."""
         self._network = {name: _RelativeCounter() for name in NETWORK}
 
     def extract(self, event: JournalEvent) -> list[MetricPoint]:
-        """The points of one event; unknown values are omitted."""
+        """Return the points of an event. Unknown values are omitted."""
         if event.kind == "worker_ready":
             self._set_utilization(event)
         values: dict[str, float | None] = {}
@@ -189,9 +189,9 @@ class MetricPointExtractor:
         return [MetricPoint(key, value, step, event.t) for key, value in values.items() if value is not None]
 
     def _set_utilization(self, event: JournalEvent) -> None:
-        needed, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_per_s")
-        if needed and peak:
-            self._utilization[event.attempt] = needed / peak
+        flops_per_token, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_per_s")
+        if flops_per_token and peak:
+            self._utilization[event.attempt] = flops_per_token / peak
 
     def _extract_step(self, event: JournalEvent) -> dict[str, float | None]:
         values: dict[str, float | None] = {
@@ -204,24 +204,25 @@ class MetricPointExtractor:
         return values
 
     def _extract_system(self, data: dict[str, Any]) -> dict[str, float | None]:
-        found = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
+        values = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
         for key, name in NETWORK.items():
             if (count := data.get(key)) is not None:
-                found[name] = self._network[key].since_start(data["sample"], count) / 1e6
+                values[name] = self._network[key].since_start(data["sample"], count) / 1e6
         for gpu in data.get("gpus") or ():
             prefix = f"gpu_{gpu['index']}_"
-            found |= {prefix + name: _scale(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
+            values |= {prefix + name: _scale(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
             if gpu.get("memory_bytes") is not None and gpu.get("memory_total_bytes"):
-                found[f"{prefix}memory_usage_percentage"] = 100 * gpu["memory_bytes"] / gpu["memory_total_bytes"]
-        return found
+                values[f"{prefix}memory_usage_percentage"] = 100 * gpu["memory_bytes"] / gpu["memory_total_bytes"]
+        return values
 
 
 class _RelativeCounter:
-    """Converts a count since boot into one since the first sample of the run. It never decreases."""
+    """Converter of a count since boot into a count since the first sample of the run, which never decreases."""
 
     def __init__(self) -> None:
         self._samples: list[int] = []
-        """First sample of each offset: the machine was rebooted, or the run moved to another one."""
+        """First sample of each offset. A new offset begins when the machine was rebooted or the run moved to another
+        machine."""
         self._offsets: list[float] = []
         self._last = (0, 0.0)
 
@@ -242,7 +243,7 @@ def _scale(value: float | None, factor: float) -> float | None:
 
 
 def read_final_status(paths: RunPaths) -> Status:
-    """How a run that is not in training ended, by its result and its journal."""
+    """Return how a run that is not in training ended, by its result and its journal."""
     decisions = [
         e.data.get("decision")
         for e in JournalReader(paths.journal).read()

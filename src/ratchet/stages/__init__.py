@@ -1,1 +1,1 @@
-"""One module for each DVC stage and each command: it takes a project, does the work and returns what it found."""
+"""One module for each DVC stage and each command. Its function takes a project, does the work and returns a record."""

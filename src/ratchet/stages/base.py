@@ -1,4 +1,4 @@
-"""Stage base: resolve and pin the base model, or pre-train the tiny one; later stages see a Hugging Face directory."""
+"""Stage base: resolve and pin the base model, or pre-train the tiny one. Its output is a Hugging Face directory."""
 
 import re
 import shutil
@@ -18,8 +18,10 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import CHAT_TEMPLATE_FILE, ProjectLayout
 from ratchet.storage.records.base import BaseCard
 
-TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
-"""A chat template that fails on this is refused here, not after minutes in a later stage."""
+SAMPLE_CONVERSATION = Conversation(
+    [{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}]
+)
+"""Tests the chat template in this stage, so that an error in it does not appear minutes later in another stage."""
 
 
 def base(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> BaseCard:
@@ -27,7 +29,7 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
 
     Args:
         project: the project.
-        on_progress: receives a line now and then while the tiny base is built.
+        on_progress: receives lines while the tiny base is built.
 
     Raises:
         BaseModelError: the source cannot be found, contains a pickle that would run code, or lacks config, weights,
@@ -42,13 +44,13 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
     with project.lock("base"), files.sealed_directory(layout.base, "base") as scratch:
         model, revision = _obtain_model(layout, settings, scratch, on_progress)
         card = _build_card(model, settings.base, revision, converted=model.parent == scratch)
-        own = _copy_project_template(layout, settings)
-        trial = f"{settings.base.chat_template or model} (trial conversation)"
-        tokenizer = base_model.load_tokenizer(model, own, card.added_tokens, card.remote_code)
-        tokenization.encode_conversation(tokenizer, TRIAL, trial)
-        inputs.require_exportable(model, settings, layout.root)  # after training it would be late to hear of it
-        if own:
-            shutil.copyfile(own, scratch / CHAT_TEMPLATE_FILE)
+        template = _find_project_template(layout, settings)
+        origin = f"{settings.base.chat_template or model} (trial conversation)"
+        tokenizer = base_model.load_tokenizer(model, template, card.added_tokens, card.remote_code)
+        tokenization.encode_conversation(tokenizer, SAMPLE_CONVERSATION, origin)
+        inputs.require_exportable(model, settings, layout.root)  # before the training, which may take days
+        if template:
+            shutil.copyfile(template, scratch / CHAT_TEMPLATE_FILE)
         card.save(scratch / layout.base_card.name)
     return card
 
@@ -56,69 +58,70 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
 def _obtain_model(
     layout: ProjectLayout, settings: Settings, scratch: Path, progress: Callable[[str], None]
 ) -> tuple[Path, str | None]:
-    """Directory and commit of the model. A model that is built, or converted from pickles, is in `scratch`.
+    """Return directory and commit of the model. A model that is built, or converted from pickles, is in `scratch`.
 
-    Downloaded files are scanned for pickles that would run code before any of them is opened.
+    Before any downloaded file is opened, all are scanned for pickles that would run code.
     """
-    place = scratch / layout.tiny_model.name
+    target = scratch / layout.tiny_model.name
     if settings.base.source == base_model.TINY:
         from ratchet.models import loading, tiny_model
 
         loading.use_threads(settings.machine.threads)
-        tiny_model.build(_read_tiny_texts(layout, settings), place, settings.base.tiny, progress)
-        return place, None
-    found, revision = base_model.fetch(layout, settings.base)
-    pickle_scan.scan_directory(found).save(scratch / pickle_scan.RECORD)
-    if not settings.base.convert_pickles or base_model.list_weight_files(found):
-        return found, revision
+        tiny_model.build(_read_tiny_texts(layout, settings), target, settings.base.tiny, progress)
+        return target, None
+    model, revision = base_model.fetch(layout, settings.base)
+    pickle_scan.scan_directory(model).save(scratch / pickle_scan.RECORD)
+    if not settings.base.convert_pickles or base_model.list_weight_files(model):
+        return model, revision
     from ratchet.models import model_spec, weights
 
-    code = settings.base.trust_remote_code is not None
+    has_remote_code = settings.base.trust_remote_code is not None
     progress(f"converting the pickles of {settings.base.source} to safetensors")
-    weights.convert_pickles(found, place, weights.tied_names(model_spec.load(found, code)), code)
-    return place, revision
+    tied_names = weights.tied_names(model_spec.load(model, has_remote_code))
+    weights.convert_pickles(model, target, tied_names, has_remote_code)
+    return target, revision
 
 
 def _build_card(model: Path, settings: Base, revision: str | None, converted: bool) -> BaseCard:
-    """Check everything that could stop a later stage, then hash the files."""
+    """Check the model for problems that would stop a later stage, and hash its files."""
     from ratchet.models import model_spec, weights
 
-    code = settings.trust_remote_code is not None
+    has_remote_code = settings.trust_remote_code is not None
     config = base_model.read_config(model)
-    stored = base_model.detect_stored_quantization(config, str(model))
-    if code:
+    quantization = base_model.detect_stored_quantization(config, str(model))
+    if has_remote_code:
         base_model.require_pinned_code(model)
-    plan = model_spec.load(model, code)
-    plan.require_causal()
-    base_model.list_model_files(model, code)
-    unused = weights.check_stored_tensors(model, plan, stored)
+    spec = model_spec.load(model, has_remote_code)
+    spec.require_causal()
+    base_model.list_model_files(model, has_remote_code)
+    unused_tensors = weights.check_stored_tensors(model, spec, quantization)
     weights.require_finite(model)
-    contents = base_model.fingerprint(model, code)
-    tiny = settings.source == base_model.TINY
+    file_digests = base_model.fingerprint(model, has_remote_code)
+    is_tiny = settings.source == base_model.TINY
     return BaseCard(
         source=settings.source,
         revision=revision,
-        digest=_compute_digest(contents, settings.added_tokens),
-        files=contents,
-        architecture=str((config.get("architectures") or [plan.class_name])[0]),
-        parameters=plan.parameters,
-        licence="Apache-2.0" if tiny else _declared_licence(model / "README.md"),
+        digest=_compute_digest(file_digests, settings.added_tokens),
+        files=file_digests,
+        architecture=str((config.get("architectures") or [spec.class_name])[0]),
+        parameters=spec.parameters,
+        licence="Apache-2.0" if is_tiny else _read_licence(model / "README.md"),
         added_tokens=settings.added_tokens,
-        remote_code=code,
-        converted=converted and not tiny,
-        quantization=stored,
-        unused_tensors=unused,
+        remote_code=has_remote_code,
+        converted=converted and not is_tiny,
+        quantization=quantization,
+        unused_tensors=unused_tensors,
     )
 
 
-def _compute_digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
-    """Identity of what is trained against; the same files with other tokens are another model."""
-    files_digest = digests.hash_files(contents)
+def _compute_digest(file_digests: dict[str, str], added_tokens: tuple[str, ...]) -> str:
+    """Return the digest of files and added tokens: the same files with other tokens are another base."""
+    files_digest = digests.hash_files(file_digests)
     return digests.hash_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
 
 
-def _copy_project_template(layout: ProjectLayout, settings: Settings) -> Path | None:
-    """Path of the project's own chat template, or None. It is copied into the output of the stage."""
+def _find_project_template(layout: ProjectLayout, settings: Settings) -> Path | None:
+    """Return the path of the project's own chat template, or None."""
     name = settings.base.chat_template
     if name is None:
         return None
@@ -128,19 +131,19 @@ def _copy_project_template(layout: ProjectLayout, settings: Settings) -> Path | 
     return path
 
 
-def _declared_licence(model_card: Path) -> str | None:
-    """`license:` of the model card's front matter, as declared."""
+def _read_licence(model_card: Path) -> str | None:
+    """Return `license:` of the model card's front matter."""
     if not model_card.is_file():
         return None
     front = re.match(r"---\n(.*?)\n---", model_card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    found = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
-    return found[1] if found else None
+    licence = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence else None
 
 
 def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
-    """Texts for the tiny base: plain text and prompts of training rows; never labels, validation or test rows.
+    """Return texts for the tiny base: plain text and prompts of training rows; never labels, validation or test rows.
 
-    The answers of a text task are included, each as a text of its own.
+    For task `text` each answer is also a text.
     """
     texts: dict[str, None] = {}
     for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
@@ -149,20 +152,20 @@ def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
     sources = SourceReader(layout.root, settings.prepare)
-    assigner = splits.SplitAssigner(settings.prepare, [one is not None for one in sources.teacher_cards])
-    rows = []
+    assigner = splits.SplitAssigner(settings.prepare, [card is not None for card in sources.teacher_cards])
+    row_texts = []
     for row in sources.rows():
         if isinstance(row, SourceRow) and missing_part_reason(row) is None and assigner.find_problem(row) is None:
             assigner.add(row)
             answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
-            rows.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
+            row_texts.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
     assigned = assigner.assign()
     if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
         raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
-    for code, own in zip(assigned, rows, strict=True):
+    for code, own_texts in zip(assigned, row_texts, strict=True):
         if code == splits.TRAIN:
-            texts |= dict.fromkeys(own)
-    found = [text for text in texts if text]
-    if not found:
+            texts |= dict.fromkeys(own_texts)
+    nonempty = [text for text in texts if text]
+    if not nonempty:
         raise DataError(f"{layout.text}: no text to pre-train the tiny base on; put .txt files there")
-    return found
+    return nonempty

@@ -1,4 +1,4 @@
-"""Callbacks of a command: MLflow, Prometheus, a webhook. None of them can slow or stop a training."""
+"""Callbacks of a command: terminal, MLflow, Prometheus, webhook. None of them can slow or stop a training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainingCallbacks:
-    """The callbacks of a training."""
+    """Creates the callbacks of a training."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TrainingCallbacks:
         )
 
     def for_run(self, run: RunPaths) -> Sequence[RunCallback]:
-        """The callbacks of this run."""
+        """Create the callbacks of a run."""
         machine = self._project.settings.machine
         callbacks = [tracking_payload.wrap_callback(self._mlflow_callback(run), run.journal, machine)]
         if self._create_console is not None:
@@ -62,12 +62,12 @@ class TrainingCallbacks:
     def publish(self, run: RunPaths, page: Path) -> None:
         """Log the page of a finished run to MLflow, and its curves as an interactive page.
 
-        MLflow is given as much time as at the end of a training. The next `ratchet train` sends what is missing.
+        The timeout is the same as at the end of a training. The next `ratchet train` sends what is missing.
         """
         callback, grace_s = self._mlflow_callback(run), self._project.settings.machine.tracking_timeout_s
         if not tracking_payload.should_report(run.journal, self._project.settings.machine):
             return
-        if callback.is_busy:  # it has had its time
+        if callback.is_busy:  # the timeout has passed already
             print_message(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
         else:
             self._tracking.publish(callback, page, partial(_draw_curves, self._project.layout, run.root.name), grace_s)
@@ -82,16 +82,16 @@ class TrainingCallbacks:
 
 
 def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[Path]:
-    """The page of `ratchet report` without the parts that later stages add. A failure is only reported."""
+    """Write the page of `ratchet report` without the parts that later stages add. Errors are reported, not raised."""
     from ratchet.reports import comparison, run_page
     from ratchet.reports.comparison import ComparisonIndex, EvaluationIndex
     from ratchet.reports.run_page import RunProvenance
 
     target = folder / "curves.html"
     try:
-        names = ComparisonIndex(layout)
+        index = ComparisonIndex(layout)
         side = comparison.read_side(
-            layout, names.subject(run_id), names, EvaluationIndex(layout, names), comparison.MOST_POINTS
+            layout, index.subject(run_id), index, EvaluationIndex(layout, index), comparison.MOST_POINTS
         )
         run_page.write(side, None, RunProvenance({}, None, None, None), target)
     except (RatchetError, OSError) as error:
@@ -104,14 +104,14 @@ def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[P
 def open_callbacks(
     project: Project, create_console: Callable[[RunPaths], RunCallback] | None = None
 ) -> Iterator[TrainingCallbacks]:
-    """The callbacks of a training, open for the length of the block.
+    """Open the callbacks of a training for the duration of the block.
 
     Args:
         project: the project.
-        create_console: makes the callback that shows a run in the terminal; None: the terminal shows nothing.
+        create_console: creates the callback that shows a run in the terminal; None: the terminal shows nothing.
 
     Raises:
-        SettingsError: the port for Prometheus is taken, or the webhook's address is not valid.
+        SettingsError: the port for Prometheus is in use, or the webhook's address is not valid.
         StorageError: the file for node_exporter cannot be written.
     """
     machine = project.settings.machine
@@ -129,9 +129,9 @@ def open_callbacks(
 
 @contextmanager
 def notify_verdict(project: Project) -> Iterator[None]:
-    """After the block: report the verdict to the webhook and to Prometheus' file.
+    """Report the verdict to the webhook and to Prometheus' file after the block.
 
-    Raises SettingsError for a bad address, before the block runs.
+    Raises SettingsError for an invalid address before the block runs.
     """
     machine = project.settings.machine
     webhook = Webhook.from_environment(machine, project.root.name)
@@ -148,19 +148,19 @@ def notify_verdict(project: Project) -> Iterator[None]:
 
 @contextmanager
 def notify_promotions(project: Project) -> Iterator[None]:
-    """After the block: report every change of the champion to the webhook, also one that a killed command had begun.
+    """Report every change of the champion to the webhook after the block, also changes that a killed command began.
 
-    Raises SettingsError for a bad address, before the block runs.
+    Raises SettingsError for an invalid address before the block runs.
     """
     webhook = Webhook.from_environment(project.settings.machine, project.root.name)
     if webhook is None:
         yield
         return
-    known = len(_read_promotions(project.layout))
+    count_before = len(_read_promotions(project.layout))
     try:
         yield
     finally:
-        for entry in _read_promotions(project.layout)[known:]:
+        for entry in _read_promotions(project.layout)[count_before:]:
             how = "again, by rollback" if entry.action == "rollback" else "now"
             forced = ", against the verdict" if entry.forced else ""
             name = project.settings.promote.model_name
@@ -172,7 +172,7 @@ def notify_promotions(project: Project) -> Iterator[None]:
 
 
 def _read_promotions(layout: ProjectLayout) -> Sequence[Promotion]:
-    """The ledger; empty when it is damaged, which the command itself reports."""
+    """Read the ledger. Returns no entries if it is damaged: the command itself reports that."""
     try:
         return ledger.read_entries(layout.promotions)
     except DamagedFileError:

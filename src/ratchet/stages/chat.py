@@ -1,6 +1,6 @@
-"""`ratchet chat`: a conversation with a model in the terminal. torch is loaded only when the model is.
+"""`ratchet chat`: a conversation with a model in the terminal. torch is loaded only together with a model.
 
-Reasoning is not stored, since chat templates omit the reasoning of earlier turns.
+A chat does not store reasoning, because chat templates omit the reasoning of earlier turns.
 """
 
 import json
@@ -27,17 +27,29 @@ from ratchet.stages.generate import ENDS, create_notice_callbacks
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 
+PROMPT, CONTINUATION_PROMPT = "> ", ". "
+FENCE = '"""'
+"""Begins and ends a question of several lines."""
+HELP = """/reset        start a new conversation; the system message stays
+/system TEXT  set the system message; without TEXT: show it
+/retry        remove the last answer and ask again
+/save FILE    write the conversation as messages, JSONL
+/help         show this list
+/quit         end (also Ctrl-D)
+To write several lines, end a line with a backslash, or put the lines between two \"""
+To ask a text that begins with a slash, write //TEXT. Ctrl-C stops an answer."""
+
 
 class ChatSession:
     """A chat: user messages with their answers.
 
     Args:
-        settings: generate.system_prompt, generate.reasoning_tags and prepare.system are read.
+        settings: generate.system_prompt, generate.reasoning_tags and prepare.system apply.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.system = settings.generate.system_prompt
-        """System message for the next request, or None."""
+        """System message of the next request, or None."""
         self._tags = settings.generate.reasoning_tags
         self._merge_system = settings.prepare.system == "merge"
         self._turns: list[tuple[str, str]] = []
@@ -47,20 +59,20 @@ class ChatSession:
     def ask(self, text: str) -> GenerationRequest:
         """Return the request for an answer to a new user message."""
         self._message, self._is_answered, self._sample = replace_surrogates(text), False, 0
-        return self._question()
+        return self._build_request()
 
     def regenerate(self) -> GenerationRequest | None:
-        """Remove the last answer and return a request for another one; None if there is no message."""
+        """Remove the last answer and return a request for another one; None if there is no user message."""
         if not self._message:
             return None
         if self._is_answered:
             self._turns.pop()
         self._is_answered = False
         self._sample += 1
-        return self._question()
+        return self._build_request()
 
     def add_answer(self, text: str) -> None:
-        """Add the answer to the last message; reasoning with a missing begin tag is removed."""
+        """Add the answer to the last message. Its reasoning is removed, even if the begin tag is missing."""
         self._turns.append((self._message, split_reasoning(text, self._tags).answer))
         self._is_answered = True
 
@@ -71,7 +83,7 @@ class ChatSession:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def _question(self) -> GenerationRequest:
+    def _build_request(self) -> GenerationRequest:
         conversation = Conversation([*self._messages(), {"role": "user", "content": self._message}])
         if self._merge_system:
             conversation = merge_system_messages(conversation)
@@ -103,69 +115,56 @@ class ChatSession:
         self._saved.add(target)
 
 
-PROMPT, MORE = "> ", ". "
-FENCE = '"""'
-"""Starts and ends a question of several lines."""
-HELP = """/reset        start a new conversation; the system message stays
-/system TEXT  set the system message; without TEXT: show it
-/retry        remove the last answer and ask again
-/save FILE    write the conversation as messages, JSONL
-/help         show this list
-/quit         end (also Ctrl-D)
-A line that ends with a backslash continues on the next one, as does everything between two \"""
-//TEXT asks a TEXT that begins with a slash. Ctrl-C stops an answer."""
-
-
 def chat(project: Project, model: str = "adapter", streams: tuple[TextIO, TextIO] | None = None) -> None:
     """Read questions and show each answer while it is generated, until the input ends.
 
     Args:
-        project: the project; section generate of its settings says how answers are sampled.
-        model: as of `ratchet generate --model`.
-        streams: input and output; None: standard input and output. Where one of them is not a terminal, each line is a
-            question, only answers are written, and an error ends the chat.
+        project: the project; section generate of its settings defines the sampling.
+        model: a value of `ratchet generate --model`.
+        streams: input and output; None: standard input and output. Unless both are terminals, each line is a question,
+            only answers are written, and an error ends the chat.
 
     Raises:
-        InputError: the model cannot be used; without a terminal also: a question cannot be asked.
+        InputError: the model cannot be used; without a terminal also: a question is too long.
         RatchetError: the model does not answer; only without a terminal.
     """
     layout, settings = project.layout, project.settings
     input_stream, out = streams or (sys.stdin, sys.stdout)
-    live = input_stream.isatty() and out.isatty()
+    is_live = input_stream.isatty() and out.isatty()
     reference = model_reference.resolve_model(model, layout, settings)
-    page = StreamPrinter(out, reasons=live)
-    aside = page if live else StreamPrinter(sys.stderr)
-    if live:
+    page = StreamPrinter(out, reasons=is_live)
+    notice_page = page if is_live else StreamPrinter(sys.stderr)
+    if is_live:
         page.note(f"{model}: loading; /help lists the commands, Ctrl-D ends")
     start = reference.start.model_copy(update={"generate": settings.generate.model_copy(update={"labels": ()})})
-    backend = open_backend(reference.model.kind, start, create_notice_callbacks(aside))
+    backend = open_backend(reference.model.kind, start, create_notice_callbacks(notice_page))
     try:
-        with _allow_interrupts(live):
-            _ChatLoop(backend, ChatSession(settings), page, live=live).run(ChatInput(input_stream, live=live))
+        with _allow_interrupts(is_live):
+            _ChatLoop(backend, ChatSession(settings), page, live=is_live).run(ChatInput(input_stream, live=is_live))
     finally:
         backend.close()
 
 
 @contextmanager
-def _allow_interrupts(live: bool) -> Iterator[None]:
-    """In a terminal, Ctrl-C stops an answer each time, where other commands ignore all signals after the first."""
+def _allow_interrupts(is_live: bool) -> Iterator[None]:
+    """Let every Ctrl-C in a terminal stop an answer. Other commands ignore all stop signals after the first."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(EXIT_INTERRUPTED)
 
-    before = {number: signal.getsignal(number) for number in list_stop_signals()}
-    if live:
-        for number in before:
+    original_actions = {number: signal.getsignal(number) for number in list_stop_signals()}
+    if is_live:
+        for number in original_actions:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, action in original_actions.items():
+            signal.signal(number, action)
 
 
 class ChatInput:
-    """Reads questions and commands. The history (arrow keys) is kept until the process ends and written nowhere."""
+    """Reads questions and commands. The history (arrow keys) is kept until the process ends, and in no file."""
 
     def __init__(self, lines: TextIO, *, live: bool) -> None:
         self._lines, self._live = lines, live
@@ -175,30 +174,32 @@ class ChatInput:
             readline.set_auto_history(True)
 
     def next(self) -> str | None:
-        """The next question or command, of one line or several; None at the end of the input. Raises
-        KeyboardInterrupt."""
-        line = self._line(PROMPT)
+        """Read the next question or command, of one or several lines; None at the end of the input.
+
+        Raises KeyboardInterrupt.
+        """
+        line = self._read_line(PROMPT)
         if line is None:
             return None
         if line.startswith(FENCE):
-            return self._fenced(line.removeprefix(FENCE))
+            return self._read_fenced(line.removeprefix(FENCE))
         lines = []
         while line is not None and line.endswith("\\"):
             lines.append(line[:-1])
-            line = self._line(MORE)
+            line = self._read_line(CONTINUATION_PROMPT)
         return "\n".join([*lines, *([] if line is None else [line])])
 
-    def _fenced(self, line: str | None) -> str:
+    def _read_fenced(self, line: str | None) -> str:
         lines = []
         while line is not None:
             if line.endswith(FENCE):
                 lines.append(line.removesuffix(FENCE))
                 break
             lines.append(line)
-            line = self._line(MORE)
+            line = self._read_line(CONTINUATION_PROMPT)
         return "\n".join(lines).strip("\n")
 
-    def _line(self, prompt: str) -> str | None:
+    def _read_line(self, prompt: str) -> str | None:
         if self._live and self._lines is sys.stdin:
             try:
                 return input(prompt)
@@ -209,13 +210,13 @@ class ChatInput:
 
 
 class _ChatLoop:
-    """Conversations with one model."""
+    """Takes the user's input in turn: asks the model a question, or runs a command."""
 
     def __init__(self, backend: GenerationBackend, session: ChatSession, page: StreamPrinter, *, live: bool) -> None:
         self._backend, self._session, self._page, self._live = backend, session, page, live
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset, "/system": self._system, "/retry": self._retry, "/save": self._save,
-            "/help": lambda rest: self._say(HELP),
+            "/help": lambda rest: self._print_note(HELP),
         }  # fmt: skip
 
     def run(self, reader: ChatInput) -> None:
@@ -230,13 +231,13 @@ class _ChatLoop:
                 continue
             if text is None:
                 if self._live:
-                    self._page.gap()  # the shell's prompt begins a line
+                    self._page.gap()  # so that the shell's prompt begins on a new line
                 return
             if text.strip() == "/quit":
                 return
-            self._take(text)
+            self._handle_input(text)
 
-    def _take(self, text: str) -> None:
+    def _handle_input(self, text: str) -> None:
         if text.startswith("//"):
             self._ask(self._session.ask(text[1:]))
         elif text.startswith("/"):
@@ -253,10 +254,10 @@ class _ChatLoop:
         elif text.strip():
             self._ask(self._session.ask(text))
 
-    def _ask(self, question: GenerationRequest) -> None:
+    def _ask(self, request: GenerationRequest) -> None:
         partial = PartialAnswer()
         try:
-            self._page.answer(self._backend.stream(question, True), partial)
+            self._page.answer(self._backend.stream(request, True), partial)
         except KeyboardInterrupt:
             if not self._live:
                 raise
@@ -268,50 +269,50 @@ class _ChatLoop:
             self._keep(partial)
             self._fail(error)
         else:
-            self._ended(partial)
+            self._finish_answer(partial)
 
     def _keep(self, partial: PartialAnswer) -> None:
         """Keep a question in the conversation if it has an answer."""
         if partial.answer:
             self._session.add_answer(partial.answer)
 
-    def _ended(self, partial: PartialAnswer) -> None:
-        ended = partial.end
-        if ended is None:
+    def _finish_answer(self, partial: PartialAnswer) -> None:
+        end = partial.end
+        if end is None:
             self._keep(partial)
             return
-        if ended.finish == "context" and not ended.tokens:
-            have = "" if ended.prompt_tokens is None else f" has {ended.prompt_tokens:,} tokens, which"
-            most = "the model's context" if ended.context_tokens is None else f"a context of {ended.context_tokens:,}"
+        if end.finish == "context" and not end.tokens:
+            size = "" if end.prompt_tokens is None else f" has {end.prompt_tokens:,} tokens, which"
+            limit = "the model's context" if end.context_tokens is None else f"a context of {end.context_tokens:,}"
             self._fail(
                 DataError(
-                    f"the conversation with this question{have} does not fit {most}: it was not asked, and nothing was "
-                    "truncated; /reset starts a new conversation, /save FILE writes this one"
+                    f"the conversation with this question{size} does not fit {limit}: it was not asked, and nothing "
+                    "was truncated; /reset starts a new conversation, /save FILE writes this one"
                 )
             )
             return
         self._session.add_answer(partial.answer)
         if self._live:
-            self._page.note(_format_figures(ended, partial.seconds))
+            self._page.note(_format_figures(end, partial.seconds))
             self._page.gap()
 
     def _reset(self, rest: str) -> None:
         self._session.reset()
-        self._say("new conversation")
+        self._print_note("new conversation")
 
     def _system(self, rest: str) -> None:
         if rest:
             self._session.system = rest
-            self._say("system message set; it applies from the next question")
+            self._print_note("system message set; it applies from the next question")
         else:
-            self._say("no system message" if self._session.system is None else self._session.system)
+            self._print_note("no system message" if self._session.system is None else self._session.system)
 
     def _retry(self, rest: str) -> None:
-        question = self._session.regenerate()
-        if question is None:
+        request = self._session.regenerate()
+        if request is None:
             self._fail(SettingsError("/retry: no question was asked yet"))
         else:
-            self._ask(question)
+            self._ask(request)
 
     def _save(self, rest: str) -> None:
         try:
@@ -323,9 +324,11 @@ class _ChatLoop:
         except OSError as error:
             self._fail(SettingsError(f"{rest}: {error.strerror}; nothing was written"))
         else:
-            self._say(f"{rest}: written, {len(self._session):,} question{'s' * (len(self._session) != 1)} with answers")
+            self._print_note(
+                f"{rest}: written, {len(self._session):,} question{'s' * (len(self._session) != 1)} with answers"
+            )
 
-    def _say(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         if self._live:
             self._page.note(text)
 
@@ -336,16 +339,16 @@ class _ChatLoop:
         self._page.note(f"! {error}")
 
 
-def _format_figures(ended: AnswerEnd, seconds: float) -> str:
-    """Tokens, speed and context of an answer; `seconds` begin at its first token."""
+def _format_figures(end: AnswerEnd, seconds: float) -> str:
+    """Format tokens, speed and context of an answer; `seconds` is the time since its first token."""
     parts = []
-    if ended.tokens is not None:
-        parts.append(f"{ended.tokens:,} tokens")
-        if ended.tokens > 1 and seconds > 0:
-            parts.append(f"{(ended.tokens - 1) / seconds:,.1f} tokens/s")
-        if ended.prompt_tokens is not None:
-            used = f"context {ended.prompt_tokens + ended.tokens:,}"
-            parts.append(used if ended.context_tokens is None else f"{used} of {ended.context_tokens:,}")
-    if ended.finish != "stop":
-        parts.append(ENDS.get(ended.finish, ended.finish))
+    if end.tokens is not None:
+        parts.append(f"{end.tokens:,} tokens")
+        if end.tokens > 1 and seconds > 0:
+            parts.append(f"{(end.tokens - 1) / seconds:,.1f} tokens/s")
+        if end.prompt_tokens is not None:
+            used = f"context {end.prompt_tokens + end.tokens:,}"
+            parts.append(used if end.context_tokens is None else f"{used} of {end.context_tokens:,}")
+    if end.finish != "stop":
+        parts.append(ENDS.get(end.finish, end.finish))
     return ", ".join(parts) or "ended"

@@ -1,17 +1,17 @@
-"""`ratchet compare`: several trainings side by side. Reads files and changes none."""
+"""`ratchet compare`: a page that shows several trainings side by side. Changes none of the files that it reads."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.errors import SettingsError
 from ratchet.reports import comparison, comparison_page
-from ratchet.reports.comparison import HOW, ComparisonIndex, PairwiseTestResult
+from ratchet.reports.comparison import NAME_SYNTAX, ComparisonIndex, PairwiseTestResult
 from ratchet.stages.project import Project
 from ratchet.storage.html import NONE
 from ratchet.storage.records.base import Record
 
-LONGEST_NAME = 80
-"""Characters of the page's name."""
+MAX_NAME_CHARACTERS = 80
+"""Longest name of a page, without its ending."""
 
 
 class CompareResult(Record):
@@ -19,9 +19,9 @@ class CompareResult(Record):
 
     names: tuple[str, ...]
     differences: dict[str, tuple[str, ...]]
-    """Settings, data and circumstances that differ, with the value of each training."""
+    """Settings, data and execution facts that differ, with the value of each training."""
     figures: dict[str, tuple[str, ...]]
-    """Final figures as text, of each training."""
+    """Final figures of each training, as text."""
     test_results: tuple[PairwiseTestResult, ...]
     """Paired tests on the same rows."""
     not_tested: dict[str, str]
@@ -34,35 +34,37 @@ def compare(project: Project, names: Sequence[str], output: Path | None = None) 
     """Compare trainings and write a page: settings that differ, final figures, and tested differences.
 
     Args:
-        project: the project; section gate of its settings says how differences are tested.
-        names: what to compare (see reports/comparison.py).
+        project: the project; section gate of its settings defines the tests of differences.
+        names: names of trainings (see reports/comparison.py).
         output: the page; None: experiments/pages/compare-NAMES.html.
 
     Raises:
-        DataError: a name that matches nothing, or more than one thing.
-        SettingsError: fewer than two names, too many, or the same thing twice.
-        DamagedFileError: a file differs from what was written.
+        DataError: a name matches nothing, or more than one training.
+        SettingsError: there are fewer than two names, too many, or the same training twice.
+        DamagedFileError: a file was changed after it was written.
     """
     layout, settings = project.layout, project.settings
     if len(names) < 2:
-        raise SettingsError(f"{names[0]}: name two or more; `ratchet report {names[0]}` shows one. To compare, {HOW}")
-    known = ComparisonIndex(layout)
-    found = comparison.compare_subjects(layout, settings.gate, known.subjects(names), known)
+        raise SettingsError(
+            f"{names[0]}: name two or more; `ratchet report {names[0]}` shows one. To compare, {NAME_SYNTAX}"
+        )
+    index = ComparisonIndex(layout)
+    result = comparison.compare_subjects(layout, settings.gate, index.subjects(names), index)
     target = output or layout.pages / f"compare-{default_file_name(names)}.html"
-    comparison_page.write(found, target)
-    figures = dict(comparison_page.summarize_sides(found.sides))
+    comparison_page.write(result, target)
+    figures = dict(comparison_page.summarize_sides(result.sides))
     return CompareResult(
-        names=tuple(side.name for side in found.sides),
-        differences={row.name: tuple(row.values) for row in (*found.settings, *found.execution) if row.differs},
+        names=tuple(side.name for side in result.sides),
+        differences={row.name: tuple(row.values) for row in (*result.settings, *result.execution) if row.differs},
         figures={name: tuple(values) for name, values in figures.items() if set(values) != {NONE}},
-        test_results=tuple(found.test_results),
-        not_tested=comparison_page.group_incomparable_pairs(found.incomparable_pairs),
-        notes=tuple(found.notes),
+        test_results=tuple(result.test_results),
+        not_tested=comparison_page.group_incomparable_pairs(result.incomparable_pairs),
+        notes=tuple(result.notes),
         page=target,
     )
 
 
 def default_file_name(names: Sequence[str]) -> str:
-    """Names as part of a file's name."""
-    text = "-".join("".join(sign if sign.isalnum() or sign in "+._" else "_" for sign in name) for name in names)
-    return text[:LONGEST_NAME]
+    """Join the names to a name for a file."""
+    text = "-".join("".join(c if c.isalnum() or c in "+._" else "_" for c in name) for name in names)
+    return text[:MAX_NAME_CHARACTERS]

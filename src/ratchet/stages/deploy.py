@@ -1,7 +1,7 @@
 """`ratchet deploy`: copies a promoted model into a directory that a model server reads. No torch and no MLflow.
 
-The ledger names the model of every version, so MLflow's database is not needed. A release is verified, its signature is
-checked and a server answers from it before the link `current` is moved; until then servers see no change.
+The ledger names the model of every version, so MLflow's database is not needed. Before the link `current` moves, every
+byte and the signature of a release are checked, and a server answers from it. Until then servers see no change.
 """
 
 import time
@@ -34,12 +34,12 @@ from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Promotion, read_champion
 
 POLL_INTERVAL_S = 1.0
-"""How often a watch looks for a new champion."""
+"""Time between two checks for a new champion."""
 RETRY_AFTER_S = 60.0
-"""Pause after a failure that may pass: a full disk, or a lock that another process holds."""
+"""Delay before the next attempt after a temporary failure: a full disk, or a lock that another process holds."""
 MAX_DISAGREEMENTS = 3
-"""Consecutive polls at which ledger and champion file may disagree before it is reported: a promotion writes first one,
-then the other."""
+"""A disagreement between ledger and champion file is reported after this number of polls in a row: a promotion writes
+first one of them, then the other."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class DeployOptions:
     """Format, version and checks of a deployment."""
 
     format: str | None = None
-    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`; None: the directory's present format, at first
-    the first GGUF file."""
+    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`; None: the directory's present format; in a new
+    directory, the first GGUF file."""
     version: int | None = None
     """A registered version; None: the champion."""
     rollback: bool = False
-    """Go back to the release before instead."""
+    """Go back to the previous release instead."""
     smoke_test: bool = True
-    """Let a server answer from the release before it becomes current."""
+    """Test with a server that the release answers, before it becomes current."""
 
 
 class DeployResult(Record):
-    """The release that servers read now."""
+    """Result of a deployment or a rollback."""
 
     status: Literal["deployed", "unchanged", "rolled_back", "rollback_finished"]
-    """`unchanged`: it was current already. `rollback_finished`: a killed command had exchanged the links, and this one
-    added the line to the history."""
+    """`unchanged`: the release was current already. `rollback_finished`: a killed command had exchanged the links, and
+    this command added the line to the history."""
     deployment: Deployment
     """The last line of the directory's history."""
     current: Path
@@ -79,16 +79,17 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
     """Make a promoted model the current release of a directory. Repeating it changes nothing.
 
     Raises:
-        ChampionError: no such version, its folder is missing, or its answers differ from those that export verified.
+        ChampionError: the version does not exist, its folder is missing, or its answers differ from those that stage
+            export verified.
         SettingsError: the directory contains something else, the model does not have the format, its signer is not
             trusted, or options contradict each other.
-        DamagedFileError: a byte differs from what was signed, or nothing was signed.
+        DamagedFileError: a byte differs from the signed one, or there is no signature.
         LockHeldError, StorageError, OSError: another process deploys into the directory, or it cannot be written.
     """
     layout, model_name = project.layout, project.settings.promote.model_name
     if options.rollback:
         if options.format is not None or options.version is not None:
-            raise SettingsError("--rollback goes to the release before: leave out --format and --version")
+            raise SettingsError("--rollback goes to the previous release: leave out --format and --version")
         return _roll_back(layout, model_name, directory)
     version, model_digest, event, warning = _choose_version(layout, options.version)
     promoted = _load_promoted(layout, model_name, version, model_digest)
@@ -122,7 +123,7 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
 
 
 def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, str, str | None, str | None]:
-    """Version and model to deploy, the ledger's event that made it champion, and a warning."""
+    """Return version and model to deploy, the ledger's event that made it champion, and a warning."""
     entries, file = ledger.read_entries(layout.promotions), read_champion(layout.champion)
     ledger.check_champion(layout.promotions, entries, file)
     if version is None:
@@ -146,7 +147,7 @@ def _describe_withdrawal(version: int, withdrawal: Promotion) -> str:
 
 
 def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_digest: str) -> PromotedModel:
-    """The promoted model's folder, after every byte and the signature were checked."""
+    """Check every byte and the signature of a promoted model's folder, and load its bundle."""
     folder = layout.promoted_model(model_digest)
     if not folder.is_dir():
         raise ChampionError(
@@ -164,18 +165,18 @@ def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_d
 
 
 def _current_format(server_dir: DeploymentDirectory) -> str | None:
-    """The directory's present format. Raises DamagedFileError for a history that cannot be read."""
+    """Return the directory's present format; None in a new directory. Raises DamagedFileError for a damaged history."""
     current, history = server_dir.linked_release(server_dir.current), server_dir.read_history()
     if current is None:
         return None
     try:
         return Release.load(current / releases.RECORD).artifact_name
-    except (DataError, DamagedFileError):  # the release is made again, in the same format
+    except (DataError, DamagedFileError):  # the release is written again, in the same format
         return next((entry.artifact_name for entry in reversed(history) if entry.release == current.name), None)
 
 
 def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | None, str | None]:
-    """An intact, signed release; otherwise what is damaged. (None, None) if only its signer is no longer trusted."""
+    """Return an intact, signed release, or else its damage. (None, None) if only its signer is no longer trusted."""
     try:
         return check_release(layout, folder), None
     except (DataError, DamagedFileError) as error:
@@ -187,7 +188,7 @@ def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | Non
 def _keep_current(
     layout: ProjectLayout, server_dir: DeploymentDirectory, release: Release, warnings: list[str]
 ) -> DeployResult:
-    """The release is current already. Adds the line of the history that a killed command did not write."""
+    """Keep the current release. Adds the line to the history if a killed command did not write it."""
     history = server_dir.read_history()
     if not history or history[-1].release != release.name:
         before = history[-1].release if history else None
@@ -209,9 +210,9 @@ def _stage_release(
     smoke_test: bool,
     warnings: list[str],
 ) -> str | None:
-    """Write the release and test it; returns the result of the smoke test. A release that fails is removed.
+    """Write the release and test it; returns the result of the smoke test. A release that fails the test is removed.
 
-    A release of this name that exists is used only if its signature fits; otherwise a warning is added to `warnings`.
+    An existing release of this name is used only if it is intact and signed. A damaged one adds to `warnings`.
     """
     folder = server_dir.releases / release.name
     existing, damage = _inspect_release(layout, folder) if folder.exists() else (None, None)
@@ -235,7 +236,7 @@ def _stage_release(
 
 
 def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> DeployResult:
-    """Exchange current and previous, after every byte of previous was checked against its signature."""
+    """Check every byte of the previous release against its signature, then exchange current and previous."""
     with releases.open_directory(directory, model_name, may_create=False) as server_dir:
         if server_dir.completed_rollback is not None:
             return DeployResult(
@@ -266,7 +267,7 @@ def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> Deplo
 
 @contextmanager
 def _report_after_switch(server_dir: DeploymentDirectory, release: Release) -> Iterator[None]:
-    """The steps after the link has moved. If the disk is full, the error says that the release is current."""
+    """Run the steps after the link has moved. If the disk is full, the error reports that the release is current."""
     try:
         yield
     except OSError as error:
@@ -278,7 +279,7 @@ def _report_after_switch(server_dir: DeploymentDirectory, release: Release) -> I
 
 
 def _check_not_withdrawn(layout: ProjectLayout, release: Release) -> list[str]:
-    """Raise ChampionError for a model that was rolled back. A damaged ledger does not prevent a rollback: a warning."""
+    """Raise ChampionError for a model that was rolled back. For a damaged ledger, return a warning."""
     try:
         withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
     except DamagedFileError as error:
@@ -291,11 +292,11 @@ def _check_not_withdrawn(layout: ProjectLayout, release: Release) -> list[str]:
 
 
 def check_release(layout: ProjectLayout, folder: Path) -> Release:
-    """Require that a release is complete and as a trusted key signed it; returns its record.
+    """Require that a release is complete and that a trusted key signed every byte. Returns its record.
 
     Raises:
-        DamagedFileError: a byte differs, or a file is missing; the message names it.
-        SettingsError: the project does not trust the signer, or no longer.
+        DamagedFileError: a byte differs, or a file is missing; the message names the file.
+        SettingsError: the project does not trust the signer.
     """
     release = releases.verify_release(folder)
     signed = signature.require_trusted(signature.read_signature(folder, keys.read_keyring(layout.keyring)))
@@ -303,7 +304,7 @@ def check_release(layout: ProjectLayout, folder: Path) -> Release:
     return release
 
 
-# Following the champion.
+# `--watch`: follow the champion.
 
 
 def watch_champion(
@@ -313,20 +314,20 @@ def watch_champion(
     on_deploy: Callable[[DeployResult], None],
     on_problem: Callable[[str], None],
 ) -> NoReturn:
-    """Deploy the champion, then every new one, until KeyboardInterrupt.
+    """Deploy the champion, then every new champion, until KeyboardInterrupt.
 
-    After a failure the current release stays. A full disk or a lock that another process holds is retried every minute;
-    other failures wait for the next promotion.
+    After a failure the current release stays. If the disk is full or another process holds the lock, the next attempt
+    follows after a minute; after other failures, at the next promotion.
 
     Args:
         project: the project.
         directory: where to deploy.
-        options: without version and rollback.
+        options: options; `version` and `rollback` must not be set.
         on_deploy: receives the result of each deployment.
-        on_problem: receives what failed, once for each failure.
+        on_problem: receives a description of each failure, once.
 
     Raises:
-        SettingsError: options that a watch does not have.
+        SettingsError: `version` or `rollback` is set.
     """
     if options.rollback or options.version is not None:
         raise SettingsError("--watch follows the champion: leave out --version and --rollback")
@@ -337,7 +338,7 @@ def watch_champion(
 
 
 class _ChampionWatcher:
-    """Deploys when ledger or champion file have changed, and reports each result once."""
+    """Deploys whenever ledger or champion file have changed, and reports each result once."""
 
     def __init__(
         self,
@@ -352,13 +353,13 @@ class _ChampionWatcher:
         self._handled_state: object = None
         """State of ledger and champion file at the last deployment."""
         self._retry_s: float | None = None
-        """When to try again although nothing has changed (time.monotonic()); None: do not."""
+        """Time of the next attempt although nothing has changed (time.monotonic()); None: there is none."""
         self._disagreements = 0
-        """Consecutive polls at which ledger and champion file disagreed."""
+        """Number of polls in a row at which ledger and champion file disagreed."""
         self._last_report: DeployResult | str | None = None
 
     def poll(self) -> None:
-        """Deploy if there is something to do."""
+        """Deploy if ledger or champion file have changed, or if an attempt is due."""
         layout = self._project.layout
         state = tuple(map(_file_state, (layout.promotions, layout.champion)))
         must_retry = self._retry_s is not None and time.monotonic() >= self._retry_s
@@ -376,7 +377,7 @@ class _ChampionWatcher:
             self._report(f"not deployed, the current release stays: {error}")
 
     def _ledger_agrees(self) -> bool:
-        """Whether ledger and champion file match; between two steps of a promotion they do not."""
+        """Return whether ledger and champion file match. Between two steps of a promotion they do not."""
         layout = self._project.layout
         try:
             file = read_champion(layout.champion)
@@ -401,7 +402,7 @@ class _ChampionWatcher:
 
 
 def _file_state(path: Path) -> object:
-    """Changes when the file does: it is always replaced as a whole."""
+    """Return a value that changes with the file: the file is always replaced, never edited."""
     try:
         stat = path.stat()
     except FileNotFoundError:

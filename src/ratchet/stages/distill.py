@@ -1,6 +1,6 @@
-"""Ask a larger model about the training rows: what it says is sealed, and read while a smaller one is trained.
+"""Stage distill: compute a teacher's probabilities for the training rows and seal them for stage train.
 
-Where it is asked during training, there is nothing to seal: it is looked at, and what it will take is said.
+If the teacher runs during training (train.distill.mode: online), this stage only checks it and reports its memory.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ratchet.data.batches import TokenRows
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference, vocabulary
 from ratchet.models.memory import capacity
-from ratchet.models.memory import forecast as simulation
+from ratchet.models.memory import forecast as memory_forecast
 from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher import TeacherCandidate, TeacherModel, inspect_teacher
 from ratchet.models.teacher_reference import KEY
@@ -38,20 +38,20 @@ class DistillResult(Record):
     """Result of the stage."""
 
     card: DistillationCard | None
-    """The sealed teacher outputs; None where nothing was computed."""
+    """Card of the sealed teacher outputs; None if nothing was computed."""
     was_computed_before: bool = False
     text: tuple[str, ...] = ()
-    """Where nothing was computed: what the teacher needs, line by line."""
+    """If nothing was computed: lines about the teacher's needs."""
 
 
 def distill(
     project: Project, *, forecast: bool = False, on_progress: Callable[[str], None] = ignore_progress
 ) -> DistillResult:
-    """Run the stage: compute the teacher's probabilities for all training rows that have none yet, and seal them.
+    """Run the stage: compute the teacher's probabilities for all training rows that lack them, and seal them.
 
     Args:
         project: the project.
-        forecast: only report how much disk and memory it needs.
+        forecast: only report the disk space and memory that the teacher needs.
         on_progress: receives lines about the size and the progress.
 
     Raises:
@@ -73,64 +73,67 @@ def _distill(
     base, data = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     files.verify_sealed(layout.data, "data")
     path = teacher_reference.teacher_directory(layout, settings.train)
-    found = inspect_teacher(path, settings.train.distill.teacher, _load_tokenizer(layout, base), settings.train.distill)
+    teacher = inspect_teacher(
+        path, settings.train.distill.teacher, _load_tokenizer(layout, base), settings.train.distill
+    )
     rows = token_files.load_rows(layout.data, "train")
-    found.require_length(rows)
+    teacher.require_length(rows)
     plan = TeacherShardPlan.from_rows(rows)
     loading.use_threads(settings.machine.threads)
     if settings.train.distill.is_online:
-        text = _describe_online_teacher(layout, settings, found, base, forecast)
+        text = _describe_online_teacher(layout, settings, teacher, base, forecast)
         return DistillResult(card=None, text=tuple(text.split("\n")))
-    progress(_describe_size(layout, settings, found, plan))
+    progress(_describe_size(layout, settings, teacher, plan))
     if forecast:
         return DistillResult(card=None, text=("nothing was computed (--forecast)",))
-    card = _build_card(layout, settings, found, base, data, plan)
+    card = _build_card(layout, settings, teacher, base, data, plan)
     if (before := _load_sealed(layout)) == card.model_copy(update=_result_fields(before)):
         return DistillResult(card=before, was_computed_before=True)
     shards = _open_shards(layout, card, before, plan)
     if shards.list_missing():
         files.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
-        _query_teacher(settings, found, rows, shards, progress)
+        _query_teacher(settings, teacher, rows, shards, progress)
     return DistillResult(card=_seal_shards(layout, card, shards))
 
 
 def _load_tokenizer(layout: ProjectLayout, base: BaseCard) -> Any:
-    """The tokenizer of the base, with its added tokens."""
+    """Load the tokenizer of the base, with its added tokens."""
     tokenizer = base_model.open_tokenizer(base_model.locate(layout, base), base.remote_code)
     vocabulary.add_tokens(tokenizer, base.added_tokens)
     return tokenizer
 
 
 def _describe_online_teacher(
-    layout: ProjectLayout, settings: Settings, found: TeacherCandidate, base: BaseCard, forecast: bool
+    layout: ProjectLayout, settings: Settings, teacher: TeacherCandidate, base: BaseCard, forecast: bool
 ) -> str:
     """Describe a teacher that runs during training; with `forecast`, also the memory that it needs."""
     text = (
-        f"teacher {settings.train.distill.teacher}: {found.spec.parameters:,} parameters, runs during training "
+        f"teacher {settings.train.distill.teacher}: {teacher.spec.parameters:,} parameters, runs during training "
         "(train.distill.mode: online)\n  nothing to compute now: `ratchet train` loads it together with the student"
     )
     if layout.distill.exists():
         text += f"\n  {layout.distill} is from a teacher that ran before training: it is not used"
-    if said := found.describe_padding(_load_base_spec(layout, base)):
-        text += f"\n  {said}"
-    return f"{text}\n  {_describe_memory(layout, settings, found, base)}" if forecast else text
+    if padding := teacher.describe_padding(_load_base_spec(layout, base)):
+        text += f"\n  {padding}"
+    return f"{text}\n  {_describe_memory(layout, settings, teacher, base)}" if forecast else text
 
 
-def _describe_memory(layout: ProjectLayout, settings: Settings, found: TeacherCandidate, base: BaseCard) -> str:
-    """Memory that a training needs with and without the teacher."""
+def _describe_memory(layout: ProjectLayout, settings: Settings, teacher: TeacherCandidate, base: BaseCard) -> str:
+    """Describe the memory that a training needs with and without the teacher."""
     device, train = loading.pick_device(settings.machine.device), settings.train
-    plan = _load_base_spec(layout, base)
-    work = microbatch_budget.make_work_estimator(layout.data, device, found.spec)(settings)
-    peaks = []
-    for one in (work, replace(work, teacher=None)):
-        peaks.append(simulation.forecast(plan, train, settings.machine, one).needed_bytes(work.local_ranks))
-    weights = found.weight_bytes(train.distill, loading.pick_dtype(train.compute_dtype, device))
-    at_hand = capacity.measure_device(device).available_bytes // work.local_ranks
+    base_spec = _load_base_spec(layout, base)
+    work = microbatch_budget.make_work_estimator(layout.data, device, teacher.spec)(settings)
+    with_teacher, without_teacher = (
+        memory_forecast.forecast(base_spec, train, settings.machine, workload).needed_bytes(work.local_ranks)
+        for workload in (work, replace(work, teacher=None))
+    )
+    weights = teacher.weight_bytes(train.distill, loading.pick_dtype(train.compute_dtype, device))
+    available = capacity.measure_device(device).available_bytes // work.local_ranks
     return (
         f"memory for {work.rows} rows of {work.row_tokens:,} tokens at a time, by the forecast: "
-        f"{format_bytes(peaks[0])} on {device.type}, "
-        f"{format_bytes(peaks[1])} without the teacher (its weights: about {format_bytes(weights)}); "
-        f"{format_bytes(at_hand)} at hand\n  nothing was computed (--forecast)"
+        f"{format_bytes(with_teacher)} on {device.type}, "
+        f"{format_bytes(without_teacher)} without the teacher (its weights: about {format_bytes(weights)}); "
+        f"{format_bytes(available)} available\n  nothing was computed (--forecast)"
     )
 
 
@@ -138,16 +141,16 @@ def _load_base_spec(layout: ProjectLayout, base: BaseCard) -> ModelSpec:
     return model_spec.load(base_model.locate(layout, base), base.remote_code)
 
 
-def _describe_size(layout: ProjectLayout, settings: Settings, found: TeacherCandidate, plan: TeacherShardPlan) -> str:
-    """The forecast, in words."""
+def _describe_size(layout: ProjectLayout, settings: Settings, teacher: TeacherCandidate, plan: TeacherShardPlan) -> str:
+    """Describe the memory and the disk space that the teacher needs."""
     top_k = _kept_top_k(settings)
     device = loading.pick_device(settings.machine.device)
-    weights = found.weight_bytes(settings.train.distill, loading.pick_dtype(settings.train.compute_dtype, device))
+    weights = teacher.weight_bytes(settings.train.distill, loading.pick_dtype(settings.train.compute_dtype, device))
     free = capacity.disk_free_bytes(layout.experiments)
     return (
-        f"teacher {settings.train.distill.teacher}: {found.spec.parameters:,} parameters, weights about "
+        f"teacher {settings.train.distill.teacher}: {teacher.spec.parameters:,} parameters, weights about "
         f"{format_bytes(weights)} on {device.type} "
-        f"({format_bytes(capacity.measure_device(device).available_bytes)} at hand)\n"
+        f"({format_bytes(capacity.measure_device(device).available_bytes)} available)\n"
         f"  {plan.rows:,} rows, {plan.positions:,} answer tokens x {top_k} tokens: "
         f"{format_bytes(plan.size_bytes(top_k))} on disk ({format_bytes(free)} free), "
         f"in {format_count(len(plan.boundaries) - 1, 'shard')}"
@@ -157,29 +160,29 @@ def _describe_size(layout: ProjectLayout, settings: Settings, found: TeacherCand
 def _build_card(
     layout: ProjectLayout,
     settings: Settings,
-    found: TeacherCandidate,
+    teacher: TeacherCandidate,
     base: BaseCard,
     data: DatasetCard,
     plan: TeacherShardPlan,
 ) -> DistillationCard:
-    """The card, without the fields that are known only after the computation."""
-    wanted = settings.train.distill
+    """Build the card. The fields that are known only after the computation are empty."""
+    distill = settings.train.distill
     device = loading.pick_device(settings.machine.device)
     return DistillationCard(
         digest="",
-        teacher=str(wanted.teacher),
-        teacher_digest=digests.hash_files(teacher_reference.digest_files(found.path)),
+        teacher=str(distill.teacher),
+        teacher_digest=digests.hash_files(teacher_reference.digest_files(teacher.path)),
         data_digest=data.digest,
-        quantization=wanted.quantization,
+        quantization=distill.quantization,
         compute_dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
-        temperature=wanted.temperature,
+        temperature=distill.temperature,
         top_k=_kept_top_k(settings),
         rows=plan.rows,
         positions=plan.positions,
-        tokens=found.tokens,
-        teacher_rows=found.rows,
-        base_rows=found.base_rows(_load_base_spec(layout, base)),
-        teacher_parameters=found.spec.parameters,
+        tokens=teacher.tokens,
+        teacher_rows=teacher.rows,
+        base_rows=teacher.base_rows(_load_base_spec(layout, base)),
+        teacher_parameters=teacher.spec.parameters,
         base_parameters=base.parameters,
         teacher_loss=0.0,
         left_out=0.0,
@@ -187,17 +190,17 @@ def _build_card(
 
 
 def _kept_top_k(settings: Settings) -> int:
-    """Tokens stored per position; the settings require a number when outputs are stored."""
+    """Return the number of tokens stored per position; the settings require it if the outputs are stored."""
     return settings.train.distill.top_k or 0
 
 
-def _result_fields(made: DistillationCard | None) -> dict[str, Any]:
-    """The fields that are known only after the computation."""
-    return {name: getattr(made, name) for name in ("digest", "teacher_loss", "left_out")} if made else {}
+def _result_fields(card: DistillationCard | None) -> dict[str, Any]:
+    """Return the fields that are known only after the computation."""
+    return {name: getattr(card, name) for name in ("digest", "teacher_loss", "left_out")} if card else {}
 
 
 def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
-    """The card of the sealed teacher outputs; None when there are none, or they are damaged."""
+    """Load the card of the sealed teacher outputs; None if there are none, or if they are damaged."""
     try:
         files.verify_sealed(layout.distill, KIND)
         return DistillationCard.load(layout.distill / DISTILLATION_CARD)
@@ -208,7 +211,7 @@ def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
 def _open_shards(
     layout: ProjectLayout, card: DistillationCard, before: DistillationCard | None, plan: TeacherShardPlan
 ) -> TeacherShardWriter:
-    """The shards of this distillation; sealed shards are reused when only the name of the teacher changed."""
+    """Open the shards of this distillation. If only the name of the teacher changed, reuse the sealed shards."""
     identity = card.model_dump(mode="json", exclude={"teacher"})
     shards = TeacherShardWriter(layout.distillation_shards / digests.hash_json(identity)[: digests.SHORT], plan)
     if before is not None and before.model_copy(update={"teacher": card.teacher}) == card.model_copy(
@@ -220,28 +223,28 @@ def _open_shards(
 
 def _query_teacher(
     settings: Settings,
-    found: TeacherCandidate,
+    teacher: TeacherCandidate,
     rows: TokenRows,
     shards: TeacherShardWriter,
     progress: Callable[[str], None],
 ) -> None:
-    there = len(shards.plan.boundaries) - 1 - len(shards.list_missing())
-    if there:
-        progress(f"{format_count(there, 'shard')} {'is' if there == 1 else 'are'} there already")
+    finished = len(shards.plan.boundaries) - 1 - len(shards.list_missing())
+    if finished:
+        progress(f"{format_count(finished, 'shard')} {'is' if finished == 1 else 'are'} computed already")
     device = loading.pick_device(settings.machine.device)
-    found.require_memory(settings.train, device)
-    teacher = TeacherModel(found, settings.train, device)
-    shards.write(teacher, rows, settings.machine.micro_batch_size, progress)
+    teacher.require_memory(settings.train, device)
+    model = TeacherModel(teacher, settings.train, device)
+    shards.write(model, rows, settings.machine.micro_batch_size, progress)
 
 
 def _seal_shards(layout: ProjectLayout, card: DistillationCard, shards: TeacherShardWriter) -> DistillationCard:
-    """Put the shards together under a card; the folder that they were made in is gone then."""
-    known: dict[str, files.Entry] = {}
-    with files.sealed_directory(layout.distill, KIND, known) as scratch:
-        known |= shards.gather(scratch)
-        loss, left_out = (sum(read_shard_sums(scratch / name) for name in known) / max(1, card.positions)).tolist()
+    """Gather the shards in the sealed output with their card, and remove the folder in which they were computed."""
+    entries: dict[str, files.Entry] = {}
+    with files.sealed_directory(layout.distill, KIND, entries) as scratch:
+        entries |= shards.gather(scratch)
+        loss, left_out = (sum(read_shard_sums(scratch / name) for name in entries) / max(1, card.positions)).tolist()
         results = {
-            "digest": compute_content_digest(known),
+            "digest": compute_content_digest(entries),
             "teacher_loss": round(loss, 6),
             "left_out": round(left_out, 9),
         }

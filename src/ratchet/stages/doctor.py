@@ -1,4 +1,4 @@
-"""`ratchet doctor`: what machine, data and base allow, and what params.yaml should say, with reasons and sources."""
+"""`ratchet doctor`: examines machine, data and base, and proposes changes of params.yaml with reasons and sources."""
 
 import difflib
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from ratchet.training import microbatch_budget
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = 3
-"""Numbers in a checkpoint for each parameter that learns: itself and two moments."""
+"""Numbers in a checkpoint for each trainable parameter: its value and two moments."""
 
 
 class DoctorReport(Record):
@@ -41,7 +41,7 @@ class DoctorReport(Record):
     proposals: tuple[SettingProposal, ...]
     """Settings to change, with reasons and sources."""
     compared_with: str
-    """What the proposals change: `params.yaml`, or `the defaults` outside a project."""
+    """The settings that the proposals change: `params.yaml`, or `the defaults` outside a project."""
     base: Path | None
     """The model of `--base`."""
     is_base_known: bool
@@ -49,12 +49,12 @@ class DoctorReport(Record):
     """Lines of a unified diff of params.yaml."""
     was_written: bool
     problems: tuple[str, ...]
-    """What a run lacks on this machine; empty when it can start."""
+    """Reasons why a run cannot start on this machine; empty if it can."""
 
 
 @dataclass
 class _Examination:
-    """Findings so far."""
+    """Inputs and findings of an examination."""
 
     layout: ProjectLayout | None
     settings: Settings
@@ -74,49 +74,49 @@ def doctor(
 
     Args:
         layout: the project; None outside one.
-        settings: the project's settings as just read; None outside a project.
+        settings: the present settings of the project; None outside one.
         base: a model directory or config.json to examine in place of the project's base.
         write: whether to write the proposals into params.yaml.
 
     Raises:
-        SettingsError: params.yaml was changed meanwhile, or `write` is not possible here.
+        SettingsError: params.yaml was changed meanwhile, or `write` is set outside a project or together with `base`.
         BaseModelError: `base` is not a model.
     """
     text = _read_params(layout, settings, base, write)
-    seen = _Examination(layout, settings or Settings(), write)
-    torch_device = _report_machine(seen)
+    examination = _Examination(layout, settings or Settings(), write)
+    torch_device = _report_machine(examination)
     facts = RecommendationInputs(
-        seen.settings,
+        examination.settings,
         "cuda" if torch_device.type == "cuda" else "cpu",
-        _load_base_spec(seen, base),
-        _load_data_card(seen),
+        _load_base_spec(examination, base),
+        _load_data_card(examination),
     )
-    _check_quantization(seen, facts, torch_device)
-    if seen.changes:
-        facts = replace(facts, settings=params_file.apply_changes(facts.settings, seen.changes[0].values))
+    _check_quantization(examination, facts, torch_device)
+    if examination.changes:
+        facts = replace(facts, settings=params_file.apply_changes(facts.settings, examination.changes[0].values))
     facts, changes = recommendations.apply_rules(facts, recommendations.RULES)
-    seen.changes += changes
-    if (found := facts.spec) is not None:
-        facts = _check_memory(seen, facts, found, torch_device)
-        _check_run_settings(seen, facts, found)
-    proposals = recommendations.merge_into_proposals(seen.settings, seen.changes)
+    examination.changes += changes
+    if (spec := facts.spec) is not None:
+        facts = _check_memory(examination, facts, spec, torch_device)
+        _check_run_settings(examination, facts, spec)
+    proposals = recommendations.merge_into_proposals(examination.settings, examination.changes)
     diff: list[str] = []
     if text is not None and layout is not None and proposals and base is None:
         diff = _change_params(layout, text, proposals, write)
     return DoctorReport(
-        findings=tuple(seen.findings),
+        findings=tuple(examination.findings),
         proposals=tuple(proposals),
         compared_with="params.yaml" if layout is not None else "the defaults",
         base=base,
         is_base_known=layout is not None or base is not None,
         diff=tuple(diff),
         was_written=write and bool(diff),
-        problems=tuple(seen.problems),
+        problems=tuple(examination.problems),
     )
 
 
 def _read_params(layout: ProjectLayout | None, settings: Settings | None, base: Path | None, write: bool) -> str | None:
-    """params.yaml as it is, which is what `settings` were read from."""
+    """Return the text of params.yaml. Raises SettingsError if it differs from `settings`."""
     if write and layout is None:
         raise SettingsError("--write: no Ratchet project here, so there is no params.yaml to change")
     if write and base is not None:
@@ -132,65 +132,67 @@ def _read_params(layout: ProjectLayout | None, settings: Settings | None, base: 
     return text
 
 
-def _report_machine(seen: _Examination) -> TorchDevice:
-    wanted = seen.settings.machine.device
+def _report_machine(examination: _Examination) -> TorchDevice:
+    setting = examination.settings.machine.device
     try:
-        found = device.pick_device(wanted)
-        device.require_dtype(seen.settings.train.compute_dtype, found)
+        torch_device = device.pick_device(setting)
+        device.require_dtype(examination.settings.train.compute_dtype, torch_device)
     except SettingsError as error:
-        seen.problems.append(str(error))
-        found = device.pick_device("auto")
-    device.use_threads(seen.settings.machine.threads)
-    seen.add("device", device.describe_device(found))
-    if found.type == "cuda":
+        examination.problems.append(str(error))
+        torch_device = device.pick_device("auto")
+    device.use_threads(examination.settings.machine.threads)
+    examination.add("device", device.describe_device(torch_device))
+    if torch_device.type == "cuda":
         host = capacity.measure_host()
-        seen.add("host", f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} memory at hand")
-    where = seen.layout.runs if seen.layout else Path.cwd()
-    seen.add("disk", f"{format_bytes(capacity.disk_free_bytes(where))} free")
-    seen.add("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))
-    return found
+        examination.add(
+            "host", f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} memory available"
+        )
+    folder = examination.layout.runs if examination.layout else Path.cwd()
+    examination.add("disk", f"{format_bytes(capacity.disk_free_bytes(folder))} free")
+    examination.add("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))
+    return torch_device
 
 
-def _load_base_spec(seen: _Examination, base: Path | None) -> ModelSpec | None:
-    """The base without its weights; what is not known is said."""
+def _load_base_spec(examination: _Examination, base: Path | None) -> ModelSpec | None:
+    """Load the shape of the base, without its weights. None if it is not known, with a finding or a problem."""
     if base is not None:
         if not base.exists():
             raise SettingsError(f"--base {base}: no such file; name a model directory or its config.json")
-        found = model_spec.load(base)
+        spec = model_spec.load(base)
     else:
-        place = _locate_base(seen)
-        if place is None:
+        location = _locate_base(examination)
+        if location is None:
             return None
         try:
-            found = model_spec.load(*place)
+            spec = model_spec.load(*location)
         except InputError as error:
-            seen.problems.append(str(error))
+            examination.problems.append(str(error))
             return None
-    kinds = sum(1 for layer in found.layers if layer.role in ("attention", "mlp"))
-    seen.add("base", f"{found.class_name}, {found.parameters:,} parameters, {kinds} layers in attention and MLP")
-    return found
+    layers = sum(1 for layer in spec.layers if layer.role in ("attention", "mlp"))
+    examination.add("base", f"{spec.class_name}, {spec.parameters:,} parameters, {layers} layers in attention and MLP")
+    return spec
 
 
-def _locate_base(seen: _Examination) -> tuple[Path, bool] | None:
-    """The base's directory and whether its own code may run; None with a finding when that is not known."""
-    layout, wanted = seen.layout, seen.settings.base
+def _locate_base(examination: _Examination) -> tuple[Path, bool] | None:
+    """Return the base's directory and whether its own code may run; None with a finding if that is not known."""
+    layout, base = examination.layout, examination.settings.base
     if layout is None:
-        seen.add("base", "not known: no project here; name a model directory or its config.json with --base")
+        examination.add("base", "not known: no project here; name a model directory or its config.json with --base")
         return None
-    if (location := base_model.locate_before_stage(layout, wanted)) is not None:
+    if (location := base_model.locate_before_stage(layout, base)) is not None:
         return location
-    seen.add("base", f"{wanted.source}: not known before stage base has run (`ratchet base`); see also --base")
+    examination.add("base", f"{base.source}: not known before stage base has run (`ratchet base`); see also --base")
     return None
 
 
-def _load_data_card(seen: _Examination) -> DatasetCard | None:
-    if seen.layout is None or not seen.layout.dataset_card.is_file():
-        if seen.layout is not None:
-            seen.add("data", "not known before stage prepare has run (`ratchet prepare`)")
+def _load_data_card(examination: _Examination) -> DatasetCard | None:
+    if examination.layout is None or not examination.layout.dataset_card.is_file():
+        if examination.layout is not None:
+            examination.add("data", "not known before stage prepare has run (`ratchet prepare`)")
         return None
-    card = DatasetCard.load(seen.layout.dataset_card)
+    card = DatasetCard.load(examination.layout.dataset_card)
     rows = card.lengths["train"]
-    seen.add(
+    examination.add(
         "data",
         f"{card.splits['train']:,} training rows ({card.task}) of {rows.median:,} tokens in the median, "
         f"{rows.greatest:,} at most; {rows.trained:,} answer tokens",
@@ -198,9 +200,9 @@ def _load_data_card(seen: _Examination) -> DatasetCard | None:
     return card
 
 
-def _check_quantization(seen: _Examination, facts: RecommendationInputs, torch_device: TorchDevice) -> None:
-    """Whether bitsandbytes does here what it should, for this base."""
-    train = seen.settings.train
+def _check_quantization(examination: _Examination, facts: RecommendationInputs, torch_device: TorchDevice) -> None:
+    """Test 4-bit quantization on this device with the widths of this base. If it fails, propose to turn it off."""
+    train = examination.settings.train
     if train.quantization == "none":
         return
     widths = {512}
@@ -212,105 +214,111 @@ def _check_quantization(seen: _Examination, facts: RecommendationInputs, torch_d
     else:
         fault = "this base has no layer that transformers stores in 4 bits"
     if fault is None:
-        seen.add("4 bits", f"{train.quantization} works here")
+        examination.add("4 bits", f"{train.quantization} works here")
         return
-    if not seen.write:  # otherwise it is fixed below
-        seen.problems.append(f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits")
-    seen.changes.append(RecommendedChange({"train.quantization": "none"}, fault, "tested on this machine"))
+    if not examination.write:  # otherwise it is fixed below
+        examination.problems.append(
+            f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits"
+        )
+    examination.changes.append(RecommendedChange({"train.quantization": "none"}, fault, "tested on this machine"))
 
 
 def _check_memory(
-    seen: _Examination, facts: RecommendationInputs, base: ModelSpec, torch_device: TorchDevice
+    examination: _Examination, facts: RecommendationInputs, base: ModelSpec, torch_device: TorchDevice
 ) -> RecommendationInputs:
-    """Forecast, changes so that it fits, and room on the disk; returns the facts with these changes."""
-    teacher = _load_teacher_spec(seen)
-    works = microbatch_budget.make_work_estimator(
-        seen.layout.data if seen.layout and facts.data else None, torch_device, teacher
+    """Forecast the memory, change settings until it fits, and check the disk. Returns the facts with these changes."""
+    teacher = _load_teacher_spec(examination)
+    estimate_work = microbatch_budget.make_work_estimator(
+        examination.layout.data if examination.layout and facts.data else None, torch_device, teacher
     )
 
     def needed(settings: Settings) -> int:
-        expected = forecast.forecast(base, settings.train, settings.machine, works(settings))
+        expected = forecast.forecast(base, settings.train, settings.machine, estimate_work(settings))
         return expected.needed_bytes(work.local_ranks)
 
-    work = works(facts.settings)
+    work = estimate_work(facts.settings)
     available = capacity.measure_device(torch_device).available_bytes // work.local_ranks
     try:
-        found = recommendations.fit_to_memory(
+        fit = recommendations.fit_to_memory(
             facts.settings, facts.device, MemoryConstraint(available, needed, work.row_tokens, work.ranks)
         )
     except InputError as error:
-        seen.problems.append(str(error))
+        examination.problems.append(str(error))
         return facts
-    except Exception as error:  # an unknown kind of model, which may still train
-        seen.add("memory", f"no forecast for this model ({type(error).__name__}: {str(error)[:200]})")
+    except Exception as error:  # an unknown kind of model; training it may be possible
+        examination.add("memory", f"no forecast for this model ({type(error).__name__}: {str(error)[:200]})")
         return facts
-    _report_memory(seen, found, work, available)
-    for change in found.changes:
+    _report_memory(examination, fit, work, available)
+    for change in fit.changes:
         facts = replace(facts, settings=params_file.apply_changes(facts.settings, change.values))
-    seen.changes += found.changes
-    _check_disk(seen, facts.settings, base)
+    examination.changes += fit.changes
+    _check_disk(examination, facts.settings, base)
     return facts
 
 
-def _load_teacher_spec(seen: _Examination) -> ModelSpec | None:
-    """The teacher that is in memory during training, if there is one."""
-    if seen.layout is None or not seen.settings.train.distill.is_online:
+def _load_teacher_spec(examination: _Examination) -> ModelSpec | None:
+    """Load the shape of the teacher that runs during training; None without such a teacher."""
+    if examination.layout is None or not examination.settings.train.distill.is_online:
         return None
     try:
-        found = model_spec.load(teacher_reference.teacher_directory(seen.layout, seen.settings.train))
+        spec = model_spec.load(teacher_reference.teacher_directory(examination.layout, examination.settings.train))
     except InputError as error:
-        seen.problems.append(str(error))
+        examination.problems.append(str(error))
         return None
-    seen.add("teacher", f"{found.class_name}, {found.parameters:,} parameters, in memory together with the student")
-    return found
-
-
-def _report_memory(seen: _Examination, found: MemoryFit, work: MemoryWorkload, available: int) -> None:
-    size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
-    each = f" for each of {work.local_ranks} ranks" if work.local_ranks > 1 else ""
-    needed = (
-        f"{format_bytes(found.needed_bytes)} needed by the forecast for {size}, {format_bytes(available)} at hand{each}"
+    examination.add(
+        "teacher", f"{spec.class_name}, {spec.parameters:,} parameters, in memory together with the student"
     )
-    if not found.fits:
-        seen.add("memory", f"{needed}: no setting makes it fit")
-        seen.problems.append(
-            f"even the smallest settings need {format_bytes(found.reduced_bytes)} of memory, and "
-            f"{format_bytes(available)} are at hand: take a smaller base, a machine with more memory, or more ranks "
-            "that share the base (`ratchet forecast --ranks N` says what each of them would hold)"
+    return spec
+
+
+def _report_memory(examination: _Examination, fit: MemoryFit, work: MemoryWorkload, available: int) -> None:
+    size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
+    per_rank = f" for each of {work.local_ranks} ranks" if work.local_ranks > 1 else ""
+    needed = (
+        f"{format_bytes(fit.needed_bytes)} needed by the forecast for {size}, "
+        f"{format_bytes(available)} available{per_rank}"
+    )
+    if not fit.fits:
+        examination.add("memory", f"{needed}: no setting makes it fit")
+        examination.problems.append(
+            f"even the smallest settings need {format_bytes(fit.reduced_bytes)} of memory, and "
+            f"{format_bytes(available)} are available: take a smaller base, a machine with more memory, or more ranks "
+            "that share the base (`ratchet forecast --ranks N` shows the memory of each rank)"
         )
-    elif found.changes:
-        seen.add("memory", f"{needed}; {format_bytes(found.reduced_bytes)} with the changes below")
+    elif fit.changes:
+        examination.add("memory", f"{needed}; {format_bytes(fit.reduced_bytes)} with the changes below")
     else:
-        seen.add("memory", f"{needed}: it fits")
+        examination.add("memory", f"{needed}: it fits")
 
 
-def _check_disk(seen: _Examination, settings: Settings, base: ModelSpec) -> None:
-    """Room for checkpoints and the exported model."""
-    if seen.layout is None:
+def _check_disk(examination: _Examination, settings: Settings, base: ModelSpec) -> None:
+    """Add a problem if the disk has too little space for checkpoints and the exported model."""
+    if examination.layout is None:
         return
-    learned = 4 * parameters.count_trainable_parameters(base, settings.train)
-    checkpoints = STATES * learned * (settings.machine.keep_checkpoints + 2)
+    trainable_bytes = 4 * parameters.count_trainable_parameters(base, settings.train)
+    checkpoints = STATES * trainable_bytes * (settings.machine.keep_checkpoints + 2)
     exported = EXPORT_BYTES[settings.export.dtype] * base.parameters
-    free = capacity.disk_free_bytes(seen.layout.runs)
+    free = capacity.disk_free_bytes(examination.layout.runs)
     if free < checkpoints + exported:
-        seen.problems.append(
-            f"{seen.layout.runs}: {format_bytes(free)} are free, and a run needs about {format_bytes(checkpoints)} for "
-            f"checkpoints and {format_bytes(exported)} for the exported model (export.dtype: {settings.export.dtype}): "
-            "make room, or move runs with RATCHET_RUNS"
+        examination.problems.append(
+            f"{examination.layout.runs}: {format_bytes(free)} are free, and a run needs about "
+            f"{format_bytes(checkpoints)} for checkpoints and {format_bytes(exported)} for the exported model "
+            f"(export.dtype: {settings.export.dtype}): "
+            "free some space, or move runs with RATCHET_RUNS"
         )
 
 
-def _check_run_settings(seen: _Examination, facts: RecommendationInputs, base: ModelSpec) -> None:
-    """Whether a run would be refused for what its settings ask of this base."""
+def _check_run_settings(examination: _Examination, facts: RecommendationInputs, base: ModelSpec) -> None:
+    """Add a problem if the adapter settings do not fit this base, so that a run would be refused."""
     try:
         targets.check_adapter(base, facts.settings.train, bool(facts.settings.base.added_tokens))
     except InputError as error:
-        if str(error) not in seen.problems:
-            seen.problems.append(str(error))
+        if str(error) not in examination.problems:
+            examination.problems.append(str(error))
 
 
 def _change_params(layout: ProjectLayout, text: str, proposals: list[SettingProposal], write: bool) -> list[str]:
-    """The change of params.yaml as a diff; written if asked for."""
+    """Return the change of params.yaml as a diff. Write it if `write` is set."""
     new = params_file.amend_text(text, {proposal.key: proposal.value for proposal in proposals})
     name = layout.params.name
     if write:

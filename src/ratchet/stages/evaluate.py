@@ -1,4 +1,7 @@
-"""Stage evaluate: score base, candidate, champion and anchor on the test rows under one contract."""
+"""Stage evaluate: score base, candidate, champion and anchor on the test rows under one contract.
+
+`ratchet evaluate --quantization` is a separate measurement: the cost of 4-bit weights for the base.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,131 +47,6 @@ from ratchet.storage.records.training import QuantizationReport
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 
-class QuantizationResult(Record):
-    """Result of `ratchet evaluate --quantization`."""
-
-    report: QuantizationReport
-    picture: Path
-
-
-def measure_quantization(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> QuantizationResult:
-    """Compare full precision with 4 bits on a fixed sample of the validation rows.
-
-    Raises:
-        BaseModelError: the base is stored in 4 bits, or it is not the one that the data were prepared for.
-        LockHeldError: another process evaluates this project.
-    """
-    with project.lock("evaluate"):
-        return _measure(project.layout, project.settings, on_progress)
-
-
-def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[str], None]) -> QuantizationResult:
-    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
-    if card.base_digest != base.digest:
-        raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
-    path = base_model.locate(layout, base)
-    base_model.verify_files(path, base.files)
-    if (stored := base_model.detect_stored_quantization(base_model.read_config(path), str(path))) is not None:
-        raise BaseModelError(
-            f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
-            "with; take the model that it was made from"
-        )
-    files.verify_sealed(layout.data, "data")
-    dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
-    # Rows are sorted by a hash of their content: the first so many are a random sample.
-    sample = dataset[: settings.evaluate.quantization_rows]
-    rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
-    loading.use_threads(settings.machine.threads)
-    device = loading.pick_device(settings.machine.device)
-    costs = quantization_error.measure_cost(
-        lambda train: loading.load(path, base, train, device), settings.train, rows, on_progress
-    )
-    report = QuantizationReport(
-        base_digest=base.digest,
-        data_digest=card.digest,
-        rows=len(rows),
-        tokens=quantization_error.count_answer_tokens(rows),
-        dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
-        costs=costs,
-    )
-    with files.sealed_directory(layout.quantization, "quantization") as scratch:
-        report.save(scratch / "quantization.json")
-        plots.draw_quantization_report(report, scratch / "quantization.png")
-    return QuantizationResult(report=report, picture=layout.quantization / "quantization.png")
-
-
-def summarize_scores(who: ModelRole, result: EvaluationResult) -> ModelScores:
-    """One model's results without its samples.
-
-    A figure that is not finite has no place in JSON; its samples have, and the gate names the first that is none.
-    """
-    return ModelScores(
-        model_digest=result.subject.model_digest,
-        model_format=result.subject.model_format,
-        contract=digests.hash_json(result.contract),
-        metrics=select_finite(result.metrics),
-        samples={name: sample_file(who, name) for name in result.samples},
-        per_class=result.per_class,
-        slices={part: select_finite(found) for part, found in result.slices.items()},
-    )
-
-
-def select_finite(metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-    """Those that are numbers; what is none has no place in JSON."""
-    return {name: one for name, one in metrics.items() if is_finite(one)}
-
-
-def is_finite(metric: MetricValue) -> bool:
-    """Whether value and interval are numbers."""
-    return all(map(math.isfinite, (metric.value, metric.low, metric.high)))
-
-
-def write_report(
-    target: Path,
-    report: EvaluationReport,
-    results: Mapping[ModelRole, EvaluationResult],
-    rows: TestRows,
-    settings: Settings,
-    judge_report: Mapping[ModelRole, list[dict[str, Any]]],
-) -> None:
-    """Seal everything that was found. `judged`: lines behind the judge's figures, by opponent."""
-    with files.sealed_directory(target, "evaluation") as scratch:
-        asked = [
-            row.model_dump(mode="json", exclude={"format"}) for row in rows.iterate_records(settings.evaluate.slice_by)
-        ]
-        base.write_lines(scratch / ROWS, asked)
-        for who, result in results.items():
-            _write_model(scratch, who, result, rows)
-        for who, lines in judge_report.items():
-            base.write_lines(scratch / judge_file(who), lines)
-        report.save(scratch / "eval.json")
-
-
-def _write_model(scratch: Path, who: ModelRole, result: EvaluationResult, rows: TestRows) -> None:
-    write_samples(scratch, who, result.samples)
-    answers = [{"id": key, "answers": given} for key, given in zip(rows.ids, result.answers, strict=False)]
-    base.write_lines(scratch / answers_file(who), answers)
-    for task, documents in result.documents.items():
-        base.write_lines(scratch / documents_file(who, task), documents)
-    if result.confusion:
-        table = {"labels": result.confusion.labels, "matrix": result.confusion.matrix}
-        files.write_json(scratch / f"confusion/{who}.json", table)
-        if who == "candidate" or (who == "merged" and not (scratch / "confusion" / "candidate.png").exists()):
-            labels = [*result.confusion.labels, metrics.OTHER]
-            plots.draw_confusion_matrix(labels, result.confusion.matrix, scratch / f"confusion/{who}.png")
-    if result.curves:
-        files.write_json(scratch / curves_file(who), result.curves)
-        if who in ("candidate", "merged"):
-            plots.draw_precision_recall(result.curves, scratch / curves_file(who).with_suffix(".png"))
-
-
-def write_samples(scratch: Path, who: str, found: Mapping[str, Sequence[SampleScore]]) -> None:
-    """Per-sample scores, a file a metric."""
-    for name, samples in found.items():
-        rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in samples]
-        base.write_lines(scratch / sample_file(who, name), rows)
-
-
 class EvaluateResult(Record):
     """Result of the stage."""
 
@@ -182,9 +60,10 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
     """Run the stage.
 
     Raises:
-        DataError: an earlier stage has not run, or ran with other settings (export: when merged weights are scored).
+        DataError: an earlier stage has not run, or ran with other settings (export: only if merged weights are scored).
         ChampionError: champion.json names a model that is not on this machine.
-        SettingsError: a harness task is not defined, evaluate.slice_by names an unknown field, or the judge refuses.
+        SettingsError: a harness task is not defined, evaluate.slice_by names an unknown field, or the judge refuses
+            access.
         MemoryExhaustedError: not even one row fits into memory.
         EndpointError: the judge does not answer; scores and judgements so far are kept.
         LockHeldError: another process runs this stage.
@@ -194,54 +73,54 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
 
 
 def _evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> EvaluateResult:
-    field, card, test = _load_inputs(layout, settings)
-    if field.needs_export:
-        field.require_export()
-    asked = judge.JudgeSession.from_settings(layout, settings)
+    loader, card, test = _load_inputs(layout, settings)
+    if loader.needs_export:
+        loader.require_export()
+    judge_session = judge.JudgeSession.from_settings(layout, settings)
     evaluator = _build_evaluator(layout, settings, card, test, progress)
-    results, notes = _evaluate_models(field, evaluator)
-    judge_report, lines = None, judge.Lines()
-    if asked is not None:
-        judge_report, lines, more = asked.judge_answers(results, test, progress)
-        notes += more
-    found = _build_report(field, card, test, results, notes).model_copy(update={"judge_report": judge_report})
-    write_report(layout.evaluate, found, results, test, settings, lines)
-    evidence.record_test_set_use(layout, found.test_set_digest, found.adapter_digest, found.run_id)
-    seen = evidence.count_models(layout, found.test_set_digest, found.adapter_digest)
-    _log_to_mlflow(layout, settings, found)
-    return EvaluateResult(report=found, test_set_uses=seen, max_test_set_uses=settings.gate.max_test_set_uses)
+    results, notes = _evaluate_models(loader, evaluator)
+    judge_report, judge_lines = None, judge.Lines()
+    if judge_session is not None:
+        judge_report, judge_lines, judge_notes = judge_session.judge_answers(results, test, progress)
+        notes += judge_notes
+    report = _build_report(loader, card, test, results, notes).model_copy(update={"judge_report": judge_report})
+    write_report(layout.evaluate, report, results, test, settings, judge_lines)
+    evidence.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
+    uses = evidence.count_models(layout, report.test_set_digest, report.adapter_digest)
+    _log_to_mlflow(layout, settings, report)
+    return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=settings.gate.max_test_set_uses)
 
 
 def evaluate_again(project: Project, progress: Progress) -> None:
-    """`ratchet gate --aa`: score the candidate a second time, in batches of another size, without any cached score.
+    """Score the candidate a second time for `ratchet gate --aa`: in batches of another size, without cached scores.
 
-    The difference from the evaluation on file is noise. Raises DataError when this candidate has not been evaluated.
+    The difference from the evaluation on file is noise. Raises DataError if this candidate has not been evaluated.
     """
     layout, settings = project.layout, project.settings
     files.verify_sealed(layout.evaluate, "evaluation")
     first = EvaluationReport.load(layout.eval_report)
-    field, card, test = _load_inputs(layout, settings)
-    if first.adapter_digest != field.trained.adapter_digest:
+    loader, card, test = _load_inputs(layout, settings)
+    if first.adapter_digest != loader.trained.adapter_digest:
         raise DataError(f"{layout.eval_report}: is about another adapter; run `dvc repro evaluate`")
-    who: ModelRole = "candidate" if "candidate" in first.scores else "merged"
-    was = first.contracts[first.scores[who].contract]["batch_rows"]
-    batch_rows = max(1, was // 2) if was > 1 else 2
-    alone = settings.model_copy(
-        update={"evaluate": settings.evaluate.model_copy(update={"formats": (first.scores[who].model_format,)})}
+    role: ModelRole = "candidate" if "candidate" in first.scores else "merged"
+    first_batch_rows = first.contracts[first.scores[role].contract]["batch_rows"]
+    batch_rows = max(1, first_batch_rows // 2) if first_batch_rows > 1 else 2
+    candidate_settings = settings.model_copy(
+        update={"evaluate": settings.evaluate.model_copy(update={"formats": (first.scores[role].model_format,)})}
     )
-    evaluator = _build_evaluator(layout, alone, card, test, progress, use_cache=False)
+    evaluator = _build_evaluator(layout, candidate_settings, card, test, progress, use_cache=False)
     result = EvaluationModelLoader(
-        layout, alone, field.base, field.trained, field.model_digest, {}, field.device
+        layout, candidate_settings, loader.base, loader.trained, loader.model_digest, {}, loader.device
     ).evaluate_candidate_again(evaluator, batch_rows)
     with files.sealed_directory(layout.noise, "noise") as scratch:
-        write_samples(scratch, who, result.samples)
+        write_samples(scratch, role, result.samples)
         EvaluationNoise(
             model_digest=result.subject.model_digest,
             model_format=result.subject.model_format,
-            contract=first.scores[who].contract,
-            batch_rows=(was, batch_rows),
+            contract=first.scores[role].contract,
+            batch_rows=(first_batch_rows, batch_rows),
             metrics=select_finite(result.metrics),
-            samples={name: sample_file(who, name) for name in result.samples},
+            samples={name: sample_file(role, name) for name in result.samples},
         ).save(scratch / "noise.json")
 
 
@@ -264,7 +143,7 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
 
 
 def _exported_digest(layout: ProjectLayout, trained: TrainReport) -> str | None:
-    """Digest of the model that was exported from this adapter, every byte checked; None where there is none."""
+    """Check every byte of the model that was exported from this adapter, and return its digest; None without export."""
     if (
         not layout.bundle.exists()
         or (bundle := ModelBundle.load(layout.bundle)).adapter_digest != trained.adapter_digest
@@ -284,95 +163,222 @@ def _build_evaluator(
     use_cache: bool = True,
 ) -> Evaluator:
     text = rows.read_general_text(layout, settings)
-    wanted = settings.evaluate.harness.tasks
-    tasks = harness.fingerprint_tasks(wanted, layout.root, layout.tasks)
-    if unknown := [name for name in wanted if name not in tasks]:  # told now, not after an hour of other work
+    names = settings.evaluate.harness.tasks
+    tasks = harness.fingerprint_tasks(names, layout.root, layout.tasks)
+    if unknown := [name for name in names if name not in tasks]:  # reported now, not after an hour of other work
         known = ", ".join(path.stem for path in harness.find_task_files(layout.tasks)) or "none"
-        raise SettingsError(f"evaluate.harness.tasks: no task {unknown[0]!r} in {layout.tasks}; there are: {known}")
+        raise SettingsError(f"evaluate.harness.tasks: no task {unknown[0]!r} in {layout.tasks}; known tasks: {known}")
     terms = comparability.comparison_terms(settings, card, test, text, tasks)
     return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
 
 
 def _evaluate_models(
-    field: EvaluationModelLoader, evaluator: Evaluator
+    loader: EvaluationModelLoader, evaluator: Evaluator
 ) -> tuple[dict[ModelRole, EvaluationResult], list[str]]:
-    """Evaluate every model with the same batch size: when one runs out of memory, all are evaluated again with less."""
+    """Evaluate all models with the same batch size. If one runs out of memory, evaluate all again with half of it."""
     notes: list[str] = []
-    longest = max(map(len, evaluator.rows.input_ids)) + field.settings.evaluate.max_new_tokens
-    size = EvaluationBatchSize(field.settings.machine.evaluation_batch_size, longest)
+    longest = max(map(len, evaluator.rows.input_ids)) + loader.settings.evaluate.max_new_tokens
+    size = EvaluationBatchSize(loader.settings.machine.evaluation_batch_size, longest)
     while True:
         try:
-            return field.evaluate_models(evaluator, size), notes
+            return loader.evaluate_models(evaluator, size), notes
         except Exception as error:
             if not oom.is_out_of_memory(error):
                 raise
-            was, cause = size.rows, first_line(error)
+            failed_rows, cause = size.rows, first_line(error)
         if not size.halve():
-            what, cure = "a single row", "lower evaluate.max_new_tokens or prepare.max_tokens, or"
-            if was is None:
-                what, cure = "the model itself", "evaluate adapters alone (evaluate.formats), or"
+            load, advice = "a single row", "lower evaluate.max_new_tokens or prepare.max_tokens, or"
+            if failed_rows is None:
+                load, advice = "the model itself", "evaluate adapters alone (evaluate.formats), or"
             raise MemoryExhaustedError(
-                f"evaluate: memory does not suffice for {what} ({cause}); {cure} take a machine with more memory"
+                f"evaluate: memory does not suffice for {load} ({cause}); {advice} take a machine with more memory"
             )
         oom.release_memory()
-        notes.append(f"memory did not suffice for {was} rows at once; all models were scored by {size.rows}")
+        notes.append(f"memory did not suffice for {failed_rows} rows at once; all models were scored by {size.rows}")
         evaluator.progress(f"{notes[-1]}: starting over")
 
 
 def _build_report(
-    field: EvaluationModelLoader,
+    loader: EvaluationModelLoader,
     card: DatasetCard,
     test: TestRows,
     results: Mapping[ModelRole, EvaluationResult],
     notes: list[str],
 ) -> EvaluationReport:
-    some = next(iter(results.values()))
-    documents = {task: [str(one["id"]) for one in found] for task, found in some.documents.items()}
-    known = {digests.hash_json(result.contract): result.contract for result in results.values()}
+    documents_by_task = next(iter(results.values())).documents
+    document_ids = {task: [str(document["id"]) for document in found] for task, found in documents_by_task.items()}
+    contracts = {digests.hash_json(result.contract): result.contract for result in results.values()}
     notes += [note for result in results.values() for note in result.notes]
     notes += [
-        f"{who}: {name} is not a finite number, so there is no figure; the gate names the sample"
-        for who, result in results.items()
+        f"{role}: {name} is not a finite number, so it is left out; the gate names the sample"
+        for role, result in results.items()
         for name, metric in result.metrics.items()
         if not is_finite(metric)
     ]
-    if field.model_digest is None:
+    if loader.model_digest is None:
         notes.append(
-            "this adapter was not exported yet; the gate wants the export, and an evaluation after it: `dvc repro`"
+            "this adapter was not exported yet; the gate requires an export and an evaluation after it: `dvc repro`"
         )
-    validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(field.layout))
-    champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
+    validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(loader.layout))
+    champion, anchor = loader.opponents.get("champion"), loader.opponents.get("anchor")
     return EvaluationReport(
-        adapter_digest=field.trained.adapter_digest,
-        base_digest=field.base.digest,
+        adapter_digest=loader.trained.adapter_digest,
+        base_digest=loader.base.digest,
         data_digest=card.digest,
-        run_id=field.trained.run_id,
-        model_digest=field.model_digest,
+        run_id=loader.trained.run_id,
+        model_digest=loader.model_digest,
         champion_digest=champion.champion.model_digest if champion else None,
         anchor_digest=anchor.champion.model_digest if anchor else None,
-        test_set_digest=rows.compute_test_set_digest(test.ids, documents),
-        contracts=known,
-        scores={who: summarize_scores(who, result) for who, result in results.items()},
-        costs={who: result.cost for who, result in results.items() if result.cost},
-        selection_overlaps=evidence.count_overlaps(field.layout, test.ids, documents, [validation]),
+        test_set_digest=rows.compute_test_set_digest(test.ids, document_ids),
+        contracts=contracts,
+        scores={role: summarize_scores(role, result) for role, result in results.items()},
+        costs={role: result.cost for role, result in results.items() if result.cost},
+        selection_overlaps=evidence.count_overlaps(loader.layout, test.ids, document_ids, [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _log_to_mlflow(layout: ProjectLayout, settings: Settings, found: EvaluationReport) -> None:
+def summarize_scores(role: ModelRole, result: EvaluationResult) -> ModelScores:
+    """Summarize the results of a model, without its samples.
+
+    JSON has no value for a figure that is not finite, so it is left out. The gate finds the cause in the samples.
+    """
+    return ModelScores(
+        model_digest=result.subject.model_digest,
+        model_format=result.subject.model_format,
+        contract=digests.hash_json(result.contract),
+        metrics=select_finite(result.metrics),
+        samples={name: sample_file(role, name) for name in result.samples},
+        per_class=result.per_class,
+        slices={name: select_finite(metrics) for name, metrics in result.slices.items()},
+    )
+
+
+def select_finite(metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+    """Return the finite metrics: JSON has no value for the others."""
+    return {name: metric for name, metric in metrics.items() if is_finite(metric)}
+
+
+def is_finite(metric: MetricValue) -> bool:
+    """Return whether value and interval are finite numbers."""
+    return all(map(math.isfinite, (metric.value, metric.low, metric.high)))
+
+
+def write_report(
+    target: Path,
+    report: EvaluationReport,
+    results: Mapping[ModelRole, EvaluationResult],
+    rows: TestRows,
+    settings: Settings,
+    judge_lines: Mapping[ModelRole, list[dict[str, Any]]],
+) -> None:
+    """Write and seal all results. `judge_lines` are the judgements behind the judge's figures, by opponent."""
+    with files.sealed_directory(target, "evaluation") as scratch:
+        row_records = [
+            row.model_dump(mode="json", exclude={"format"}) for row in rows.iterate_records(settings.evaluate.slice_by)
+        ]
+        base.write_lines(scratch / ROWS, row_records)
+        for role, result in results.items():
+            _write_model(scratch, role, result, rows)
+        for role, lines in judge_lines.items():
+            base.write_lines(scratch / judge_file(role), lines)
+        report.save(scratch / "eval.json")
+
+
+def _write_model(scratch: Path, role: ModelRole, result: EvaluationResult, rows: TestRows) -> None:
+    write_samples(scratch, role, result.samples)
+    answers = [{"id": row_id, "answers": texts} for row_id, texts in zip(rows.ids, result.answers, strict=False)]
+    base.write_lines(scratch / answers_file(role), answers)
+    for task, documents in result.documents.items():
+        base.write_lines(scratch / documents_file(role, task), documents)
+    if result.confusion:
+        table = {"labels": result.confusion.labels, "matrix": result.confusion.matrix}
+        files.write_json(scratch / f"confusion/{role}.json", table)
+        if role == "candidate" or (role == "merged" and not (scratch / "confusion" / "candidate.png").exists()):
+            labels = [*result.confusion.labels, metrics.OTHER]
+            plots.draw_confusion_matrix(labels, result.confusion.matrix, scratch / f"confusion/{role}.png")
+    if result.curves:
+        files.write_json(scratch / curves_file(role), result.curves)
+        if role in ("candidate", "merged"):
+            plots.draw_precision_recall(result.curves, scratch / curves_file(role).with_suffix(".png"))
+
+
+def write_samples(scratch: Path, role: str, samples_by_metric: Mapping[str, Sequence[SampleScore]]) -> None:
+    """Write the scores of every sample, in one file per metric."""
+    for name, samples in samples_by_metric.items():
+        rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in samples]
+        base.write_lines(scratch / sample_file(role, name), rows)
+
+
+def _log_to_mlflow(layout: ProjectLayout, settings: Settings, report: EvaluationReport) -> None:
     """Add the figures to the run in MLflow."""
     figures = {
-        f"test/{who}/{name}": metric.value for who, one in found.scores.items() for name, metric in one.metrics.items()
+        f"test/{role}/{name}": metric.value
+        for role, scores in report.scores.items()
+        for name, metric in scores.metrics.items()
     }
-    if found.judge_report is not None:
-        rates = {who: one.win_rate for who, one in found.judge_report.comparisons.items()}
-        figures |= {f"judge/{who}/win_rate": rate.value for who, rate in rates.items() if rate is not None}
+    if report.judge_report is not None:
+        rates = {role: comparison.win_rate for role, comparison in report.judge_report.comparisons.items()}
+        figures |= {f"judge/{role}/win_rate": rate.value for role, rate in rates.items() if rate is not None}
     pictures: list[Path] = [
         path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
     ]
     tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
-    run = tracking.create_callback(RunPaths(layout.runs / found.run_id), settings, plots.draw_loss_curve)
-    tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in found.contracts))}
+    run = tracking.create_callback(RunPaths(layout.runs / report.run_id), settings, plots.draw_loss_curve)
+    tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in report.contracts))}
     tracking.report(
         run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_timeout_s
     )
+
+
+class QuantizationResult(Record):
+    """Result of `ratchet evaluate --quantization`."""
+
+    report: QuantizationReport
+    picture: Path
+
+
+def measure_quantization(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> QuantizationResult:
+    """Compare full precision with 4 bits on a fixed sample of the validation rows.
+
+    Raises:
+        BaseModelError: the base is stored in 4 bits, or the data were prepared for another base.
+        LockHeldError: another process evaluates this project.
+    """
+    with project.lock("evaluate"):
+        return _measure(project.layout, project.settings, on_progress)
+
+
+def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[str], None]) -> QuantizationResult:
+    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+    if card.base_digest != base.digest:
+        raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
+    path = base_model.locate(layout, base)
+    base_model.verify_files(path, base.files)
+    if (stored := base_model.detect_stored_quantization(base_model.read_config(path), str(path))) is not None:
+        raise BaseModelError(
+            f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
+            "with; use the model from which it was quantized"
+        )
+    files.verify_sealed(layout.data, "data")
+    dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
+    # Rows are sorted by a hash of their content, so the first rows are a random sample.
+    sample = dataset[: settings.evaluate.quantization_rows]
+    rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
+    loading.use_threads(settings.machine.threads)
+    device = loading.pick_device(settings.machine.device)
+    costs = quantization_error.measure_cost(
+        lambda train: loading.load(path, base, train, device), settings.train, rows, on_progress
+    )
+    report = QuantizationReport(
+        base_digest=base.digest,
+        data_digest=card.digest,
+        rows=len(rows),
+        tokens=quantization_error.count_answer_tokens(rows),
+        dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
+        costs=costs,
+    )
+    with files.sealed_directory(layout.quantization, "quantization") as scratch:
+        report.save(scratch / "quantization.json")
+        plots.draw_quantization_report(report, scratch / "quantization.png")
+    return QuantizationResult(report=report, picture=layout.quantization / "quantization.png")

@@ -1,4 +1,4 @@
-"""Stage export: merge the adapter, write every format, open each in its own runtime and compare."""
+"""Stage export: merge the adapter, write every format, run each of them in its own runtime and compare."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,7 @@ from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merged_model import MergedModel
 from ratchet.exporters.verification.parity import Score
 from ratchet.exporters.verification.probe_inputs import task_metric
-from ratchet.registry import lineage, pickle_scan
-from ratchet.registry import model_store as forms_of
+from ratchet.registry import lineage, model_store, pickle_scan
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project
@@ -23,11 +22,11 @@ from ratchet.tracking.mlflow.client import MlflowTracker
 
 
 def export(project: Project) -> ModelBundle:
-    """Run the stage. The earlier export stays complete until the new one is.
+    """Run the stage. The earlier export is kept until the new one is complete.
 
     Raises:
         DataError: an earlier stage has not run, or ran with other settings.
-        DamagedFileError: an input has changed, or a merged module does not compute what base + adapter does.
+        DamagedFileError: an input has changed, or a merged module differs from base + adapter in its results.
         BaseModelError: the base is missing or changed, or an adapter belongs to another base.
         SettingsError: a format cannot represent this model, or a tool for it is not installed.
         LockHeldError: another process runs this stage.
@@ -46,68 +45,70 @@ def _export(layout: ProjectLayout, settings: Settings) -> ModelBundle:
     return bundle
 
 
-def _run_export(work: ExportJob) -> ModelBundle:
-    layout = work.layout
+def _run_export(job: ExportJob) -> ModelBundle:
+    layout = job.layout
     with files.sealed_directory(layout.export, "export") as scratch:
-        found = merged_model.make_merged_model(work, scratch, build_scorer(work.settings))
-        artifacts = [found.artifact]
+        merged = merged_model.make_merged_model(job, scratch, build_scorer(job.settings))
+        artifacts = [merged.artifact]
         artifacts += conversion.convert_formats(
-            found.verifier, scratch / layout.merged_model.name, scratch, found.logits
+            merged.verifier, scratch / layout.merged_model.name, scratch, merged.logits
         )
-        model_digest = forms_of.model_digest(artifacts)
-        bundle = _build_bundle(work, found, artifacts, _build_lineage(work, scratch, model_digest), model_digest)
+        model_digest = model_store.model_digest(artifacts)
+        bundle = _build_bundle(job, merged, artifacts, _build_lineage(job, scratch, model_digest), model_digest)
         bundle.save(scratch / layout.bundle.name)
     return bundle
 
 
 def build_scorer(settings: Settings) -> Score:
-    """How the evaluation scores answers: its own measures, so that what counts as right is defined once."""
+    """Build a function that scores answers exactly as stage evaluate does."""
     metric = task_metric(settings)
     exact = "exact_match" if metric == "token_f1" else metric
-    wanted = tuple(one for one in settings.evaluate.metrics if one == metric)
-    plain = settings.evaluate.model_copy(update={"metrics": wanted, "answer_format": None})
+    names = tuple(name for name in settings.evaluate.metrics if name == metric)
+    metric_settings = settings.evaluate.model_copy(update={"metrics": names, "answer_format": None})
 
     def score(expected: Sequence[str], answers: Sequence[str]) -> Sequence[float]:
-        found = {
-            one.name: one.values for one in answer_metrics.score_answers(expected, [[a] for a in answers], plain, exact)
-        }
-        values = found[metric]
-        assert values is not None  # noqa: S101 (both are functions of single answers)
+        scores = answer_metrics.score_answers(expected, [[answer] for answer in answers], metric_settings, exact)
+        values = {result.name: result.values for result in scores}[metric]
+        assert values is not None  # noqa: S101 (both metrics are functions of single answers)
         return values
 
     return score
 
 
-def _build_lineage(work: ExportJob, scratch: Path, model_digest: str) -> ModelLineage:
-    """Where the model comes from; writes the bill of materials."""
-    name, licence = work.settings.promote.model_name, work.settings.export.data_licence
-    base = work.base.model_copy(update={"source": lineage.mask_secrets(work.base.source)})
-    contents = lineage.SbomContents(name, model_digest, base, work.card.digest, work.card.splits, licence)
-    bill = lineage.write_sbom(contents, scratch / work.layout.sbom.name)
-    looked = pickle_scan.load_scan(work.layout.base) or pickle_scan.scan_directory(work.base_path, work.base)
-    recipe = digests.hash_json(work.spec.model_dump(mode="json"))
-    origin = lineage.ModelOrigin(work.base, work.trained, work.card, looked, recipe)
-    return lineage.build_lineage(work.layout, work.settings, origin, bill)
+def _build_lineage(job: ExportJob, scratch: Path, model_digest: str) -> ModelLineage:
+    """Write the bill of materials, and return the origin of the model."""
+    name, licence = job.settings.promote.model_name, job.settings.export.data_licence
+    base = job.base.model_copy(update={"source": lineage.mask_secrets(job.base.source)})
+    contents = lineage.SbomContents(name, model_digest, base, job.card.digest, job.card.splits, licence)
+    bill = lineage.write_sbom(contents, scratch / job.layout.sbom.name)
+    scan = pickle_scan.load_scan(job.layout.base) or pickle_scan.scan_directory(job.base_path, job.base)
+    recipe = digests.hash_json(job.spec.model_dump(mode="json"))
+    origin = lineage.ModelOrigin(job.base, job.trained, job.card, scan, recipe)
+    return lineage.build_lineage(job.layout, job.settings, origin, bill)
 
 
 def _build_bundle(
-    work: ExportJob, found: MergedModel, artifacts: Sequence[ExportArtifact], origin: ModelLineage, model_digest: str
+    job: ExportJob,
+    merged: MergedModel,
+    artifacts: Sequence[ExportArtifact],
+    model_lineage: ModelLineage,
+    model_digest: str,
 ) -> ModelBundle:
-    export, train = work.settings.export, work.settings.train
+    export, train = job.settings.export, job.settings.train
     return ModelBundle(
         model_digest=model_digest,
-        adapter_digest=work.trained.adapter_digest,
-        base_digest=work.base.digest,
-        data_digest=work.trained.data_digest,
-        run_id=work.trained.run_id,
-        merge_base=found.selected.merge_base,
+        adapter_digest=job.trained.adapter_digest,
+        base_digest=job.base.digest,
+        data_digest=job.trained.data_digest,
+        run_id=job.trained.run_id,
+        merge_base=merged.selected.merge_base,
         dtype=export.dtype,
         size_bytes=artifacts[0].size_bytes,
         base_weight_format=train.base_weight_format,
-        parity=found.selected.parity,
-        merge=found.merge,
+        parity=merged.selected.parity,
+        merge=merged.merge,
         artifacts=tuple(artifacts),
-        lineage=origin,
+        lineage=model_lineage,
     )
 
 
@@ -118,14 +119,15 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, bundle: ModelBundl
         "export/greedy_agreement": bundle.parity.greedy_agreement,
         "export/size_bytes": float(bundle.size_bytes),
     }
-    for one in bundle.artifacts:
-        about = f"export/{one.name}"
+    for artifact in bundle.artifacts:
+        prefix = f"export/{artifact.name}"
         figures |= {
-            f"{about}/kl": one.distance.kl, f"{about}/greedy_agreement": one.distance.greedy_agreement,
-            f"{about}/size_bytes": float(one.size_bytes), f"{about}/tokens_per_second": one.tokens_per_second,
+            f"{prefix}/kl": artifact.distance.kl, f"{prefix}/greedy_agreement": artifact.distance.greedy_agreement,
+            f"{prefix}/size_bytes": float(artifact.size_bytes),
+            f"{prefix}/tokens_per_second": artifact.tokens_per_second,
         }  # fmt: skip
-        if one.task:
-            figures[f"{about}/{one.task.metric}"] = one.task.value
+        if artifact.task:
+            figures[f"{prefix}/{artifact.task.metric}"] = artifact.task.value
     tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
     run = tracking.create_callback(RunPaths(layout.runs / bundle.run_id), settings, plots.draw_loss_curve)
     tracking.report(

@@ -1,4 +1,7 @@
-"""`ratchet forecast`: the memory that a training needs, by part and phase, and what would fit. Loads no weights."""
+"""`ratchet forecast`: the memory that a training needs, by part and phase, and the largest sizes that fit.
+
+Loads no weights.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,9 +11,7 @@ from ratchet.config.settings import Settings
 from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference
 from ratchet.models.memory import capacity
-from ratchet.models.memory import forecast as frugal
-from ratchet.models.memory import forecast as largest
-from ratchet.models.memory import forecast as simulation
+from ratchet.models.memory import forecast as memory_forecast
 from ratchet.models.memory.forecast import LargestFittingSizes, MemoryFallback, MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
 from ratchet.reports import training_page
@@ -26,25 +27,25 @@ ACCURACY = "`python benchmarks/memory.py` compares such forecasts with measured 
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """Inputs of a forecast; None stands for the value of the project's settings."""
+    """Inputs of a forecast. For a value of None, the project's settings apply."""
 
     base: Path | None = None
-    """A model directory, or a config.json alone."""
+    """A model directory, or a single config.json."""
     rows: int | None = None
     """Rows of a micro-batch."""
     tokens: int | None = None
     """Tokens of the longest row."""
     device: Literal["cpu", "cuda"] | None = None
     memory_bytes: int | None = None
-    """Memory of the device; None: what is available on this machine."""
+    """Memory of the device; None: the available memory of this machine."""
     html: Path | None = None
-    """Page to write."""
+    """HTML page to write."""
     ranks: int | None = None
     """Ranks that train together, each on a GPU; on CPUs, processes of one machine."""
 
 
 class ForecastReport(Record):
-    """A forecast, and the memory that it is compared with."""
+    """A forecast, compared with the available memory."""
 
     architecture: str
     forecast: MemoryForecast
@@ -53,11 +54,11 @@ class ForecastReport(Record):
     needed_bytes: int
     """Memory that each rank needs."""
     available_bytes: int | None
-    """Memory for each rank; None when this machine has no such device and no size was given."""
+    """Available memory for each rank; None if this machine has no such device and no size was given."""
     fits: bool | None
-    """Whether the needed memory is available; None when that is unknown."""
+    """Whether the needed memory is available; None if that is unknown."""
     largest: LargestFittingSizes | None
-    """The largest sizes that fit, each with the others unchanged."""
+    """The largest size of each kind that fits while the other sizes stay the same."""
     packed: bool
     local_ranks: int
     """Ranks that share the same memory."""
@@ -83,7 +84,7 @@ def forecast(
     Args:
         layout: the project; None outside one, where `options.base` is required.
         settings: the project's settings, or the defaults.
-        options: what to forecast.
+        options: inputs that replace the settings.
 
     Raises:
         SettingsError: no base is known, an option is out of range, or the train settings do not fit the base.
@@ -105,63 +106,65 @@ def forecast(
 
 
 def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> ForecastReport:
-    plan = model_spec.load(*_locate_base(layout, settings, options))
+    spec = model_spec.load(*_locate_base(layout, settings, options))
     settings, device = _apply_options(settings, options)
     train, machine = settings.train, settings.machine
     work, notes = _largest_workload(layout, settings, options)
     work = replace(work, device=device, local_ranks=work.local_ranks if device == "cpu" else 1)
-    at_hand = options.memory_bytes or _available_bytes(device)
-    available = None if at_hand is None else at_hand // work.local_ranks
+    device_bytes = options.memory_bytes or _available_bytes(device)
+    available = None if device_bytes is None else device_bytes // work.local_ranks
     try:
-        if available is not None and (way := _choose_fallback(plan, settings, work, available)):
-            machine = way.machine
-            notes = (f"Not even one row would fit otherwise: {way.cost}.", *notes)
-        found = simulation.forecast(plan, train, machine, work)
-        most = None if available is None else largest.find_largest_sizes(plan, train, machine, work, available)
+        if available is not None and (fallback := _choose_fallback(spec, settings, work, available)):
+            machine = fallback.machine
+            notes = (f"Not even one row would fit otherwise: {fallback.cost}.", *notes)
+        result = memory_forecast.forecast(spec, train, machine, work)
+        largest = (
+            None if available is None else memory_forecast.find_largest_sizes(spec, train, machine, work, available)
+        )
     except RatchetError:
         raise
     except Exception as error:  # an unknown kind of model
         raise BaseModelError(
-            f"{plan.class_name}: there is no forecast for this model, its step cannot be executed without data "
-            f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
+            f"{spec.class_name}: there is no forecast for this model, its step cannot be executed without data "
+            f"({type(error).__name__}: {str(error)[:300]}); training it may still be possible"
         ) from error
-    found = found.model_copy(update={"notes": (*found.notes, *notes)})
-    needed = found.needed_bytes(work.local_ranks)
+    result = result.model_copy(update={"notes": (*result.notes, *notes)})
+    needed = result.needed_bytes(work.local_ranks)
     return ForecastReport(
-        architecture=plan.class_name,
-        forecast=found,
-        peak_bytes=found.peak.total_bytes,
-        peak_phase=found.peak.phase,
+        architecture=spec.class_name,
+        forecast=result,
+        peak_bytes=result.peak.total_bytes,
+        peak_phase=result.peak.phase,
         needed_bytes=needed,
         available_bytes=available,
         fits=None if available is None else needed <= available,
-        largest=most,
+        largest=largest,
         packed=work.packed,
         local_ranks=work.local_ranks,
     )
 
 
 def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settings, Literal["cpu", "cuda"]]:
-    """The settings with what the command line asks for, and the device."""
+    """Return the settings with the options applied, and the device."""
     machine = settings.machine
     device = options.device or (_local_device() if machine.device == "auto" else machine.device)
-    changed: dict[str, Any] = {"device": device}
+    changes: dict[str, Any] = {"device": device}
     if options.rows is not None:
-        changed["micro_batch_size"] = options.rows
+        changes["micro_batch_size"] = options.rows
     if options.ranks is not None:
-        changed |= {"gpus": options.ranks, "nodes": "1"}
-    return settings.model_copy(update={"machine": machine.model_copy(update=changed)}), device
+        changes |= {"gpus": options.ranks, "nodes": "1"}
+    return settings.model_copy(update={"machine": machine.model_copy(update=changes)}), device
 
 
 def _choose_fallback(
-    plan: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
+    spec: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
 ) -> MemoryFallback | None:
-    """The way to save memory that a run would choose when not one row fits; None if one fits, or nothing helps."""
+    """Return the fallback that a run would choose if not even one row fits; None if one fits, or no fallback helps."""
     train, machine = settings.train, settings.machine
-    least = simulation.forecast(plan, train, machine, work.single_row())
-    if least.needed_bytes(work.local_ranks) <= available:
+    single_row = memory_forecast.forecast(spec, train, machine, work.single_row())
+    if single_row.needed_bytes(work.local_ranks) <= available:
         return None
-    return frugal.choose_fallback(plan, train, machine, work, available)
+    return memory_forecast.choose_fallback(spec, train, machine, work, available)
 
 
 def _local_device() -> Literal["cpu", "cuda"]:
@@ -169,7 +172,7 @@ def _local_device() -> Literal["cpu", "cuda"]:
 
 
 def _locate_base(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> tuple[Path, bool]:
-    """Where the base's configuration is, and whether code that came with it may run."""
+    """Return the location of the base's configuration, and whether the base's own code may run."""
     if options.base is not None:
         if not options.base.exists():
             raise SettingsError(f"--base {options.base}: no such file; name a model directory or its config.json")
@@ -185,7 +188,7 @@ def _locate_base(layout: ProjectLayout | None, settings: Settings, options: Fore
 
 
 def _available_bytes(device: Literal["cpu", "cuda"]) -> int | None:
-    """Memory that a training could have on this machine; None when it has no such device."""
+    """Return the memory that a training could use on this machine; None if it has no such device."""
     if device == "cpu":
         return capacity.measure_host().available_bytes
     return capacity.measure_device(loading.pick_device("cuda")).available_bytes if _local_device() == "cuda" else None
@@ -194,7 +197,7 @@ def _available_bytes(device: Literal["cpu", "cuda"]) -> int | None:
 def _largest_workload(
     layout: ProjectLayout | None, settings: Settings, options: ForecastOptions
 ) -> tuple[MemoryWorkload, tuple[str, ...]]:
-    """The largest micro-batch of a training, and what had to be assumed."""
+    """Return the largest micro-batch of a training, and notes about assumptions."""
     data = layout.data if layout is not None and layout.dataset_card.is_file() else None
     teacher, notes = _load_teacher_spec(layout, settings)
     work = microbatch_budget.make_work_estimator(data, loading.pick_device("cpu"), teacher)(settings)
@@ -211,20 +214,23 @@ def _largest_workload(
         length = work.row_tokens
         notes = (
             *notes,
-            f"No data is prepared: rows of {length:,} tokens, {share:.0%} of them learned from, were taken.",
+            f"No data is prepared: the forecast assumes rows of {length:,} tokens and learns from {share:.0%} of them.",
         )
     elif options.tokens is not None:
-        notes = (*notes, f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.")
+        notes = (*notes, f"The forecast learns from {share:.0%} of the tokens, as in the longest rows of the data.")
     if data is not None and options.base is not None:
-        notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
+        notes = (*notes, "The lengths of rows are those of the prepared data, in tokens of the project's own base.")
     return work, notes
 
 
 def _load_teacher_spec(layout: ProjectLayout | None, settings: Settings) -> tuple[ModelSpec | None, tuple[str, ...]]:
-    """The teacher that is in memory during training, and notes about it. Raises BaseModelError when it is missing."""
+    """Load the shape of a teacher that runs during training. Raises BaseModelError if it is missing.
+
+    Returns the shape, or None without such a teacher, and notes.
+    """
     if not settings.train.distill.is_online:
         return None, ()
     if layout is None:
         return None, ("train.distill.teacher is not counted: its path is relative to a project.",)
-    found = model_spec.load(teacher_reference.teacher_directory(layout, settings.train))
-    return found, (f"The teacher runs during training, so its memory is counted: {found.parameters:,} parameters.",)
+    spec = model_spec.load(teacher_reference.teacher_directory(layout, settings.train))
+    return spec, (f"The teacher runs during training, so its memory is counted: {spec.parameters:,} parameters.",)

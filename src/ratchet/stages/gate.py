@@ -1,7 +1,7 @@
-"""Stage gate: decides from the reports of evaluate and export whether the model may be promoted.
+"""Stage gate: decide from the reports of evaluate and export whether the model may be promoted.
 
-The rules and statistics are in `ratchet.gate`; this module reads and writes files and reports to MLflow. No verdict is
-an error of the stage, and no model is loaded.
+The rules and statistics are in `ratchet.quality_gate`; this module reads and writes files and reports to MLflow. It
+loads no model. The stage succeeds with every verdict, also with REJECT.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,8 @@ from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
 from ratchet.quality_gate import decision
-from ratchet.quality_gate import evidence as reading
 from ratchet.quality_gate.decision import MetricNoise, confirm_verdict, decide_verdict
-from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, record_verdict
+from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, read_rows, record_verdict
 from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
@@ -26,16 +25,16 @@ from ratchet.storage.records.gate import Verdict, read_champion
 
 
 class NoiseReport(Record):
-    """Result of an A/A test: the candidate against itself, scored twice."""
+    """Result of an A/A test: the candidate compared with itself, scored twice."""
 
     metrics: tuple[MetricNoise, ...]
     batch_rows: tuple[int, int]
-    """Rows in a batch of the first and the second scoring."""
+    """Batch size in rows, of the first and the second scoring."""
     confidence: float
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether the noise of every metric is smaller than what the rules ask for."""
+        """Whether the noise of every metric is smaller than the margins of the rules."""
         return all(metric.is_within_margin for metric in self.metrics)
 
 
@@ -43,8 +42,8 @@ def gate(project: Project) -> Verdict:
     """Run the stage.
 
     Raises:
-        DataError: evaluate or export have not run.
-        DamagedFileError: their output has changed, or the list of test-set uses is damaged.
+        DataError: stage evaluate or export has not run.
+        DamagedFileError: the output of these stages has changed, or the list of test-set uses is damaged.
         SettingsError: a harness task is no longer defined, or the webhook's address is not valid.
         LockHeldError: another process runs this stage.
     """
@@ -63,23 +62,21 @@ def _decide(layout: ProjectLayout, settings: Settings) -> Verdict:
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
     record_verdict(layout, verdict)
-    rows = reading.read_rows(layout)
+    rows = read_rows(layout)
     answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
     verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
     tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
     run = tracking.create_callback(RunPaths(layout.runs / verdict.run_id), settings, plots.draw_loss_curve)
-    shown = [layout.verdict, layout.gate_page]
-    tracking.report(
-        run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_timeout_s
-    )
+    artifacts = {"gate": [layout.verdict, layout.gate_page]}
+    tracking.report(run, {}, artifacts, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_timeout_s)
     return verdict
 
 
 def run_aa_test(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> NoiseReport:
-    """`ratchet gate --aa`: score the candidate a second time and measure the difference, which is noise.
+    """Score the candidate a second time for `ratchet gate --aa`, and measure the difference, which is noise.
 
     Raises:
-        DataError: the candidate has not been evaluated, or the evaluation is of another adapter.
+        DataError: the candidate has not been evaluated, or the evaluation is about another adapter.
     """
     from ratchet.stages.evaluate import evaluate_again
 
@@ -89,7 +86,7 @@ def run_aa_test(project: Project, on_progress: Callable[[str], None] = ignore_pr
 
 
 def measure_noise(project: Project) -> NoiseReport:
-    """The difference between the two evaluations on file. Raises DataError when they cannot be compared."""
+    """Measure the difference between the two evaluations on file. Raises DataError if they cannot be compared."""
     layout, settings = project.layout, project.settings
     evidence = _load_evidence(layout, settings)
     try:
@@ -101,10 +98,11 @@ def measure_noise(project: Project) -> NoiseReport:
 
 
 def check_verdict(project: Project) -> Verdict:
-    """The verdict on file, if it is about the present model, champion and anchor.
+    """Check that the verdict on file is about the present model, champion and anchor, and return it.
 
     Raises:
-        GateError: there is no verdict; it is about another model, champion or anchor; or today's rules give another.
+        GateError: there is no verdict, it is about another model, champion or anchor, or today's rules give another
+            verdict.
         DamagedFileError: the file was changed.
         LockHeldError: another process runs this stage.
     """
@@ -116,13 +114,16 @@ def _check_verdict(layout: ProjectLayout, settings: Settings) -> Verdict:
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     files.verify_sealed(layout.gate, "gate")
-    verdict, now = Verdict.load(layout.verdict), read_champion(layout.champion)
-    promoted = now.champion_digest == verdict.model_digest  # by this very verdict, or it was champion already
-    same_opponents = (now.champion_digest, now.anchor_digest) == (verdict.champion_digest, verdict.anchor_digest)
+    verdict, current = Verdict.load(layout.verdict), read_champion(layout.champion)
+    is_champion = current.champion_digest == verdict.model_digest  # after this verdict, or already before it
+    same_opponents = (current.champion_digest, current.anchor_digest) == (
+        verdict.champion_digest,
+        verdict.anchor_digest,
+    )
     same_model = ModelBundle.load(layout.bundle).model_digest == verdict.model_digest
-    if not same_model or not (promoted or same_opponents):
+    if not same_model or not (is_champion or same_opponents):
         raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")
-    if not promoted or verdict.is_champion:  # else it was compared with the one that it succeeded
+    if not is_champion or verdict.is_champion:  # otherwise the verdict is about the champion before this model
         confirm_verdict(
             layout, settings, fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict
         )
@@ -131,15 +132,15 @@ def _check_verdict(layout: ProjectLayout, settings: Settings) -> Verdict:
 
 def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:
     tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
-    return reading.read_evidence(layout, settings, tasks)
+    return read_evidence(layout, settings, tasks)
 
 
 def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[ModelRole, dict[str, list[str]]]:
-    """Generated answers by model and row."""
-    found = {who: layout.evaluate / answers_file(who) for who in report.scores}
+    """Read the generated answers, by model and row."""
+    paths = {role: layout.evaluate / answers_file(role) for role in report.scores}
     return {
-        who: {row["id"]: row["answers"] for row in base.read_lines(path)}
-        for who, path in found.items()
+        role: {row["id"]: row["answers"] for row in base.read_lines(path)}
+        for role, path in paths.items()
         if path.exists()
     }
 
@@ -147,12 +148,12 @@ def _read_answers(layout: ProjectLayout, report: EvaluationReport) -> dict[Model
 def _read_documents(
     layout: ProjectLayout, report: EvaluationReport
 ) -> dict[ModelRole, dict[str, list[dict[str, Any]]]]:
-    """The harness's documents by model and task."""
-    found: dict[ModelRole, dict[str, list[dict[str, Any]]]] = {}
-    for who, scores in report.scores.items():
+    """Read the documents of the harness, by model and task."""
+    documents: dict[ModelRole, dict[str, list[dict[str, Any]]]] = {}
+    for role, scores in report.scores.items():
         tasks: Mapping[str, Any] = report.contracts.get(scores.contract, {}).get("harness", {})
         for task in tasks:
-            path = layout.evaluate / documents_file(who, task)
+            path = layout.evaluate / documents_file(role, task)
             if path.exists():
-                found.setdefault(who, {})[task] = base.read_lines(path)
-    return found
+                documents.setdefault(role, {})[task] = base.read_lines(path)
+    return documents

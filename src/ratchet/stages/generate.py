@@ -1,4 +1,4 @@
-"""`ratchet generate`: a supervised run that answers every prompt once. Only the worker loads torch."""
+"""`ratchet generate`: a supervised run that answers every prompt of a file. Only the worker process loads torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +23,15 @@ from ratchet.storage.html import format_count
 from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import Record
 
+ENDS = {
+    "length": "cut at generate.max_new_tokens",
+    "context": "the model's context is full",
+    "memory": "memory ran out",
+    "invalid": "the model computed NaN or infinite numbers",
+    "filtered": "the server's filter withholds the answer",
+}
+"""Descriptions of how an answer ended, unless the model itself ended it."""
+
 
 class GenerateResult(Record):
     """Result of `ratchet generate`."""
@@ -30,7 +39,7 @@ class GenerateResult(Record):
     output: Path
     card: GenerationCard
     was_written_before: bool
-    """Whether the output of these prompts, settings and model was there already."""
+    """Whether the output of these prompts, settings and model existed already."""
 
 
 def generate(
@@ -44,19 +53,19 @@ def generate(
     """Answer every prompt of a file and write one record per answer. Call it again to resume.
 
     Args:
-        project: the project; section generate of its settings says how answers are sampled.
+        project: the project; section generate of its settings defines the sampling.
         prompts: JSON, JSONL, CSV, TSV or Parquet.
         output_path: a .jsonl or .parquet file.
         model: base, adapter, merged, champion, v3, a directory, a .gguf file or a server's URL.
         on_progress: receives lines about prompts and answers.
-        create_console: makes the callback that shows the run in the terminal; None: `on_progress` receives its lines.
+        create_console: creates the callback that shows the run in the terminal; None: `on_progress` receives its lines.
 
     Raises:
-        SettingsError: the model does not exist; the output exists with other settings, has an unknown ending, or cannot
-            be written.
+        SettingsError: the model does not exist, or the output exists with other settings, has an unknown ending, or
+            cannot be written.
         DataError, DamagedFileError, ChampionError, BaseModelError: prompts or model are missing or damaged.
         LockHeldError: another process writes this output, or answers the same prompts.
-        StorageError: the output could be written at the start and cannot now; the answers are kept.
+        StorageError: the output cannot be written at the end; the answers are kept.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
     layout, settings = project.layout, project.settings
@@ -98,18 +107,18 @@ def _create_log_printer(on_progress: Callable[[str], None]) -> RunCallback:
     return RunLogPrinter(lambda line: on_progress(f"  {line}"))
 
 
-def _write_answers(paths: GenerationPaths, target: Path, model_name: str, faults: int) -> GenerationCard:
+def _write_answers(paths: GenerationPaths, target: Path, model_name: str, invalid_count: int) -> GenerationCard:
     try:
-        return output.write_output(paths, target, model_name, faults)
+        return output.write_output(paths, target, model_name, invalid_count)
     except OSError as error:
         raise StorageError(
             f"{error.filename or target}: {error.strerror or error}; all answers are kept in {paths.result}: fix "
-            "this and run it again, or name another --output"
+            "this and run the command again, or name another --output"
         ) from error
 
 
 def _seal_prompts(paths: GenerationPaths, source: PromptSource, count: int) -> None:
-    """Seal the prompts with the run, unless they are: the file may be gone or changed when a worker starts again."""
+    """Seal a copy of the prompts in the run, because the file may change or vanish before a worker starts again."""
     try:
         files.verify_sealed(paths.prompts, PROMPTS_KIND)
     except DamagedFileError:
@@ -117,55 +126,45 @@ def _seal_prompts(paths: GenerationPaths, source: PromptSource, count: int) -> N
 
 
 def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str]) -> int:
-    """Answer each prompt of a file, generate.samples times, on a stream. Returns the number of answers.
+    """Answer each prompt of a file generate.samples times, and write the answers to a stream. Returns their number.
 
     Raises:
         InputError: prompts or model cannot be used.
-        RatchetError: the model's server does not answer, or stopped in the middle.
+        RatchetError: the model's server does not answer, or stops in the middle of an answer.
     """
     source = PromptSource(prompts.absolute(), project.settings)
-    meant = model_reference.resolve_model(model, project.layout, project.settings)
-    settings = meant.start.generate
-    source.measure()  # a file that cannot be read is refused before the model is loaded
+    reference = model_reference.resolve_model(model, project.layout, project.settings)
+    settings = reference.start.generate
+    source.measure()  # an unreadable file is refused before the model is loaded
     page = StreamPrinter(stream)
-    backend = open_backend(meant.model.kind, meant.start, create_notice_callbacks(page))
+    backend = open_backend(reference.model.kind, reference.start, create_notice_callbacks(page))
     count = 0
     try:
         for number, prompt in enumerate(source.prompts()):
             for sample in range(settings.samples):
                 page.head(f"prompt {prompt.id}")
-                heard = PartialAnswer()
+                partial = PartialAnswer()
                 try:
                     page.answer(
                         backend.stream(GenerationRequest(number * settings.samples + sample, sample, prompt), False),
-                        heard,
+                        partial,
                     )
                 except DataError as error:
                     page.note(f"not asked: {error}")
                 count += 1
-                if heard.end and heard.end.finish != "stop":
-                    page.note(f"({ENDS.get(heard.end.finish, heard.end.finish)})")
+                if partial.end and partial.end.finish != "stop":
+                    page.note(f"({ENDS.get(partial.end.finish, partial.end.finish)})")
                 page.gap()
     finally:
         backend.close()
     return count
 
 
-ENDS = {
-    "length": "cut at generate.max_new_tokens",
-    "context": "the model's context is full",
-    "memory": "memory ran out",
-    "invalid": "the model gave numbers that are none",
-    "filtered": "the server holds it back",
-}
-"""Ends of answers for people; of one that ends by itself nothing is said."""
-
-
 def create_notice_callbacks(page: StreamPrinter) -> BackendCallbacks:
-    """Those of a speaker that belongs to no run: what is worth telling stands on the page."""
+    """Create callbacks for a backend that does not belong to a run: they print notices on the page."""
 
-    def told(kind: str, data: object) -> None:
+    def print_notice(kind: str, data: object) -> None:
         if kind == "notice" and isinstance(data, dict):
             page.note(f"notice: {data['text']}")
 
-    return BackendCallbacks(lambda: None, told, lambda _: None)
+    return BackendCallbacks(lambda: None, print_notice, lambda _: None)

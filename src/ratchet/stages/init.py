@@ -1,4 +1,4 @@
-"""Make a new project directory around a data file: settings, stages, git and DVC, ready for `dvc repro`."""
+"""`ratchet init`: creates a project directory around a data file, ready for `dvc repro`."""
 
 import math
 import os
@@ -38,12 +38,12 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
 
-LABELS_AT_MOST = 200
-"""A column holds labels if it has at most this many different answers, each short and frequent."""
+MAX_LABELS = 200
+"""A column contains labels if it has at most this number of different answers, each of them short and frequent."""
 
 MARGINS = (0.02, 0.05)
-"""Smallest and largest margin of a new project's gate, as a loss of accuracy. A smaller one needs thousands of test
-rows; a larger one would accept a different model. In between, the margin is what the test rows can detect."""
+"""Smallest and largest margin of a new project's gate, as a loss of accuracy. A smaller margin needs thousands of test
+rows; a larger one would accept a clearly worse model. Between the two, it is the loss that the test rows can detect."""
 
 KEPT_FROM_DVC = (
     "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores",
@@ -51,7 +51,7 @@ KEPT_FROM_DVC = (
 )  # fmt: skip
 """Paths that change while stages run, or that must stay on this machine."""
 
-MOST_CONVERSATIONS = 0.01
+MAX_CONVERSATION_SHARE = 0.01
 """Largest share of rows with several questions: the harness task shows only the last question of a row."""
 
 IGNORED = "".join(
@@ -76,7 +76,7 @@ class InitDataSummary:
     """Rows in which the user speaks more than once."""
 
     def add(self, row: SourceRow, split: SplitSettings) -> None:
-        """Take a row that has a prompt and a response."""
+        """Count a row that has a prompt and a response."""
         self.responses[row.conversation.response] += 1
         self.splits[splits.assign_split(row.conversation.prompt, split)] += 1
         self.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
@@ -87,15 +87,15 @@ class InitDataSummary:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the responses are short, few, and given again and again."""
+        """Whether the responses are short and few, and occur repeatedly."""
         short = max(map(len, self.responses)) <= 100
-        return short and 2 <= len(self.responses) <= min(LABELS_AT_MOST, self.rows // 5)
+        return short and 2 <= len(self.responses) <= min(MAX_LABELS, self.rows // 5)
 
 
 def _parse_columns(prompt: str | None, response: str | None) -> ColumnSettings:
-    """Those that are named. Raises SettingsError unless they are two, or none."""
-    named = (prompt, response)
-    if (None in named or prompt == response or "" in named) and named != (None, None):
+    """Build the settings for `--prompt` and `--response`. Raises SettingsError unless both or neither are given."""
+    columns = (prompt, response)
+    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
         raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns, or neither")
     return ColumnSettings(prompt=prompt, response=response)
 
@@ -108,7 +108,7 @@ class InitResult(Record):
     unusable_rows: int
     """Malformed rows, and rows without prompt or response."""
     schema_name: str
-    """How the rows were read, such as `columns` or `sharegpt`."""
+    """Detected format of the rows, such as `columns` or `sharegpt`."""
     task: str
     """`labels` or `text` (prepare.task)."""
     base: str
@@ -125,10 +125,10 @@ def init(
     base: str = TINY,
     revision: str | None = None,
 ) -> InitResult:
-    """Make a project directory: settings, stages, git and DVC repositories, ready for `dvc repro`.
+    """Create a project directory with settings, stages, and git and DVC repositories, ready for `dvc repro`.
 
     Args:
-        directory: new, or empty.
+        directory: a new or empty directory.
         data: rows to learn from; copied into the project.
         prompt: column with the user's text; None: detected.
         response: column with the answer or label; None: detected.
@@ -136,8 +136,8 @@ def init(
         revision: commit, tag or branch of a hub id.
 
     Raises:
-        DataError: the data cannot be read, or lack a column.
-        SettingsError: the directory is in use, or the columns are not two different ones.
+        DataError: the data cannot be read, or a column is missing.
+        SettingsError: the directory is not empty, or the columns are not two different ones.
         InputError: git or DVC failed.
     """
     target = directory.resolve()
@@ -145,30 +145,32 @@ def init(
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
-    columns, wanted = _parse_columns(prompt, response), _base_settings(base, revision)
+    columns, base_settings = _parse_columns(prompt, response), _base_settings(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
-        settings, rows, dropped, shape = _write_files(ProjectLayout(scratch), target.name, data, columns, wanted)
+        settings, rows, unusable_rows, schema_name = _write_files(
+            ProjectLayout(scratch), target.name, data, columns, base_settings
+        )
         key = keys.create_key_pair(ProjectLayout(scratch))
         _set_up_version_control(scratch)
         if target.exists():
             target.rmdir()
         scratch.rename(target)
     except OSError as error:
-        raise SettingsError(f"{directory}: cannot be made ({error.strerror}: {error.filename})") from None
-    except DataError as error:  # name the flags that the user typed
-        said = str(error).replace(f"data/raw/{data.name}", str(data))
+        raise SettingsError(f"{directory}: cannot be created ({error.strerror}: {error.filename})") from None
+    except DataError as error:  # name the file and the flags that the user typed
+        text = str(error).replace(f"data/raw/{data.name}", str(data))
         raise DataError(
-            said.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
+            text.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return InitResult(
         directory=directory,
         rows=rows,
-        unusable_rows=dropped,
-        schema_name=shape,
+        unusable_rows=unusable_rows,
+        schema_name=schema_name,
         task=settings.prepare.task,
         base=settings.base.source,
         key=key.fingerprint[:SHOWN_DIGITS],
@@ -183,32 +185,34 @@ def _write_files(
     shutil.copyfile(data, layout.raw / data.name)
     source = f"data/raw/{data.name}"
     prepare = Prepare(sources=(SourceSettings(files=source),), columns=columns)
-    seen = InitDataSummary()
+    summary = InitDataSummary()
     rows = 0
-    read = SourceReader(layout.root, prepare)
-    for row in read.rows():
+    reader = SourceReader(layout.root, prepare)
+    for row in reader.rows():
         rows += 1
         if isinstance(row, SourceRow) and missing_part_reason(row) is None:
-            seen.add(row, prepare.split)
-    if empty := [split for split in splits.SPLITS if not seen.splits[split]]:
-        raise DataError(f"{source}: {seen.rows} usable rows leave split {empty[0]} empty; more rows are needed")
-    settings = suggest_settings(prepare, seen, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
+            summary.add(row, prepare.split)
+    if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
+        raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
+    settings = suggest_settings(prepare, summary, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
     files.write_atomic(layout.params, params_file.dump(settings))
     files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
         bundled_corpus.write_text(layout.text)
     else:
-        files.write_atomic(layout.text / "README", "Plain .txt files here are what a tiny base is pre-trained on.\n")
+        files.write_atomic(
+            layout.text / "README", "A tiny base is pre-trained on the plain .txt files in this directory.\n"
+        )
     files.write_atomic(layout.tasks / "answers.yaml", harness_task_yaml(settings.evaluate.max_new_tokens))
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
-    return settings, rows, rows - seen.rows, read.schema_descriptions[0]
+    return settings, rows, rows - summary.rows, reader.schema_descriptions[0]
 
 
 def _base_settings(base: str, revision: str | None) -> Base:
-    """Settings for `--base` and `--revision`; a path is relative to the current directory."""
+    """Build the settings for `--base` and `--revision`. A path is relative to the current directory."""
     path = Path(base).expanduser()
     is_model = bool(base) and (path / "config.json").is_file()
     if revision is not None and (base == TINY or is_model):
@@ -218,26 +222,28 @@ def _base_settings(base: str, revision: str | None) -> Base:
     if is_model:
         return Base(source=str(path.resolve()))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", base) or base.startswith(".") or path.is_dir():
-        raise BaseModelError(f"--base {base!r}: no directory with a model (config.json), and no hub id (NAME/MODEL)")
+        raise BaseModelError(
+            f"--base {base!r}: expected a directory with a model (config.json), or a hub id (NAME/MODEL)"
+        )
     return Base(source=base, revision=revision or "main")
 
 
-def suggest_settings(prepare: Prepare, seen: InitDataSummary, base: Base, name: str) -> Settings:
-    """Settings that suit the data: a task with labels is judged by accuracy, free text by loss on the answers."""
+def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, name: str) -> Settings:
+    """Choose settings for the data: labels are evaluated by accuracy, free text by the loss on the answers."""
     model_name = name or "ratchet-model"
-    tasks = ("answers",) if seen.conversations <= MOST_CONVERSATIONS * seen.rows else ()
-    if seen.has_labels:
+    tasks = ("answers",) if summary.conversations <= MAX_CONVERSATION_SHARE * summary.rows else ()
+    if summary.has_labels:
         return Settings(
             base=base,
             prepare=prepare.model_copy(update={"task": "labels"}),
             train=_train_settings(base, epochs=5 if base.source == TINY else 4),
             evaluate=Evaluate(
-                # A token is a byte at least, and one ends the answer: no label is cut short.
-                max_new_tokens=1 + max(len(label.encode()) for label in seen.responses),
+                # A token has at least one byte, and one token ends the answer, so that no label is truncated.
+                max_new_tokens=1 + max(len(label.encode()) for label in summary.responses),
                 harness=HarnessSettings(tasks=tasks, limit=200),
             ),
             export=_export_settings(base),
-            gate=_label_gate_settings(seen.splits["test"], base),
+            gate=_label_gate_settings(summary.splits["test"], base),
             promote=Promote(model_name=model_name),
         )
     return Settings(
@@ -252,28 +258,28 @@ def suggest_settings(prepare: Prepare, seen: InitDataSummary, base: Base, name: 
 
 
 def _export_settings(base: Base) -> Export:
-    """The tiny base is exported to every format. For a real base the user chooses: each takes time and disk space."""
+    """Export the tiny base to every format. For a real base the user chooses: each format takes time and disk space."""
     if base.source != TINY:
         return Export()
     return Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
 
 
 def _forgetting_rules(base: Base) -> tuple[ForgettingRule, ...]:
-    """The rule against forgetting, for a base that knows something to forget.
+    """Return the rule against forgetting, except for the tiny base.
 
-    The tiny one knows the project's own texts and nothing else: perplexity of general English was 837 to 2,446 in our
-    tries, of 2,048 tokens to choose from, and rose by 79 % on banking77 with 76 % accuracy gained.
+    The tiny base knows only the project's own texts: with a vocabulary of 2,048 tokens, its perplexity of general
+    English was 837 to 2,446 in our experiments, and rose by 79 % on banking77 while accuracy gained 76 %.
     """
     return () if base.source == TINY else (ForgettingRule(rule="forgetting"),)
 
 
 def _label_gate_settings(test_rows: int, base: Base) -> Gate:
-    """Rules for a task with labels; the margin is the smallest round one that so many test rows can show."""
+    """Return rules for a task with labels. The margin is the smallest whole percentage that the rows can detect."""
     from ratchet.quality_gate import statistics  # scipy takes a while to import
 
     rules = Gate()
-    shown = statistics.detectable_difference(test_rows, rules.expected_discordance, rules.confidence, rules.power)
-    margin = min(max(MARGINS[0], math.ceil(100 * shown) / 100), MARGINS[1])
+    detectable = statistics.detectable_difference(test_rows, rules.expected_discordance, rules.confidence, rules.power)
+    margin = min(max(MARGINS[0], math.ceil(100 * detectable) / 100), MARGINS[1])
     champion, anchor = (
         MustNotRegressRule(rule="must_not_regress", metric="accuracy", against=against, margin=margin)
         for against in ("champion", "anchor")
@@ -291,10 +297,10 @@ def _label_gate_settings(test_rows: int, base: Base) -> Gate:
 
 
 def _train_settings(base: Base, epochs: float) -> Train:
-    """A tiny base wants a larger adapter and rate than a real one.
+    """Return the train settings: a tiny base needs a larger adapter and a higher learning rate than a real one.
 
-    On the bundled requests 0.001 for 5 epochs gives 92 % and takes nothing from the perplexity of general text; 0.002
-    for 3 gives 90 % and raises it by 12 %, 0.0005 for 3 gives 34 %.
+    On the bundled requests, a rate of 0.001 for 5 epochs gives 92 % accuracy and leaves the perplexity of general text
+    unchanged. A rate of 0.002 for 3 epochs gives 90 % and raises it by 12 %; 0.0005 for 3 epochs gives 34 %.
     """
     if base.source == TINY:
         return Train(rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
@@ -302,12 +308,12 @@ def _train_settings(base: Base, epochs: float) -> Train:
 
 
 def harness_task_yaml(max_new_tokens: int) -> str:
-    """An lm-evaluation-harness task over the project's own test rows; no network, no other files."""
+    """Return an lm-evaluation-harness task for the project's own test rows; it needs no network and no other files."""
     return f"""\
 # A task for lm-evaluation-harness over this project's test rows (evaluate.harness.tasks in params.yaml).
-# Paths are relative to the project. Answers are compared after the chat template, exactly, ends stripped.
-# Of a conversation with several questions the harness can show only the last (and the system message): for such
-# rows, `exact_match` or `accuracy` of stage evaluate is the figure to go by.
+# Paths are relative to the project. The model sees the chat template. An answer counts if it is exactly the response,
+# apart from white space at both ends. In a conversation with several questions, the harness shows only the last one
+# (and the system message): for such rows, use `exact_match` or `accuracy` of stage evaluate.
 task: answers
 dataset_path: json
 dataset_kwargs:
@@ -339,7 +345,7 @@ metadata:
 
 
 def _set_up_version_control(root: Path) -> None:
-    """git and DVC repositories, with the data under DVC; nothing is committed: who commits is the user's choice."""
+    """Create git and DVC repositories, with the data under DVC. Nothing is committed: that is left to the user."""
     _run_command(root, ["git", "init", "-q"])
     _run_command(root, [sys.executable, "-m", "dvc", "init", "-q"])
     _run_command(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])

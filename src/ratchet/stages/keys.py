@@ -13,18 +13,18 @@ from ratchet.storage.records.base import Record
 
 @dataclass(frozen=True)
 class KeysOptions:
-    """The change to make to the keyring: at most one; by default none."""
+    """Options of `ratchet keys`: at most one change of the keyring; by default none."""
 
     new: bool = False
     """Create a key pair and trust it."""
     trust: Path | None = None
-    """Trust the public key in this PEM file."""
+    """PEM file of a public key to trust."""
     revoke: str | None = None
-    """No longer trust the key with this fingerprint (or its beginning), or this identity."""
+    """Fingerprint of a key (or its beginning), or an identity, to trust no longer."""
     reason: str | None = None
-    """Why it is revoked."""
+    """Reason for the revocation."""
     trust_identity: str | None = None
-    """Trust what this identity signs through sigstore."""
+    """Identity to trust; it signs through sigstore."""
     issuer: str | None = None
     """OpenID Connect issuer that certifies the identity."""
 
@@ -34,7 +34,7 @@ class KeyringChange(Record):
 
     action: Literal["created", "trusted", "revoked"]
     key: str | None = None
-    """Fingerprint."""
+    """Fingerprint of the key."""
     identity: str | None = None
     issuer: str | None = None
 
@@ -48,18 +48,18 @@ class KeyringReport(Record):
     own_key: str | None
     """Fingerprint of the key that signs on this machine."""
     own_key_problem: str | None
-    """Why no key can sign on this machine."""
+    """Reason why no key can sign on this machine."""
     change: KeyringChange | None
-    """What was changed; None if nothing was."""
+    """The change; None if nothing changed."""
 
 
 def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> KeyringReport:
     """Change the keyring, and return it.
 
     Raises:
-        SettingsError: options that do not go together, a file without a public key, or an unknown fingerprint.
+        SettingsError: options contradict each other, a file contains no public key, or a fingerprint is unknown.
         DamagedFileError: keys.json was changed by hand.
-        LockHeldError: another process changes it.
+        LockHeldError: another process changes the keyring.
     """
     _check_options(options)
     change = _change_keyring(layout, options)

@@ -1,4 +1,7 @@
-"""Source files → checked, deduplicated, split, templated, tokenised data, with a card that accounts for every row."""
+"""Stage prepare: check, deduplicate, split, template and tokenize the source files.
+
+A card accounts for every row.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -31,15 +34,15 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 
 LABEL_LIMIT = 500
-"""More different responses than this are free text, not labels."""
+"""Largest number of labels: if there are more different responses, they are free text."""
 
 
 def prepare(project: Project) -> DatasetCard:
     """Run the stage.
 
     Raises:
-        DataError: a source or template that cannot be used, more rows lost than the limits allow, an empty split, an
-            extra column that no record has.
+        DataError: a source or template cannot be used, more rows are lost than the limits allow, a split is empty, or
+            no record has an extra column.
         SettingsError: a task to check for leaks is not defined.
         BaseModelError: the pinned base model is missing.
         LockHeldError: another process runs this stage.
@@ -52,26 +55,26 @@ def _prepare(layout: ProjectLayout, settings: Settings) -> DatasetCard:
     base = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, base)
     tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
-    found = SourceReader(layout.root, settings.prepare)
-    from_teacher = [one is not None for one in found.teacher_cards]
+    reader = SourceReader(layout.root, settings.prepare)
+    from_teacher = [card is not None for card in reader.teacher_cards]
     benchmarks = _load_benchmarks(layout, settings)
     with files.sealed_directory(layout.data, "data") as scratch:
-        aside = scratch / ".aside"
-        aside.mkdir()
-        with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, aside, from_teacher)) as ingestion:
+        temporary = scratch / ".aside"
+        temporary.mkdir()
+        with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion:
             with live_region.create_bar("prepare", "rows read") as bar:
-                ingestion.ingest(_count_rows(found.rows(), bar))
+                ingestion.ingest(_count_rows(reader.rows(), bar))
             with live_region.create_bar("prepare", "rows compared") as bar:
-                chosen = select_rows(ingestion, settings.prepare, lambda rows: bar.update(rows - bar.n))
-            _check_splits(settings.prepare, ingestion, chosen)
-            written = _write_splits(ingestion, chosen, scratch)
-        shutil.rmtree(aside)
-        card = dataset_card.build_card(ingestion, chosen, settings.prepare, found)
+                selection = select_rows(ingestion, settings.prepare, lambda rows: bar.update(rows - bar.n))
+            _check_splits(settings.prepare, ingestion, selection)
+            fingerprints = _write_splits(ingestion, selection, scratch)
+        shutil.rmtree(temporary)
+        card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
         template = digests.hash_bytes(str(tokenizer.chat_template).encode())
         card = card.model_copy(
             update={
-                "digest": written.content,
-                "fields_digest": written.fields,
+                "digest": fingerprints.content,
+                "fields_digest": fingerprints.fields,
                 "base_digest": base.digest,
                 "template": template,
             }
@@ -82,11 +85,11 @@ def _prepare(layout: ProjectLayout, settings: Settings) -> DatasetCard:
 
 
 def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkIndex | None:
-    """The evaluation sets that the project names, but for tasks over its own test rows, which are apart anyway."""
+    """Load the evaluation sets that the settings name, except tasks over the project's own test rows."""
     leakage = settings.prepare.leakage
-    named = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
+    names = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
     with token_files.use_fresh_cache():
-        documents = harness.read_documents(named, layout.root, layout.tasks, excluded_folder=layout.data)
+        documents = harness.read_documents(names, layout.root, layout.tasks, excluded_folder=layout.data)
     documents |= sources.read_evaluation_sets(layout.root, leakage.files) if leakage.files else {}
     return BenchmarkIndex(documents, leakage.ngram_words) if documents else None
 
@@ -98,22 +101,22 @@ def _count_rows(rows: Iterator[SourceRow | MalformedRecord], bar: Any) -> Iterat
         yield row
 
 
-def _check_splits(settings: Prepare, ingestion: RowIngestion, chosen: RowSelection) -> None:
+def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSelection) -> None:
     """Raise DataError if the rows cannot be used, before anything is written."""
     ingestion.passthrough.check()
     ledger = ingestion.ledger
     ledger.check(
-        settings.limits, truncated=int(np.count_nonzero(np.array(ingestion.accepted.truncated_tokens)[chosen.kept]))
+        settings.limits, truncated=int(np.count_nonzero(np.array(ingestion.accepted.truncated_tokens)[selection.kept]))
     )
-    if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in chosen.leaks.items() if leak.rows}):
-        shown = "\n".join(
+    if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in selection.leaks.items() if leak.rows}):
+        details = "\n".join(
             f"  {name}: {leak.rows} rows\n      " + "\n      ".join(leak.examples) for name, leak in hits.items()
         )
         raise DataError(
             "prepare.leakage: rows overlap with evaluation sets; remove them, or set prepare.leakage.action: drop\n"
-            + shown
+            + details
         )
-    sizes = {name: int(chosen.copies[chosen.split == code].sum()) for code, name in enumerate(SPLITS)}
+    sizes = {name: int(selection.copies[selection.split == code].sum()) for code, name in enumerate(SPLITS)}
     if empty := [name for name, size in sizes.items() if not size]:
         counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
         reasons = "".join(f"; dropped {d.count}: {r} ({d.examples[0]})" for r, d in ledger.dropped.items())
@@ -128,10 +131,10 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, chosen: RowSelecti
         )
 
 
-def _write_splits(ingestion: RowIngestion, chosen: RowSelection, folder: Path) -> SplitFingerprints:
-    """Write the splits and the test rows as documents; returns the fingerprints of what was written."""
+def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path) -> SplitFingerprints:
+    """Write the splits, and the test rows as documents. Returns the fingerprints of the splits."""
     writers = SplitWriters(folder)
-    split_of_row = np.where(chosen.kept, chosen.split, -1)
+    split_of_row = np.where(selection.kept, selection.split, -1)
     with (
         (folder / "test.jsonl").open("w", encoding="utf-8") as documents,
         live_region.create_bar("prepare", "rows written") as bar,
@@ -139,10 +142,10 @@ def _write_splits(ingestion: RowIngestion, chosen: RowSelection, folder: Path) -
         for table in ingestion.row_spool.tables():
             rows = table.column("row").to_numpy()
             for code, name in enumerate(SPLITS):
-                places = np.flatnonzero(split_of_row[rows] == code)
+                indices = np.flatnonzero(split_of_row[rows] == code)
                 if code == TRAIN:
-                    places = np.repeat(places, chosen.copies[rows[places]])
-                part = table.take(places).select(SCHEMA.names)
+                    indices = np.repeat(indices, selection.copies[rows[indices]])
+                part = table.take(indices).select(SCHEMA.names)
                 writers.write(name, part)
                 if code == TEST:
                     documents.writelines(_format_documents(part))
@@ -151,9 +154,9 @@ def _write_splits(ingestion: RowIngestion, chosen: RowSelection, folder: Path) -
 
 
 def _format_documents(part: Any) -> Iterator[str]:
-    """Test rows as plain documents (JSON lines), for harness tasks of the project."""
-    for key, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
+    """Yield test rows as plain documents (JSON lines), for harness tasks of the project."""
+    for row_id, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
         conversation = Conversation.from_json(text)
-        row = {"id": key, "system": conversation.system, "prompt": extract_text(conversation.context.messages[-1])}
+        row = {"id": row_id, "system": conversation.system, "prompt": extract_text(conversation.context.messages[-1])}
         row |= {"response": conversation.response, "turns": len(conversation.messages)}
         yield base.to_json_line(row)

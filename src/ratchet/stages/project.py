@@ -1,4 +1,4 @@
-"""A project: its directory and its settings, which every stage takes."""
+"""A project: its directory and its settings. Every stage takes one."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 
 
 class Project:
-    """A directory with params.yaml and dvc.yaml, and the settings that params.yaml holds.
+    """A directory with params.yaml and dvc.yaml, and the settings in params.yaml.
 
     Args:
-        path: the project's directory, or one below it.
+        path: the project's directory, or a directory inside it.
         overrides: settings to use in place of those in params.yaml, by dotted name: `{"train.rank": 16}`.
 
     Raises:
-        ProjectError: no project there.
+        ProjectError: there is no project at this path.
         SettingsError: params.yaml or an override is not valid; the message lists every problem.
     """
 
     def __init__(self, path: str | Path = ".", overrides: Mapping[str, Any] | None = None) -> None:
-        from ratchet.config import params_file  # pydantic takes 0.1 s, which `ratchet --help` need not wait for
+        from ratchet.config import params_file  # loads pydantic, which takes 0.1 s that `ratchet --help` saves
 
         self.layout = ProjectLayout.find(Path(path))
         self.settings = params_file.load(self.layout.params, overrides)
 
     @classmethod
     def from_parts(cls, layout: ProjectLayout, settings: "Settings") -> "Project":
-        """A project with settings that were loaded or changed elsewhere."""
+        """Create a project from settings that are already loaded."""
         project = cls.__new__(cls)
         project.layout, project.settings = layout, settings
         return project
 
     def with_overrides(self, overrides: Mapping[str, Any] | None) -> "Project":
-        """The same project with some of its present settings replaced, by dotted name. Raises SettingsError."""
+        """Return the project with some settings replaced, by dotted name. Raises SettingsError."""
         if not overrides:
             return self
         from ratchet.config import params_file
@@ -52,7 +52,7 @@ class Project:
         return self.layout.root
 
     def lock(self, stage: str) -> AbstractContextManager[object]:
-        """The lock of a stage: only one process writes its output. Entering it raises LockHeldError after a second."""
+        """Lock a stage, so that only one process writes its output. Raises LockHeldError after a second."""
         return FileLock(self.layout.stage_lock(stage), f"stage {stage} of {self.root}").acquire(wait_s=1.0)
 
     def __repr__(self) -> str:
@@ -60,4 +60,4 @@ class Project:
 
 
 def ignore_progress(text: str) -> None:
-    """A progress callback that reports nothing."""
+    """Ignore a line of progress."""

@@ -1,8 +1,8 @@
-"""`ratchet promote` and `ratchet rollback`: which registered version is champion.
+"""`ratchet promote` and `ratchet rollback`: change which registered version is champion. Loads no torch.
 
-Everything that can fail is checked before anything changes. Then the intent is written, and `registry.promotion` does
-the rest in steps that can each be repeated: version, alias `champion`, ledger, champion file, hooks. The next command
-finishes or drops what a killed command left behind. No torch.
+All checks come before the first change. Then the intent is written, and `registry.promotion` does the rest in steps
+that can each be repeated: version, alias `champion`, ledger, champion file, hooks. If a command is killed, the next one
+finishes or drops its promotion.
 """
 
 import subprocess
@@ -41,7 +41,7 @@ class PromoteOptions:
     """Promote against the verdict; `reason` is required."""
     reason: str | None = None
     dry_run: bool = False
-    """List what would be done, and change nothing."""
+    """List the steps, and change nothing."""
     anchor: bool = False
     """Make the model the anchor as well."""
 
@@ -50,17 +50,17 @@ class PromotionResult(Record):
     """Result of a promotion or a rollback."""
 
     champion: Champion
-    """The champion; after a dry run, the model that would become champion (version 0: not registered yet)."""
+    """The champion; in a dry run, the model that would become champion (version 0: not registered yet)."""
     replaced: Champion | None = None
-    """The champion before."""
+    """The previous champion."""
     promotion: Promotion | None = None
     """The new line of the ledger; None if the champion did not change."""
     plan: tuple[str, ...] = ()
-    """Dry run: the steps that would be done."""
+    """The steps, in a dry run."""
     deliveries: tuple[HookDelivery, ...] = ()
     """How the event was delivered to each hook."""
     notes: tuple[str, ...] = ()
-    """What else was done: an interrupted command that was finished or dropped, a key pair, a repaired model folder."""
+    """Further changes: an interrupted command was finished or dropped, a key pair created, a model folder repaired."""
     warnings: tuple[str, ...] = ()
 
 
@@ -68,10 +68,10 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
     """Make the exported model champion. Repeating it changes nothing.
 
     Raises:
-        SettingsError: a hook cannot be called, `force` without a reason or a reason without `force`, or no key to sign
-            with that the project trusts.
-        GateError: the verdict is not PROMOTE, is about another model, was reached against another champion, or today's
-            rules give another one.
+        SettingsError: a hook cannot be called, only one of `force` and `reason` is set, or there is no trusted key to
+            sign with.
+        GateError: the verdict is not PROMOTE, is about another model or another champion, or today's rules give another
+            verdict.
         ChampionError: champion file and registry disagree, or the champion changed meanwhile.
         LockHeldError: another promotion is running.
         DataError, DamagedFileError: a stage's output or the ledger is missing or damaged.
@@ -170,9 +170,10 @@ def rollback(
         smoke_test: raises ChampionError for a model folder that does not work; None: `run_smoke_test`.
 
     Raises:
-        SettingsError: a hook cannot be called, an empty reason, or an option that a rollback does not have.
-        ChampionError: no such version; its model is gone, damaged, not signed by a trusted key, or fails the smoke
-            test; the champion changed meanwhile; or champion file and registry disagree and name other versions.
+        SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
+        ChampionError: the version does not exist; its model is missing, damaged, not signed by a trusted key, or fails
+            the smoke test; the champion changed meanwhile; or champion file and registry name different versions, both
+            of them different from this one.
         DamagedFileError: the ledger is damaged.
         LockHeldError: another promotion is running.
         TrackingError: MLflow's database cannot be used.
@@ -251,7 +252,7 @@ def _build_result(
     promotion: Promotion | None = None,
     notes: tuple[str, ...] = (),
 ) -> PromotionResult:
-    """The result, after every event in the outbox was delivered to its hooks."""
+    """Deliver every event in the outbox to its hooks, then build the result."""
     problem = outbox.deliver_pending(layout.outbox, layout.root)
     return PromotionResult(
         champion=champion,
@@ -270,23 +271,25 @@ def _acquire_lock(layout: ProjectLayout, options: PromoteOptions) -> AbstractCon
 
 
 def _recover_interrupted(layout: ProjectLayout) -> list[str]:
-    """Finish or drop what an interrupted command left behind; a sentence about it."""
+    """Finish or drop an interrupted promotion. Returns a sentence about it, if there was one."""
     text = promotion.recover_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
     return [text] if text else []
 
 
 def _plan_recovery(layout: ProjectLayout) -> PromotionResult | None:
-    """Dry run: what would be done about an interrupted command; None if there is none."""
-    found = promotion.find_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
-    if found is None:
+    """Return the steps of a dry run after an interrupted command; None if no command was interrupted."""
+    interrupted = promotion.find_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
+    if interrupted is None:
         return None
-    step = "finish" if found.is_committed else "drop"
-    started = f"started on {found.intent.time} by {found.intent.actor}"
+    step = "finish" if interrupted.is_committed else "drop"
+    started = f"started on {interrupted.intent.time} by {interrupted.intent.actor}"
     plan = (
-        f"{step} the interrupted {found.intent.action}, {started}; `ratchet promotions` does only that",
+        f"{step} the interrupted {interrupted.intent.action}, {started}; `ratchet promotions` does only that",
         "then start this command: repeat the dry run after that to see its steps",
     )
-    return PromotionResult(champion=found.intent.champion, replaced=read_champion(layout.champion).champion, plan=plan)
+    return PromotionResult(
+        champion=interrupted.intent.champion, replaced=read_champion(layout.champion).champion, plan=plan
+    )
 
 
 def _store_model(
@@ -306,7 +309,7 @@ def _store_model(
 
 
 def _require_trusted(layout: ProjectLayout, champion: Champion) -> Path:
-    """The Hugging Face folder of a version. Raises ChampionError if a byte differs from what a trusted key signed."""
+    """Return the Hugging Face folder of a version. Raises ChampionError unless a trusted key signed every byte."""
     folder = model_store.verify_version(layout, champion)
     if problem := signature.find_problem(layout, folder.parent):
         raise ChampionError(
@@ -316,21 +319,21 @@ def _require_trusted(layout: ProjectLayout, champion: Champion) -> Path:
 
 
 def _load_champion_file(layout: ProjectLayout) -> ChampionFile:
-    """The champion file. Raises DamagedFileError if it and the ledger do not match."""
+    """Load the champion file. Raises DamagedFileError if it does not match the ledger."""
     file = read_champion(layout.champion)
     ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
     return file
 
 
 def _load_verdict(layout: ProjectLayout) -> Verdict:
-    """The sealed verdict."""
+    """Load the verdict of stage gate."""
     verdict = Verdict.load(layout.verdict)
     files.verify_sealed(layout.gate, "gate")
     return verdict
 
 
 def _becomes_anchor(before: ChampionFile, options: PromoteOptions) -> bool:
-    """Whether the champion must become the anchor and is not yet."""
+    """Return whether the champion must become the anchor and is not the anchor yet."""
     is_anchor = before.anchor and before.champion and before.anchor.version == before.champion.version
     return options.anchor and not is_anchor
 
@@ -338,7 +341,7 @@ def _becomes_anchor(before: ChampionFile, options: PromoteOptions) -> bool:
 def _check_evidence(
     layout: ProjectLayout, verdict: Verdict, report: EvaluationReport, bundle: ModelBundle, before: ChampionFile
 ) -> None:
-    """Raise GateError unless verdict and evaluation are about this model and this champion, forced or not."""
+    """Raise GateError unless verdict and evaluation are about this model and this champion, even with `--force`."""
     for path, digest in ((layout.verdict, verdict.model_digest), (layout.eval_report, report.model_digest)):
         if digest != bundle.model_digest:
             raise GateError(
@@ -366,7 +369,7 @@ def _check_decision(verdict: Verdict, bundle: ModelBundle, forced: bool) -> None
 
 
 def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
-    """Whether this model was rolled back before. Raises GateError if so, unless the promotion is forced."""
+    """Return whether this model was rolled back before. If so, raise GateError unless the promotion is forced."""
     withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), bundle.model_digest)
     if withdrawal is None or forced:
         return withdrawal is not None
@@ -380,48 +383,49 @@ def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) 
 def _check_alias(
     layout: ProjectLayout, registry: MlflowModelRegistry, file: ChampionFile, target: int | None
 ) -> int | None:
-    """The version that the alias `champion` points to.
+    """Return the version that the alias `champion` points to.
 
     Raises:
         ChampionError: champion file and alias name different versions, and neither is `target`, the version that will
-            be champion. (If one of them is, the alias was moved by hand, and the command chooses one of the two.)
+            be champion. (If one is `target`, the alias was moved by hand, and the command chooses one of the two.)
     """
-    filed, alias = file.champion, registry.champion()
-    if filed is not None:
-        found = registry.version(filed.version)
-        if found is None or found.model_digest != filed.model_digest:
+    champion, alias = file.champion, registry.champion()
+    if champion is not None:
+        registered = registry.version(champion.version)
+        if registered is None or registered.model_digest != champion.model_digest:
             raise ChampionError(
-                f"{layout.champion} names {version_label(filed)}, which is not in the registry {layout.mlruns}. "
+                f"{layout.champion} names {version_label(champion)}, which is not in the registry {layout.mlruns}. "
                 "Git does not track mlruns/: copy it from the machine where that version was promoted. If it is lost, "
                 f"start without a champion: echo {{}} > {layout.champion}; dvc repro"
             )
-    number = filed.version if filed else None
+    number = champion.version if champion else None
     if number == alias or (target is not None and target in (number, alias)):
         return alias
     commands = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
     at_alias = registry.version(alias) if alias is not None else None
     promoted_by = at_alias.tags.get("ratchet.promoted_by") if at_alias else None
     by = f", promoted by {promoted_by}" if promoted_by is not None else ""
+    in_file = version_label(champion) if champion else "no champion"
     raise ChampionError(
-        f"{layout.champion} names {version_label(filed) if filed else 'no champion'}, but the registry's alias points "
+        f"{layout.champion} names {in_file}, but the registry's alias points "
         f"to {'no version' if alias is None else f'version {alias}{by}'}. Either another checkout promoted it (then "
         f"pull its commit), or one of the two was changed by hand (then choose one: {commands})"
     )
 
 
 def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: int) -> Champion:
-    """A registered version. Raises ChampionError if it is not registered."""
-    found = registry.version(number)
-    if found is None:
+    """Load a registered version. Raises ChampionError if it is not registered."""
+    registered = registry.version(number)
+    if registered is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
-    named = promotion.find_version(file, number)
-    if named and named.model_digest == found.model_digest:
-        return named
+    recorded = promotion.find_version(file, number)
+    if recorded and recorded.model_digest == registered.model_digest:
+        return recorded
     return Champion(
         version=number,
-        model_digest=found.model_digest,
-        adapter_digest=found.tags[promotion.ADAPTER],
-        run_id=found.tags[promotion.RUN],
-        forced=promotion.parse_forced(found.tags),
+        model_digest=registered.model_digest,
+        adapter_digest=registered.tags[promotion.ADAPTER],
+        run_id=registered.tags[promotion.RUN],
+        forced=promotion.parse_forced(registered.tags),
     )

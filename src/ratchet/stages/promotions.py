@@ -1,4 +1,4 @@
-"""`ratchet promotions`: the history of champions, and whether ledger, champion file and registry agree."""
+"""`ratchet promotions`: reads the history of champions, and checks that ledger, champion file and registry agree."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,11 +15,11 @@ from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 
 class PromotionHistoryEntry(Record):
-    """A line of the ledger, and the delivery of its event."""
+    """A line of the ledger, and the deliveries of its event to hooks."""
 
     promotion: Promotion
     deliveries: tuple[HookDelivery, ...] = ()
-    """Hooks that received the event, or that were given up."""
+    """Hooks that received the event, or whose deliveries failed for good."""
     pending_hooks: tuple[str, ...] = ()
     """Hooks that have not been called yet."""
 
@@ -38,7 +38,7 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
 
     Args:
         project: the project.
-        deliver: also call hooks again that were given up, with today's settings.
+        deliver: also retry hooks whose deliveries failed for good, with today's settings.
 
     Raises:
         LockHeldError: a promotion is running.
@@ -88,18 +88,20 @@ def _acquire_lock(layout: ProjectLayout) -> AbstractContextManager[object]:
 
 
 def _find_disagreement(layout: ProjectLayout, settings: Settings, file: ChampionFile) -> list[str]:
-    """The problem if champion file and registry name different versions."""
+    """Return a problem if champion file and registry name different versions."""
     alias = MlflowModelRegistry(layout, settings.promote.model_name).champion()
-    filed = file.champion.version if file.champion else None
-    if alias == filed:
+    numbers = file.champion.version if file.champion else None, alias
+    if numbers[0] == alias:
         return []
-    named, at = (f"version {number}" if number is not None else "no version" for number in (filed, alias))
-    commands = " or ".join(f"`ratchet rollback {number}`" for number in (filed, alias) if number is not None)
-    return [f"{layout.champion} names {named}, but the registry's alias points to {at}; choose one: {commands}"]
+    in_file, in_registry = (f"version {number}" if number is not None else "no version" for number in numbers)
+    commands = " or ".join(f"`ratchet rollback {number}`" for number in numbers if number is not None)
+    return [
+        f"{layout.champion} names {in_file}, but the registry's alias points to {in_registry}; choose one: {commands}"
+    ]
 
 
 def _deliver_events(layout: ProjectLayout, settings: Settings, retry_failed: bool) -> list[str]:
-    """Call hooks; returns notes."""
+    """Call hooks. Returns notes."""
     notes = []
     if retry_failed:
         count = outbox.retry_failed(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0

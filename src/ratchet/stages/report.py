@@ -1,4 +1,4 @@
-"""`ratchet report`: a page about one training, or about a generation's answers. Changes nothing that it reads."""
+"""`ratchet report`: a page about one training, or about a generation's answers. Changes none of the files it reads."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from ratchet.quality_gate.evidence import read_rows
 from ratchet.reports import comparison, comparison_page, run_page
 from ratchet.reports.comparison import (
     CURRENT,
-    HOW,
     JOINED,
     LABELLED,
     MOST_POINTS,
+    NAME_SYNTAX,
     ComparisonIndex,
     ComparisonSide,
     EvaluationIndex,
@@ -61,15 +61,15 @@ def report(project: Project, name: str | None = None, output: Path | None = None
     """Write a page about a training, or about the answers of a generation.
 
     Args:
-        project: the project; section gate of its settings says how differences are tested.
+        project: the project; section gate of its settings defines the tests of differences.
         name: a training (see reports/comparison.py), or an output of `ratchet generate`; None: the latest run.
         output: the page; None: experiments/pages/report-RUN.html, or answers-GENERATION.html.
 
     Raises:
-        DataError: `name` matches nothing, or more than one thing; or the project has no runs yet.
-        SettingsError: a group of seeds (use `ratchet compare`), a file that is not an output of `ratchet generate`, or
-            a page that cannot be written.
-        DamagedFileError: a file differs from what was written.
+        DataError: `name` matches nothing, or more than one training; or the project has no runs yet.
+        SettingsError: `name` is a group of seeds (use `ratchet compare`) or a file that is not an output of `ratchet
+            generate`, or the page cannot be written.
+        DamagedFileError: a file was changed after it was written.
     """
     layout, settings = project.layout, project.settings
     if output is not None:
@@ -79,8 +79,7 @@ def report(project: Project, name: str | None = None, output: Path | None = None
     if name is not None and _is_file(name):
         raise SettingsError(
             f"{name}: not an output of `ratchet generate`, which is a file that ends in "
-            f"{' or '.join(OUTPUT_ENDINGS)} with its "
-            f"card next to it; to see a training, {HOW}"
+            f"{' or '.join(OUTPUT_ENDINGS)} with its card next to it; to see a training, {NAME_SYNTAX}"
         )
     if name is not None and JOINED in name:
         raise SettingsError(f"{name}: a report is about one training; `ratchet compare` compares groups")
@@ -89,14 +88,14 @@ def report(project: Project, name: str | None = None, output: Path | None = None
         if newest is None:
             raise DataError(f"{layout.runs}: no run yet; `dvc repro` starts one")
         name = newest.root.name
-    names = ComparisonIndex(layout)
-    examinations = EvaluationIndex(layout, names)
-    side = comparison.read_side(layout, names.subject(name), names, examinations, MOST_POINTS)
+    index = ComparisonIndex(layout)
+    evaluations = EvaluationIndex(layout, index)
+    side = comparison.read_side(layout, index.subject(name), index, evaluations, MOST_POINTS)
     target = output or layout.pages / f"report-{side.runs[0].run_id}.html"
     with _remove_old_plots(target):
         run_page.write(
             side,
-            _load_run_evaluation(layout, settings, side, examinations),
+            _load_run_evaluation(layout, settings, side, evaluations),
             _load_provenance(layout, side, target),
             target,
         )
@@ -105,88 +104,92 @@ def report(project: Project, name: str | None = None, output: Path | None = None
 
 
 def _is_file(name: str) -> bool:
-    """Whether a file is meant: ids of runs, numbers of trials and versions have no point."""
+    """Return whether a name has the form of a file: names of runs, trials and versions have no ending."""
     return bool(Path(name.rpartition(LABELLED)[2]).suffix)
 
 
 def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> ReportResult:
-    """The page and pictures about a generation's answers."""
+    """Write the page and the pictures about the answers of a generation."""
     from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
-    found = answer_analysis.analyze_answers(
+    analysis = answer_analysis.analyze_answers(
         read_generation(path.absolute(), settings.prepare.task), settings.evaluate.seed
     )
-    target = output or layout.pages / f"answers-{found.answers.card.id}.html"
-    drawn = answers_page.write_plots(found, _plots_folder(target))
-    with _remove_old_plots(target, drawn):
-        html.write(target, answers_page.render(found))
+    target = output or layout.pages / f"answers-{analysis.answers.card.id}.html"
+    plots = answers_page.write_plots(analysis, _plots_folder(target))
+    with _remove_old_plots(target, plots):
+        html.write(target, answers_page.render(analysis))
     return ReportResult(
-        title=f"generation {found.answers.card.id}",
+        title=f"generation {analysis.answers.card.id}",
         figures={},
         page=target,
-        pictures=tuple(drawn),
-        text=answer_analysis.format_analysis(found),
+        pictures=tuple(plots),
+        text=answer_analysis.format_analysis(analysis),
     )
 
 
 def _plots_folder(target: Path) -> Path:
-    """The folder of a page's pictures."""
+    """Return the folder of a page's pictures."""
     return target.with_name(f"{target.stem}-pictures")
 
 
 @contextmanager
-def _remove_old_plots(target: Path, drawn: Collection[Path] = ()) -> Iterator[None]:
-    """While a page is written: those of the page whose place it takes are removed, where `drawn` has no newer ones."""
+def _remove_old_plots(target: Path, plots: Collection[Path] = ()) -> Iterator[None]:
+    """If the block replaces a page, remove the old page's pictures after it, except those in `plots`."""
     is_replaced = target.is_file()
     yield
     if is_replaced and (folder := _plots_folder(target)).is_dir():
         from ratchet.reports import answers_page
 
-        answers_page.remove_plots(folder, drawn)
+        answers_page.remove_plots(folder, plots)
 
 
 def _load_run_evaluation(
-    layout: ProjectLayout, settings: Settings, side: ComparisonSide, examinations: EvaluationIndex
+    layout: ProjectLayout, settings: Settings, side: ComparisonSide, evaluations: EvaluationIndex
 ) -> RunEvaluation | None:
-    """The evaluation with its rows; for one that was stored with a registered version, only its figures."""
-    found = next(iter(side.evaluations), None)
-    if found is None:
+    """Load the evaluation with its rows, or only the figures if it was stored with a registered version."""
+    evaluation = next(iter(side.evaluations), None)
+    if evaluation is None:
         return None
-    if found.place != CURRENT:
-        return RunEvaluation(found.report, found.role)
-    others = [examinations.role_scores(who) for who in REFERENCES if who != found.role and who in found.report.scores]
-    known = [SubjectScores(one.role, [one], []) for one in (found, *others)]
-    findings, _ = comparison.compare_pairs(known, settings.gate, only=found.role)
-    answers = layout.evaluate / answers_file(found.role)
-    given = {row["id"]: row["answers"] for row in base.read_lines(answers)} if answers.exists() else {}
+    if evaluation.place != CURRENT:
+        return RunEvaluation(evaluation.report, evaluation.role)
+    references = [
+        evaluations.role_scores(role)
+        for role in REFERENCES
+        if role != evaluation.role and role in evaluation.report.scores
+    ]
+    subjects = [SubjectScores(scores.role, [scores], []) for scores in (evaluation, *references)]
+    findings, _ = comparison.compare_pairs(subjects, settings.gate, only=evaluation.role)
+    answers_path = layout.evaluate / answers_file(evaluation.role)
+    answers = {row["id"]: row["answers"] for row in base.read_lines(answers_path)} if answers_path.exists() else {}
     return RunEvaluation(
-        found.report, found.role, findings, read_rows(layout), given, found.samples,
-        _read_json(layout.evaluate / f"confusion/{found.role}.json"),
-        _read_json(layout.evaluate / curves_file(found.role)),
+        evaluation.report, evaluation.role, findings, read_rows(layout), answers, evaluation.samples,
+        _read_json(layout.evaluate / f"confusion/{evaluation.role}.json"),
+        _read_json(layout.evaluate / curves_file(evaluation.role)),
     )  # fmt: skip
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Read a file of stage evaluate; None when it does not exist."""
+    """Read a file of stage evaluate; None if it does not exist."""
     if not path.exists():
         return None
-    found: dict[str, Any] = json.loads(path.read_bytes())
-    return found
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    return content
 
 
 def _load_provenance(layout: ProjectLayout, side: ComparisonSide, target: Path) -> RunProvenance:
-    account = side.runs[0]
+    run = side.runs[0]
     tags = revision_tags(layout.root)
-    checkout = {said: tags[key][:40] for key, said in CHECKED_OUT.items() if key in tags}
+    checkout = {label: tags[key][:40] for key, label in CHECKED_OUT.items() if key in tags}
     if tags.get("git.dirty") == "true":
         checkout[CHECKED_OUT["git.revision"]] += ", with changes"
     card = page = gate = None
-    if account.spec is not None and _is_current_data(layout, account.spec.data_digest):
+    if run.spec is not None and _is_current_data(layout, run.spec.data_digest):
         card = _relative_link(layout.dataset_page, target)
-    if account.paths.page.exists():
-        page = _relative_link(account.paths.page, target)
-    if layout.verdict.exists() and Verdict.load(layout.verdict).run_id == account.run_id:
+    if run.paths.page.exists():
+        page = _relative_link(run.paths.page, target)
+    if layout.verdict.exists() and Verdict.load(layout.verdict).run_id == run.run_id:
         gate = _relative_link(layout.gate_page, target)
     return RunProvenance(checkout, card, page, gate)
 
@@ -199,5 +202,5 @@ def _is_current_data(layout: ProjectLayout, data_digest: str) -> bool:
 
 
 def _relative_link(path: Path, target: Path) -> str:
-    """From one page to another, so that a project may move."""
+    """Return a relative link from one page to another, so that the project can be moved."""
     return Path(os.path.relpath(path, target.resolve().parent)).as_posix()

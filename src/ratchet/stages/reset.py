@@ -28,7 +28,7 @@ class ResetTarget(Record):
     run_id: str
     kind: Literal["training", "generation"]
     step: int
-    """Steps done; of a generation, answers."""
+    """Optimizer steps done; answers for a generation."""
     planned_steps: int | None
     size_bytes: int
     has_result: bool
@@ -80,7 +80,7 @@ def reset(
         was_confirmed = confirm(target)
         if was_confirmed:
             files.remove_sealed(paths.root.resolve())
-            if paths.root.is_symlink():  # a run that was moved to another disk
+            if paths.root.is_symlink():  # a run directory on another disk
                 paths.root.unlink()
             files.fsync_directory(paths.root.parent)
     return ResetResult(target=target, was_removed=was_confirmed)
@@ -94,8 +94,8 @@ def reset_replica(
 ) -> ReplicaResetResult:
     """Remove a run from a replica. Run directories on machines stay.
 
-    The lease of the run is acquired first, so that no machine trains it meanwhile. If a machine that no longer exists
-    holds it, this waits until the lease has expired.
+    The lease of the run is acquired first, so that no machine trains the run meanwhile. If a machine that no longer
+    exists holds the lease, the function waits until the lease has expired.
 
     Args:
         machine: settings of the project, or the defaults.
@@ -114,11 +114,11 @@ def reset_replica(
         raise SettingsError(
             "reset --replica: which run? Give its id or the first characters; `ratchet status --replica` lists them"
         )
-    found = remote_status.read_remote_run(store, remote_status.find_remote_run(store, prefix))
-    target = build_replica_status(found, remote_status.describe_remote_run(found))
+    remote_run = remote_status.read_remote_run(store, remote_status.find_remote_run(store, prefix))
+    target = build_replica_status(remote_run, remote_status.describe_remote_run(remote_run))
     if not confirm(target):
         return ReplicaResetResult(target=target, was_removed=False)
-    names = RunObjectNames(found.run_id)
+    names = RunObjectNames(remote_run.run_id)
     lease = ReplicaLease(store, names, f"reset-{secrets.token_hex(4)}", machine.lease_timeout_s)
     lease.acquire(lambda: False, print_message)
     try:
@@ -145,7 +145,7 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
     champion: Literal["current", "earlier"] | None = None
     if file.champion is not None and file.champion.run_id == run_id:
         champion = "current"
-    elif any(one.run_id == run_id for one in file.previous):
+    elif any(previous.run_id == run_id for previous in file.previous):
         champion = "earlier"
     return ResetTarget(
         run_id=run_id, kind="generation" if is_generation(paths) else "training", step=progress.step,
@@ -155,13 +155,13 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
 
 
 def remove_leftovers(runs: Path) -> None:
-    """Finish what a killed `reset` began: directories that were renamed already."""
+    """Remove the directories that a killed `reset` had renamed."""
     for path in runs.glob(f"{files.PARTIAL}*-doomed-*"):
         if not Path("/proc", path.name.rsplit("-", 1)[1]).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _size_bytes(root: Path) -> int:
-    """Space on disk. A file with several names counts once."""
+    """Return the space on disk. A file with several names counts once."""
     stats = (path.lstat() for path in root.rglob("*"))
     return sum({stat.st_ino: stat.st_blocks * 512 for stat in stats}.values())

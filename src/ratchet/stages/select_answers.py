@@ -1,4 +1,7 @@
-"""A teacher's answers → a data source: those that pass the filters, with a card that accounts for every answer."""
+"""`ratchet select`: writes the teacher's answers that pass the filters as a data source.
+
+A card accounts for every answer.
+"""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +29,7 @@ class SelectResult(Record):
     output: Path
     card: SelectionCard
     was_written_before: bool
-    """Whether the output of these answers and settings was there already."""
+    """Whether the output of these answers and settings existed already."""
 
 
 def select(
@@ -41,43 +44,43 @@ def select(
     Args:
         project: the project; section select of its settings has the filters.
         answers: outputs of `ratchet generate`.
-        output: the rows, a .jsonl file.
-        prompts: the prompts' file, if the directory of the generation is gone.
+        output: the .jsonl file for the rows.
+        prompts: the file of prompts, if the directory of the generation no longer exists.
         on_progress: receives a line for each output.
 
     Raises:
-        SettingsError: the output cannot be written or is not ours, settings do not fit the answers, or the reward
-            program fails.
+        SettingsError: the output cannot be written or is another file, the settings do not fit the answers, or the
+            reward program fails.
         DamagedFileError: an output was changed.
-        DataError: prompts are missing, or no answer passes the filters.
+        DataError: the prompts are missing, or no answer passes the filters.
         LockHeldError: another process writes this output.
-        OSError: the disk is full or broken.
+        OSError: the disk is full or faulty.
     """
     layout, settings = project.layout, project.settings
     target = output.absolute()
     if target.suffix != ENDING:
-        raise SettingsError(f"--output {output}: does not end with {ENDING}; name it so")
+        raise SettingsError(f"--output {output}: expected a name that ends in {ENDING}")
     files.require_writable(target, "--output")
     files.require_writable(card_path(target), "--output: its card")
-    if twice := next((one for one in answers if answers.count(one) > 1), None):
+    if twice := next((path for path in answers if answers.count(path) > 1), None):
         raise SettingsError(f"{twice}: named twice; name it once")
-    if own := next((one for one in answers if one.resolve() == target.resolve()), None):
-        raise SettingsError(f"--output {output}: is {own}, which is chosen from; name another --output")
+    if overwritten := next((path for path in answers if path.resolve() == target.resolve()), None):
+        raise SettingsError(f"--output {output}: is also the input {overwritten}; name another --output")
     name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
     with FileLock(layout.stage_lock(f"select-{name}"), f"output {target}").acquire(wait_s=1.0):
-        outputs = [answer_selection.open_output(one.absolute(), layout, settings, prompts) for one in answers]
+        outputs = [answer_selection.open_output(path.absolute(), layout, settings, prompts) for path in answers]
         _require_fitting(outputs, settings)
-        ids = [one.card.id for one in outputs]
-        if double := next((one for one in outputs if ids.count(one.card.id) > 1), None):
+        ids = [source.card.id for source in outputs]
+        if double := next((source for source in outputs if ids.count(source.card.id) > 1), None):
             raise SettingsError(f"{double.path.name}: another output is of the same generation; name one of them")
-        for one in outputs:
-            asked = one.card
+        for source in outputs:
             on_progress(
-                f"{one.path.name}: {asked.answers:,} answers to {asked.prompts:,} prompts by {asked.model_name}"
+                f"{source.path.name}: {source.card.answers:,} answers to {source.card.prompts:,} prompts by "
+                f"{source.card.model_name}"
             )
         spec = SelectionSpec(
             select=settings.select,
-            teachers=tuple(one.teacher for one in outputs),
+            teachers=tuple(source.teacher for source in outputs),
             reward_files=answer_selection.fingerprint(settings.select.reward, layout.root),
         )
         if target.exists() and read_card(target, GenerationCard) is not None:
@@ -85,7 +88,7 @@ def select(
         if is_output_current(target, spec, SelectionCard, "select"):
             return SelectResult(output=target, card=SelectionCard.load(card_path(target)), was_written_before=True)
         scratch = layout.experiments / f"{files.PARTIAL}select-{name}"
-        if scratch.exists():  # of a process that was killed
+        if scratch.exists():  # a killed process left it
             shutil.rmtree(scratch)
         files.make_directory(scratch)
         try:
@@ -96,49 +99,49 @@ def select(
 
 
 def _require_fitting(outputs: Iterable[GenerationOutput], settings: Settings) -> None:
-    """Raise SettingsError for an output that these settings cannot choose from."""
-    for one in outputs:
-        generate = one.card.spec.generate
+    """Raise SettingsError if these settings cannot select from an output."""
+    for source in outputs:
+        generate = source.card.spec.generate
         if settings.select.answer_format == "labels" and not generate.labels:
             raise SettingsError(
-                f"select.answer_format: labels, but {one.path.name} was generated without generate.labels"
+                f"select.answer_format: labels, but {source.path.name} was generated without generate.labels"
             )
         if clash := next((name for name in generate.extra_fields if name in RESERVED_FIELDS), None):
             raise SettingsError(
-                f"{one.path.name}: generate.extra_fields names the field "
-                f"{clash!r}, and rows have another one of that name; "
-                "rename it in the prompts"
+                f"{source.path.name}: generate.extra_fields names the field {clash!r}, and rows have another field of "
+                "that name; rename it in the prompts"
             )
 
 
 def _select_and_write(
     layout: ProjectLayout, spec: SelectionSpec, outputs: list[GenerationOutput], scratch: Path, target: Path
 ) -> SelectionCard:
-    choice = AnswerSelector(spec.select, outputs, layout.root, scratch)
-    rows = scratch / target.name
-    choice.write(rows)
+    selector = AnswerSelector(spec.select, outputs, layout.root, scratch)
+    rows = scratch / "rows.jsonl"  # not the name of the output, which may be one of the work files
+    selector.write(rows)
     card = SelectionCard(
         spec=spec,
-        model_names=tuple(one.card.model_name for one in outputs),
-        prompts=choice.prompts,
-        answers=choice.tally.answers,
-        filters=choice.tally.filters,
-        without_reference=choice.without_reference,
-        rows=choice.rows,
-        prompts_with_rows=choice.prompts_with_rows,
+        model_names=tuple(source.card.model_name for source in outputs),
+        prompts=selector.prompts,
+        answers=selector.tally.answers,
+        filters=selector.tally.filters,
+        without_reference=selector.without_reference,
+        rows=selector.rows,
+        prompts_with_rows=selector.prompts_with_rows,
     )
     if not card.rows:
         raise DataError(f"of {card.answers:,} answers none is left:\n" + "\n".join(format_filters(card)))
 
-    def contents(aside: Path) -> None:
+    def copy_rows(path: Path) -> None:
         with rows.open("rb") as stream:
-            files.write_blocks(aside, ([block] for block in iter(lambda: stream.read(2**20), b"")))
+            files.write_blocks(path, ([block] for block in iter(lambda: stream.read(2**20), b"")))
 
-    return write_output(target, contents, card)
+    return write_output(target, copy_rows, card)
 
 
 def format_filters(card: SelectionCard) -> Iterator[str]:
-    for one in card.filters:
-        if one.dropped:
-            examples = f" ({'; '.join(one.examples[:2])})" if one.examples else ""
-            yield f"  {one.name.replace('_', ' ')}: {one.dropped:,} left out, {one.left:,} left{examples}"
+    """Yield a line for each filter that dropped answers."""
+    for tally in card.filters:
+        if tally.dropped:
+            examples = f" ({'; '.join(tally.examples[:2])})" if tally.examples else ""
+            yield f"  {tally.name.replace('_', ' ')}: {tally.dropped:,} left out, {tally.left:,} left{examples}"

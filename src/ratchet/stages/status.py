@@ -1,4 +1,4 @@
-"""`ratchet status`: progress of runs, here or in a replica. Imports neither torch nor MLflow."""
+"""`ratchet status`: progress of runs, on this machine or in a replica. Imports neither torch nor MLflow."""
 
 import time
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ class RunStatus(Record):
     run_id: str
     kind: Literal["training", "generation"]
     state: Literal["running", "finished", "stopped", "not_running"]
-    """`stopped`: on request. `not_running`: never started, crashed or killed. The same command resumes both."""
+    """`stopped`: the user stopped the run. `not_running`: never started, crashed or killed. The command that started a
+    run resumes it in both states."""
     step: int
-    """Optimizer steps done; of a generation, answers."""
+    """Optimizer steps done; answers for a generation."""
     planned_steps: int | None
     """None until a worker knows it."""
     loss: float | None = None
@@ -38,7 +39,7 @@ class RunStatus(Record):
     checkpoint_step: int = 0
     """Step of the newest checkpoint."""
     steps_per_s: float | None = None
-    """Recent speed in steps; of a generation, in answers."""
+    """Recent speed in steps; in answers for a generation."""
     tokens_per_s: float | None = None
     remaining_s: float | None = None
     """Estimated time left; None if unknown or not running."""
@@ -48,24 +49,24 @@ class RunStatus(Record):
     alerts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     description: str
-    """The same and more, in several lines for people."""
+    """The progress as text, in several lines."""
 
 
 class StatusReport(Record):
-    """Progress of some runs of a project, and its champion."""
+    """Progress of runs of a project, and its champion."""
 
     runs: tuple[RunStatus, ...]
     champion: Champion | None
 
 
 class ReplicaRunStatus(Record):
-    """Progress of a run, as far as it has arrived in a replica."""
+    """Progress of a run, as far as it was uploaded to a replica."""
 
     run_id: str
     is_finished: bool
     """Whether the result is in the replica."""
     machine: str | None
-    """Machine that holds the run's lease; None if no machine does."""
+    """Machine that holds the run's lease, if there is one."""
     step: int
     planned_steps: int | None
     durable_step: int
@@ -75,7 +76,7 @@ class ReplicaRunStatus(Record):
     goodput: float | None
     """Share of the time since the start that was spent in steps that count, between 0 and 1."""
     description: str
-    """The same and more for people: in one line, or in several if one run was asked for."""
+    """The progress as text: in several lines for a single named run, otherwise in one line."""
 
 
 class ReplicaStatusReport(Record):
@@ -89,8 +90,8 @@ def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
 
     Args:
         layout: the project.
-        run: id of a training or generation, or its first characters. None: the latest training and all generations that
-            are running; if nothing was trained, the latest generation.
+        run: id of a training or generation, or its first characters. None: the latest training and all running
+            generations; if nothing was trained, the latest generation.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -130,7 +131,7 @@ def read_run_status(paths: RunPaths) -> RunStatus:
 
 
 def _build_status(paths: RunPaths, progress: RunProgress, is_running: bool, description: str) -> RunStatus:
-    """The record of a training."""
+    """Build the record of a training."""
     state: Literal["running", "finished", "stopped", "not_running"]
     if progress.finished:
         state = "finished"
@@ -171,7 +172,7 @@ def _describe_generation(paths: RunPaths, view: ProgressView, is_running: bool, 
     return "\n".join([*lines, *run_status.describe_events(progress, damaged_lines)])
 
 
-# Runs in a replica: any machine can read them, without the run directories.
+# Runs in a replica. Any machine can read them, without the run directories.
 
 
 def replica_status(machine: Machine, replica: str | bool, run: str | None = None) -> ReplicaStatusReport:
@@ -189,21 +190,22 @@ def replica_status(machine: Machine, replica: str | bool, run: str | None = None
     """
     store, run = remote_status.resolve_replica(machine, replica, run)
     if run is not None:
-        found = remote_status.read_remote_run(store, remote_status.find_remote_run(store, run))
-        return ReplicaStatusReport(runs=(build_replica_status(found, remote_status.describe_remote_run(found)),))
+        remote_run = remote_status.read_remote_run(store, remote_status.find_remote_run(store, run))
+        description = remote_status.describe_remote_run(remote_run)
+        return ReplicaStatusReport(runs=(build_replica_status(remote_run, description),))
     runs = [remote_status.read_remote_run(store, name) for name in remote_status.list_remote_runs(store)]
     return ReplicaStatusReport(
-        runs=tuple(build_replica_status(found, remote_status.summarize_run(found)) for found in runs)
+        runs=tuple(build_replica_status(remote_run, remote_status.summarize_run(remote_run)) for remote_run in runs)
     )
 
 
-def build_replica_status(found: RemoteRunStatus, description: str) -> ReplicaRunStatus:
-    """The record of a run in a replica."""
-    progress, holder = found.progress, found.state.holder
+def build_replica_status(run: RemoteRunStatus, description: str) -> ReplicaRunStatus:
+    """Build the record of a run in a replica."""
+    progress, holder = run.progress, run.state.holder
     return ReplicaRunStatus(
-        run_id=found.run_id, is_finished=found.state.finished,
+        run_id=run.run_id, is_finished=run.state.finished,
         machine=holder.node if holder is not None and holder.state == "holding" else None, step=progress.step,
-        planned_steps=progress.planned_steps or None, durable_step=found.state.durable[1],
-        attempts=progress.attempts, lost_steps=progress.lost_steps, goodput=found.goodput.share(),
+        planned_steps=progress.planned_steps or None, durable_step=run.state.durable[1],
+        attempts=progress.attempts, lost_steps=progress.lost_steps, goodput=run.goodput.share(),
         description=description,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""`ratchet sweep`: many supervised training runs, chosen by an Optuna study. Loads no torch.
+"""`ratchet sweep`: runs many supervised trainings, whose hyperparameters an Optuna study chooses. Loads no torch.
 
-Workers are processes (tuning/worker_pool.py) that share the study, on this machine and on others. This module starts
-and watches them, reports the trials to the terminal and MLflow, and writes the report.
+Worker processes (tuning/worker_pool.py) share the study, on this machine and on others. This module starts and monitors
+them, reports the trials to the terminal and MLflow, and writes the report.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ POLL_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
 """Seconds between two kills of workers (`--chaos`), drawn from this range."""
 DATA_WAIT_S = 3600.0
-"""How long a second `ratchet sweep` waits while the first prepares the data."""
+"""Longest time that a second `ratchet sweep` waits while the first one prepares the data."""
 PAGE = "page.html"
 
 
@@ -64,7 +64,7 @@ class SweepDisplay(Protocol):
         """Show the progress; called about twice a second."""
 
     def close(self, report: SweepReport) -> None:
-        """Show the last state; nothing follows."""
+        """Show the final state."""
 
 
 def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
@@ -82,11 +82,11 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     Args:
         project: the project; section sweep of its settings has the search space.
         workers: trials that run at the same time.
-        fork: start a new study from the trials of the old one, after a change of sweep settings.
+        fork: start a new study from the trials of the old study, after a change of sweep settings.
         engine: `local`: worker processes on this machine; `ray`: on the Ray cluster of machine.ray.
         chaos: number of workers to kill at random times, as a test.
-        create_display: makes what shows the running sweep; None: nothing does.
-        on_progress: receives lines about what happens.
+        create_display: creates a display of the running sweep; None: there is no display.
+        on_progress: receives lines about the progress.
 
     Raises:
         SettingsError: the space cannot be searched, or differs from that of the study.
@@ -116,7 +116,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
 
 
 def report_sweep(project: Project, fork: bool = False) -> SweepResult:
-    """Write the report of the study as it is, without running trials. Raises DataError when there is no study."""
+    """Write the report of the study without running more trials. Raises DataError if there is no study."""
     SearchSpace.from_settings(project.settings)
     with StudySession.open(project.layout, project.settings, fork, create=False) as session:
         return _write_result(project.layout, session)
@@ -130,7 +130,7 @@ def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
         number: the trial; None: the winner.
 
     Raises:
-        DataError: there is no winner yet, or no complete trial of that number.
+        DataError: there is no winner yet, or no complete trial with that number.
         SettingsError: params.yaml cannot be changed without touching other keys.
     """
     SearchSpace.from_settings(project.settings)
@@ -162,7 +162,7 @@ class _NoDisplay:
 
 
 def repair_journal(layout: ProjectLayout) -> str:
-    """Cut a damaged study journal at the first bad line. Returns a sentence about what was done.
+    """Cut a damaged study journal at the first bad line. Returns a sentence about the result.
 
     Raises LockHeldError while a sweep runs on this machine.
     """
@@ -177,11 +177,11 @@ def repair_journal(layout: ProjectLayout) -> str:
 def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None]) -> None:
     """Run stages base and prepare if their inputs have changed, so that all trials learn from the same rows.
 
-    A project without DVC is used as it is. Raises DataError when a stage fails.
+    In a project without DVC, nothing is done. Raises DataError if a stage fails.
     """
     if not (layout.root / ".dvc").is_dir():
         return
-    # DVC refuses to run twice at the same time: a second `ratchet sweep` waits for the first.
+    # DVC refuses to run twice at the same time, so a second `ratchet sweep` waits for the first one.
     on_progress("bringing base and data up to date (`dvc repro prepare`)")
     with FileLock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
@@ -191,7 +191,7 @@ def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None
 
 
 def require_cluster(machine: Machine) -> None:
-    """Raise SettingsError when workers cannot be placed on a cluster, before any slow work."""
+    """Raise SettingsError if workers cannot run on a cluster, before any slow work."""
     if machine.study_storage is None:
         raise SettingsError(
             "--engine ray: workers on several machines share the study "
@@ -202,7 +202,7 @@ def require_cluster(machine: Machine) -> None:
 
 
 def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
-    """Raise SettingsError when an objective needs something that the data lack, before any training."""
+    """Raise SettingsError if the data lack something that an objective needs, before any training."""
     metrics = [
         objective.metric
         for objective in settings.sweep.objectives
@@ -216,7 +216,7 @@ def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
 
 
 class _SweepCommand:
-    """Runs the workers of a sweep and reports on them, from the start of the command to its end."""
+    """Runs the workers of a sweep and reports their progress, from the start of the command to its end."""
 
     def __init__(self, session: StudySession, options: _SweepOptions, on_progress: Callable[[str], None]) -> None:
         self._session, self._options, self._on_progress = session, options, on_progress
@@ -232,8 +232,8 @@ class _SweepCommand:
                     f"the study was started with {library} {recorded}, installed "
                     f"is {installed}: it may propose other values"
                 )
-        if earlier := self._session.resume_after_failures():
-            self._on_progress(f"the sweep had stopped: {earlier}; resuming")
+        if cause := self._session.resume_after_failures():
+            self._on_progress(f"the sweep had stopped: {cause}; resuming")
         pool = self._create_pool()
         status: Status = "FAILED"
         with ExitStack() as stack:
@@ -246,9 +246,9 @@ class _SweepCommand:
                 if tracking_sync is not None:
                     self._finish_tracking(tracking_sync, status)
         if status == "KILLED":
-            over = sum(trial.is_over for trial in self._session.store.trials())
+            ended = sum(trial.is_over for trial in self._session.store.trials())
             raise InterruptedRunError(
-                f"sweep {self._study}: stopped on request, {over} trials have ended; checkpoints are saved, "
+                f"sweep {self._study}: stopped on request, {ended} trials have ended; checkpoints are saved, "
                 "run it again to resume"
             )
         if status == "FAILED":
@@ -288,10 +288,9 @@ class _SweepCommand:
         final_round_progress = FinalRoundProgress(self._session)
         self._last = self._session.report(with_importances=False)
         try:
-            while pool.poll() and not stop.asked:
-                with suppress(
-                    StorageError, LockHeldError
-                ):  # workers wait for the study and report a failure at the end
+            while pool.poll() and not stop.is_requested:
+                # If the storage fails, the workers wait for it, and report the failure at the end.
+                with suppress(StorageError, LockHeldError):
                     self._last = self._session.report(with_importances=False)
                     for line in final_round_progress.list_news(self._last):
                         self._on_progress(line)
@@ -303,7 +302,7 @@ class _SweepCommand:
             display.close(self._last)
         if pool.kill_count:
             self._on_progress(f"{pool.kill_count} workers were killed as requested (--chaos)")
-        if stop.asked:
+        if stop.is_requested:
             return "KILLED"
         if not self._last.stopped and final_round.count_trials(self._last.trials) < self._last.planned_trials:
             new_trials = self._last.trials[self._session.store.carried :]
@@ -314,7 +313,7 @@ class _SweepCommand:
         return "FAILED" if self._last.stopped else "FINISHED"
 
     def _start_tracking(self, stack: ExitStack) -> SweepTrackingSync | None:
-        """Report the sweep to MLflow, unless another command on this machine does."""
+        """Start to report the sweep to MLflow, unless another command on this machine reports it."""
         lock = FileLock(self._layout.stage_lock(f"sweep-{self._study}"), f"sweep {self._study}")
         try:
             stack.enter_context(lock.acquire())
@@ -323,42 +322,45 @@ class _SweepCommand:
             return None
         settings = self._settings
         tracking = MlflowTracker(self._layout, settings.promote.model_name, settings.machine.tracking_uri)
-        self._shown = MlflowSweepTracker(tracking, _savings_metrics)
-        shown = self._shown
+        self._sweep_tracker = sweep_tracker = MlflowSweepTracker(tracking, _savings_metrics)
 
         def create_callback(run_id: str, trial: Trial) -> MlflowRunCallback:
             paths = RunPaths(self._layout.runs / run_id)
             return tracking.create_callback(paths, self._settings, plots.draw_loss_curve, reconcile=False)
 
         def reconcile() -> None:
-            for note in (*tracking.reconcile(self._layout.runs), *shown.reconcile(self._is_alive)):
+            for note in (*tracking.reconcile(self._layout.runs), *sweep_tracker.reconcile(self._is_alive)):
                 self._on_progress(note)
 
         sync = SweepTrackingSync(
-            self._layout.runs, lambda: self._session.report(with_importances=False), create_callback, shown, reconcile
+            self._layout.runs,
+            lambda: self._session.report(with_importances=False),
+            create_callback,
+            sweep_tracker,
+            reconcile,
         )
         sync.start()
         return sync
 
     def _is_alive(self, study: str) -> bool:
-        """Whether a command of this project, this one included, runs the study."""
+        """Return whether a command of this project runs the study; this command counts too."""
         return FileLock(self._layout.stage_lock(f"sweep-{study}"), study).is_held()
 
     def _finish_tracking(self, tracking_sync: SweepTrackingSync, status: Status) -> None:
-        """Write the report and send what is left to MLflow."""
+        """Write the report and send it with the remaining data to MLflow."""
         try:
             report = self._session.report()
-        except (StorageError, LockHeldError):  # the cause of the failure: MLflow gets the last report
+        except (StorageError, LockHeldError):  # the storage has failed: MLflow receives the last report
             report = self._last
         paths = write_report(self._folder, report)
         artifacts = {"": paths[:2], "plots": paths[2:]}
         tracking_sync.close(
-            self._settings.machine.tracking_timeout_s, partial(self._shown.finish, report, artifacts, status)
+            self._settings.machine.tracking_timeout_s, partial(self._sweep_tracker.finish, report, artifacts, status)
         )
 
 
 def write_report(folder: Path, report: SweepReport) -> list[Path]:
-    """Write page, record and pictures of a sweep; returns their paths, page and record first."""
+    """Write page, record and pictures of a sweep. Returns their paths, page and record first."""
     page, record = folder / PAGE, folder / "report.json"
     files.make_directory(folder)
     report.save(record)
@@ -367,10 +369,14 @@ def write_report(folder: Path, report: SweepReport) -> list[Path]:
 
 
 def _savings_metrics(report: SweepReport) -> dict[str, float]:
-    """Metrics of the whole sweep for MLflow."""
-    saved = compute_savings(report)
-    return {"saved/tokens": float(saved.tokens), "saved/seconds": saved.seconds, "tokens": float(saved.trained_tokens)}
+    """Compute the metrics of the whole sweep for MLflow."""
+    savings = compute_savings(report)
+    return {
+        "saved/tokens": float(savings.tokens),
+        "saved/seconds": savings.seconds,
+        "tokens": float(savings.trained_tokens),
+    }
 
 
 def _do_nothing() -> None:
-    """A heartbeat that nothing reads."""
+    """Ignore a heartbeat."""

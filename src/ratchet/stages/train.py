@@ -1,4 +1,7 @@
-"""Stage train: supervise a run and seal its result. Only the worker process loads torch."""
+"""Stage train: supervise a run and link its sealed result. Only the worker process loads torch.
+
+`ratchet train --profile` measures the first steps in a run directory of its own.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,7 +37,7 @@ from ratchet.storage.records.training import (
 from ratchet.training.run_spec import build_launch, build_run_spec
 
 WORK = ".work"
-"""Folder of run directories in which a profile is made, or was interrupted."""
+"""Folder for the run directories of unfinished profiles."""
 
 
 class TrainResult(Record):
@@ -42,7 +45,7 @@ class TrainResult(Record):
 
     report: TrainReport
     was_trained_before: bool
-    """Whether the run was complete already, so that nothing was trained."""
+    """Whether the run was complete before, so that nothing was trained."""
     page: Path
     """HTML page of the run."""
 
@@ -52,11 +55,11 @@ def train(
     create_callbacks: Callable[[RunPaths], Sequence[RunCallback]],
     publish: Callable[[RunPaths, Path], None],
 ) -> TrainResult:
-    """Run the stage: start or resume the run until its result is sealed, then link it as the stage's output.
+    """Run the stage: start or resume the run until its result is sealed, then link the result as the stage's output.
 
     Args:
         project: the project.
-        create_callbacks: makes the callbacks of the run.
+        create_callbacks: creates the callbacks of the run.
         publish: receives the run and its HTML page when the run is complete.
 
     Raises:
@@ -66,7 +69,6 @@ def train(
     layout, settings = project.layout, project.settings
     with project.lock("train"):
         launch = build_launch(layout, settings)
-        _require_replica(settings.machine)
         run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
         try:
             was_trained_before = run.paths.is_finished()
@@ -83,16 +85,8 @@ def train(
     return TrainResult(report=report, was_trained_before=was_trained_before, page=run.paths.page)
 
 
-def _require_replica(machine: Machine) -> None:
-    """Refuse a replica that cannot be one before there is a run. Raises SettingsError."""
-    if machine.replica is not None:
-        from ratchet.runs.replication.store import ReplicaStore, TransferLimits
-
-        ReplicaStore(machine.replica, TransferLimits(), lambda: False)
-
-
 def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtocol | None:
-    """The replicator of the run, if it has a replica. Its storage library is imported here, since few runs need it."""
+    """Create the replicator of the run, if it has a replica. The storage library is imported only then."""
     if machine.replica is None:
         return None
     if machine.active_rendezvous is not None:
@@ -105,13 +99,13 @@ def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtoco
 
 
 def profile_training(project: Project, steps: int) -> str:
-    """Measure the first steps of the run in a directory of its own; returns the page as text.
+    """Measure the first steps of the run in a directory of its own. Returns the page as text.
 
-    The run, MLflow and the stage's output stay as they are. An earlier profile of the run is replaced.
+    The run, MLflow and the stage's output do not change. An earlier profile of the run is replaced.
 
     Raises:
         SettingsError: `steps` or the planned training is too short.
-        DataError, DamagedFileError: the data differ from what was prepared.
+        DataError, DamagedFileError: the data were changed after they were prepared.
         LockHeldError: another process profiles or trains in this project.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
@@ -153,8 +147,8 @@ def _profile(layout: ProjectLayout, settings: Settings, steps: int) -> str:
 
 
 def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
-    """Refuse a training that is too short before its worker loads the model, which can take minutes."""
-    from ratchet.data import token_files  # pyarrow, which a training leaves to its worker
+    """Raise SettingsError for a training that is too short, before its worker loads the model for minutes."""
+    from ratchet.data import token_files  # loads pyarrow, which otherwise only the worker needs
     from ratchet.data.batches import BatchPlan
 
     files.verify_sealed(layout.data, "data")
@@ -162,14 +156,14 @@ def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
 
 
 def _remove_profile(work: RunPaths, run: RunDirectory | None = None) -> None:
-    """Remove the directory that a profile is made in. Raises LockHeldError while another process makes one."""
+    """Remove the run directory of an unfinished profile. Raises LockHeldError while another process uses it."""
     if work.root.exists():
         with storage_errors(work.root), work.lock().acquire() if run is None else nullcontext():
             files.remove_sealed(work.root)
 
 
 def write_page(paths: RunPaths) -> None:
-    """Draw what a finished run did: loss, modules, memory. It tells of this machine too, so it is in no stage's out."""
+    """Write the page of a finished run: loss, modules, memory. It has data of this machine, so no stage outputs it."""
     report, analysis = (
         TrainReport.load(paths.result / "train.json"),
         AdapterAnalysis.load(paths.result / "analysis.json"),

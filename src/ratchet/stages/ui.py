@@ -1,4 +1,4 @@
-"""`ratchet ui`: MLflow's UI on the project's own store, on loopback, with Ratchet's columns."""
+"""`ratchet ui`: runs MLflow's UI for the project's own store on the loopback interface, with Ratchet's columns."""
 
 import os
 import socket
@@ -20,8 +20,9 @@ from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_progress) -> NoReturn:
     """Replace this process by MLflow's server. The store is created if it does not exist.
 
-    Before that, runs and sweeps that MLflow shows as RUNNING although no process works on them are ended. If runs are
-    tracked on a server (machine.tracking_uri), a message says so: only the project's own store has registered models.
+    First, the function ends runs and sweeps that MLflow shows as RUNNING although no process works on them. If runs are
+    tracked on a server (machine.tracking_uri), it prints the server's views too: only the project's own store has
+    registered models.
 
     Args:
         project: the project.
@@ -55,23 +56,25 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
         on_progress(f"  {view:{width}}  {url}")
     store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
     command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    # MLflow's job execution (scorers of traces) would start eight more processes, which survive when it is killed.
+    # MLflow's job execution (scorers of traces) would start eight more processes, which survive if MLflow is killed.
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 (no shell is wanted)
 
 
 def _require_free_port(port: int) -> None:
-    """Raise SettingsError if the port is in use. MLflow would report that in the middle of its log, and exit with 0."""
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow's server: a port just left is free
+    """Raise SettingsError if the port is in use. MLflow would report that only in its log, and exit with 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as MLflow's server does: a port that was just closed is free
         try:
-            trial.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from None
 
 
 def _end_dead_runs(tracker: MlflowTracker, project: Project) -> None:
-    """End runs and sweeps that are RUNNING although no process works on them, and send what MLflow lacks of them."""
+    """End runs and sweeps that are RUNNING although no process works on them, and send their missing data to MLflow."""
     for note in tracker.send_missing(project.layout.runs, project.settings, plots.draw_loss_curve):
         print_message(note)
     for note in MlflowSweepTracker(tracker, lambda _: {}).reconcile(partial(_is_sweep_running, project.layout)):
@@ -79,5 +82,5 @@ def _end_dead_runs(tracker: MlflowTracker, project: Project) -> None:
 
 
 def _is_sweep_running(layout: ProjectLayout, study: str) -> bool:
-    """Whether a process works on a study of this project."""
+    """Return whether a process works on a study of this project."""
     return FileLock(layout.stage_lock(f"sweep-{study}"), study).is_held()

@@ -1,6 +1,6 @@
-"""`ratchet verify PATH...`: whether every byte is as it was sealed and, of a promoted model, as it was signed.
+"""`ratchet verify PATH...`: checks that no byte has changed since it was sealed or, in a promoted model, signed.
 
-Checks sealed directories, runs, deployment directories and whole projects.
+A path is a sealed directory, a run, a deployment directory or a whole project.
 """
 
 import json
@@ -35,7 +35,7 @@ SIGNATURE_STATUS: dict[signature.State, FindingStatus] = {
 
 
 class VerifyFinding(Record):
-    """One sealed directory, file or signature that was checked."""
+    """Result for a sealed directory, a file or a signature."""
 
     status: FindingStatus
     path: Path
@@ -44,34 +44,34 @@ class VerifyFinding(Record):
     digest: str | None = None
     size_bytes: int | None = None
     text: str = ""
-    """Details; for anything that is not ok, the problem and what to do."""
+    """Details; if the status is not `ok`, the problem and what to do."""
 
 
 class VerifyReport(Record):
-    """Everything that was checked, in order."""
+    """Result of `ratchet verify`: all findings, in the order of the checks."""
 
     findings: tuple[VerifyFinding, ...]
 
     @property
     def is_intact(self) -> bool:
-        """Whether everything is undamaged, and signed where it must be."""
+        """Whether everything is undamaged, and signed where a signature is required."""
         return all(finding.status == "ok" for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class SignatureTrust:
-    """Which keys count when a signature is checked."""
+    """The keys that count in the check of a signature."""
 
     key: Keyring | None
-    """The only key that counts, if one was given."""
+    """The only key that counts, from `--public-key`."""
     project: Path | None
-    """The project whose keys count, if one was given."""
+    """The project whose keys count, from `--project`."""
 
     def keyring(self, folder: Path) -> Keyring | None:
-        """The keys that count for a folder; None if there are none.
+        """Return the keys that count for a folder; None if there are none.
 
-        They are the given key, else those of the given project, of the project that contains the folder, or of the
-        project in the current directory.
+        The first of these that exists: the key of `--public-key`, the keys of `--project`, those of the project that
+        contains the folder, those of the project in the current directory.
         """
         if self.key is not None:
             return self.key
@@ -86,7 +86,7 @@ class SignatureTrust:
 
 
 def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path | None = None) -> VerifyReport:
-    """Check everything sealed at or below these paths.
+    """Check everything that is sealed in these paths.
 
     Args:
         paths: sealed directories, runs, deployment directories, projects.
@@ -94,7 +94,7 @@ def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path 
         project: the project whose keys.json counts for all paths.
 
     Raises:
-        SettingsError: a path is nothing that can be checked, or the key's file contains no public key.
+        SettingsError: a path contains nothing that can be checked, or the file of the key contains no public key.
         ProjectError: `project` is not a project.
     """
     trust = SignatureTrust(keys.build_keyring([keys.read_public_key(public_key)]) if public_key else None, project)
@@ -103,7 +103,7 @@ def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path 
 
 
 def _choose_check(path: Path) -> Callable[[Path, SignatureTrust], Iterator[VerifyFinding]]:
-    """Find out what a path is. Damage may have removed files, so one of several marks is enough."""
+    """Detect the kind of a path. Damage may have removed files, so one characteristic file is enough."""
     if not path.exists():
         raise SettingsError(f"{path}: does not exist")
     if (path / "params.yaml").is_file() and (path / "dvc.yaml").is_file():
@@ -138,12 +138,12 @@ def _verify_project(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding
 
 
 def _list_folders(parent: Path) -> list[Path]:
-    """Folders that are not being written or removed."""
+    """List the folders, without those that are being written or removed."""
     return sorted(p for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
 
 
 def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """Every release in a deployment directory."""
+    """Check every release in a deployment directory."""
     folders = _list_folders(root / "releases")
     for folder in folders:
         yield from _verify_signed(folder, trust)
@@ -152,7 +152,7 @@ def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFind
 
 
 def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """A sealed directory, its bundle.json and its signature."""
+    """Check a sealed directory, its bundle.json and its signature."""
     sealed = _verify_sealed(path)
     yield sealed
     if sealed.status != "ok":
@@ -176,24 +176,26 @@ def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], t
         if keyring is None:
             return _check_without_keyring(path)
         if kind == "model":
-            found = signature.verify_folder(path, keyring, known_digests)
+            verdict = signature.verify_folder(path, keyring, known_digests)
         else:
-            found = signature.read_signature(path, keyring)
-        if kind == release.KIND and found.state == "trusted":
-            release.require_signed(path, release.verify_release(path), found.files)
+            verdict = signature.read_signature(path, keyring)
+        if kind == release.KIND and verdict.state == "trusted":
+            release.require_signed(path, release.verify_release(path), verdict.files)
     except (DamagedFileError, DataError) as error:
         return _build_damage(path, error)
-    if found.state == "trusted":
-        return VerifyFinding(status="ok", path=path / SIGNATURE, kind="signature", text=found.message)
-    return _build_signature_problem(path, found)
+    if verdict.state == "trusted":
+        return VerifyFinding(status="ok", path=path / SIGNATURE, kind="signature", text=verdict.message)
+    return _build_signature_problem(path, verdict)
 
 
 def _check_without_keyring(path: Path) -> VerifyFinding:
-    """The signature of a folder where no project says whose signatures count."""
-    found = signature.read_signature(path, Keyring())
-    if found.state != "unknown":
-        return _build_signature_problem(path, found)
-    signer = f"key {found.signer[:SHOWN_DIGITS]}" if found.signer != signature.SIGSTORE else "an identity of sigstore"
+    """Read the signature of a folder without a keyring to check it against."""
+    verdict = signature.read_signature(path, Keyring())
+    if verdict.state != "unknown":
+        return _build_signature_problem(path, verdict)
+    signer = (
+        f"key {verdict.signer[:SHOWN_DIGITS]}" if verdict.signer != signature.SIGSTORE else "an identity of sigstore"
+    )
     text = (
         f"claims to be signed by {signer}, but no project says whether to trust it; name one with --project DIR, "
         "or the key with --public-key FILE"
@@ -202,7 +204,7 @@ def _check_without_keyring(path: Path) -> VerifyFinding:
 
 
 def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> VerifyFinding:
-    """A sealed directory. A checkpoint must belong to the run of `spec`, or to the run directory that contains it."""
+    """Check a sealed directory. A checkpoint must belong to the run of `spec`, or to the run directory around it."""
     try:
         manifest = files.verify_sealed(path, kind)
         if manifest.kind not in KINDS:
@@ -220,28 +222,28 @@ def _build_damage(path: Path, error: Exception) -> VerifyFinding:
     return VerifyFinding(status="damaged", path=path, text=_strip_path(path, str(error)))
 
 
-def _build_signature_problem(path: Path, found: SignatureVerdict) -> VerifyFinding:
-    return VerifyFinding(status=SIGNATURE_STATUS[found.state], path=path, text=_strip_path(path, found.message))
+def _build_signature_problem(path: Path, verdict: SignatureVerdict) -> VerifyFinding:
+    return VerifyFinding(status=SIGNATURE_STATUS[verdict.state], path=path, text=_strip_path(path, verdict.message))
 
 
 def _strip_path(path: Path, text: str) -> str:
-    """A message without the path at its beginning, which the finding has already."""
+    """Remove the path at the beginning of a message: the finding has it already."""
     return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
 def _require_run_of_checkpoint(path: Path, spec: dict[str, Any] | None) -> None:
-    """Raise DamagedFileError unless an intact checkpoint belongs to this run and the checkpoints it names exist."""
+    """Raise DamagedFileError unless the checkpoint belongs to this run and the checkpoints that it names exist."""
     identity, state = path / "identity.json", path / "state.json"
     if not identity.exists():
         return  # a checkpoint of format 1
     run = RunPaths(path.parent.parent)
     if spec is None and path.parent == run.checkpoints and run.spec.is_file():
         spec = _read_json(run.spec)
-    found = _read_json(identity).get("spec")
-    if spec is not None and (names := find_differing_keys(found if isinstance(found, dict) else {}, spec)):
+    stored = _read_json(identity).get("spec")
+    if spec is not None and (names := find_differing_keys(stored if isinstance(stored, dict) else {}, spec)):
         raise DamagedFileError(f"{identity}: belongs to another run, it differs in {', '.join(names)}")
     if path.parent != run.checkpoints:
-        return  # part of a result, which contains only the best and the last checkpoint
+        return  # in a result, which contains only the best and the last checkpoint
     counters = _read_json(state).get("state")
     for name in ("best_step", "rollback_step"):
         step = counters.get(name) if isinstance(counters, dict) else None
@@ -262,7 +264,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """A run. Nothing in it is signed."""
+    """Check a run. Nothing in it is signed."""
     run = RunPaths(root)
     spec: dict[str, Any] | None = None
     try:

@@ -1,4 +1,4 @@
-"""`ratchet watch`: shows runs of other processes on this terminal. Imports no torch and no MLflow; writes no file."""
+"""`ratchet watch`: shows the runs of other processes in this terminal. Loads no torch or MLflow, writes no file."""
 
 import math
 import os
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 DRAW_INTERVAL_S = 0.5
 SEARCH_INTERVAL_S = 3.0
-"""How often new runs are searched: there may be hundreds of directories."""
+"""Time between two searches for new runs: there may be hundreds of directories."""
 REPLICA_INTERVAL_S = 10.0
-"""How often a replica is read, which costs requests; journals are uploaded every machine.replica_interval_s."""
+"""Time between two reads of a replica, which cost requests. Runs upload journals every machine.replica_interval_s."""
 MIN_PANEL_LINES = 14
-"""If each of several runs has this many lines of the screen, each gets a panel; otherwise they share a table."""
+"""If the screen has this number of lines for each run, each run has a panel; otherwise they share a table."""
 FILE_SIZE = ScreenSize(100, 40)
 """Size of the screen when the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Options of the command."""
+    """Options of `ratchet watch`."""
 
     runs: tuple[str, ...] = ()
-    """Run ids, or their first characters; empty: all runs that are active."""
+    """Run ids, or their first characters; empty: all active runs."""
     replica: str | bool | None = None
     """A replica's URL; True: machine.replica; None: runs on this machine."""
     once: bool = False
@@ -54,12 +54,12 @@ class WatchSource(Protocol):
     """The runs to show."""
 
     interval_s: float
-    """How often `refresh` should be called."""
+    """Time between two calls of `refresh`."""
     empty_text: str
-    """Text to show while no run is found."""
+    """Text to show while the list of runs is empty."""
 
     def refresh(self) -> Sequence[RunSource]:
-        """Read what is new. A run stays in the list once it was in it."""
+        """Read new events, and return the runs. A run that was returned once stays in the list."""
 
 
 def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions, stream: TextIO) -> None:
@@ -68,8 +68,8 @@ def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions,
     Args:
         layout: the project; None outside one, where only a replica can be watched.
         machine: settings of the project, or the defaults.
-        options: which runs, from where.
-        stream: where to draw. If it is not a terminal, a line is printed for each change.
+        options: which runs to show, and from where.
+        stream: the output. If it is not a terminal, a line is printed for each change.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -92,14 +92,14 @@ def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions,
 
 
 def render_runs(runs: Sequence[RunSource], size: ScreenSize, now: float) -> Text:
-    """Draw runs: as panels where there is room, otherwise as a table. `now` is Unix time."""
+    """Draw runs: as panels if the screen is large enough, otherwise as a table. `now` is Unix time."""
     rows = [(run.name, run.view, run.sidecar) for run in runs]
     if len(rows) == 1:
         return render_panel(*rows[0], now, size)
-    lines_each = size.height // max(1, len(rows))
-    if lines_each < MIN_PANEL_LINES:
+    lines_per_run = size.height // max(1, len(rows))
+    if lines_per_run < MIN_PANEL_LINES:
         return render_table(rows, now, size)
-    return _stack_texts([render_panel(*row, now, size._replace(height=lines_each)) for row in rows])
+    return _stack_texts([render_panel(*row, now, size._replace(height=lines_per_run)) for row in rows])
 
 
 def _choose_source(layout: ProjectLayout | None, machine: Machine, options: WatchOptions) -> WatchSource:
@@ -193,7 +193,7 @@ class _ReplicaWatchSource:
 
 
 def _print_once(source: WatchSource, stream: TextIO) -> None:
-    """Draw once."""
+    """Draw the runs once."""
     runs = source.refresh()
     if not runs:
         print(source.empty_text, file=stream, flush=True)
@@ -253,7 +253,7 @@ class _WatchScreen:
 
 
 def _stack_texts(parts: Sequence[Text]) -> Text:
-    """One text below the other."""
+    """Join texts, one below the other."""
     return Text("\n", no_wrap=True, overflow="crop", end="").join(parts)
 
 

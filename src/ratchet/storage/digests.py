@@ -1,6 +1,7 @@
-"""SHA-256 digests of bytes, canonical JSON and directory trees.
+"""SHA-256 digests of bytes, canonical JSON and directory trees; and versions of the running code and of the project.
 
-Versions of the running code and of the project: package, git commit, DVC lock.
+Records identify inputs and outputs by these digests. The versions are those of the package, the git commit and the DVC
+lock.
 """
 
 import hashlib
@@ -16,49 +17,15 @@ from typing import Any
 
 DISTRIBUTION = "ratchet-llm"
 
+SHORT = 12
+"""Number of hex digits in messages and directory names (48 bits)."""
+
 # MD5 of a stage's first output. DVC always indents dvc.lock in the same way.
 _FIRST_OUTPUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"
 
 
-@lru_cache(maxsize=1)
-def code_version() -> str:
-    """Return a version such as `0.1.0+3f2a91c0`. Equal strings mean equal code, committed or not."""
-    root = Path(__file__).parents[1]
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
-    return f"{version(DISTRIBUTION)}+{hash_tree(root, names)[:8]}"
-
-
-def revision_tags(root: Path) -> dict[str, str]:
-    """Return tags with the project's git commit and branch, and the hashes in dvc.lock; empty without git and DVC."""
-    tags = {}
-    with suppress(OSError):  # git is not installed
-        described = _git(root, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
-        revision, _, dirty = described.partition("-")
-        if revision:
-            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
-            tags["git.dirty"] = str(bool(dirty)).lower()
-            if branch := _git(root, "symbolic-ref", "--short", "-q", "HEAD"):  # empty if HEAD is detached
-                tags |= dict.fromkeys(("git.branch", "mlflow.source.git.branch"), branch)
-    if (lock := root / "dvc.lock").exists():
-        text = lock.read_text(encoding="utf-8")
-        tags["dvc.lock"] = hash_bytes(text.encode())
-        outputs = {stage: re.search(_FIRST_OUTPUT % stage, text) for stage in ("base", "prepare")}
-        tags |= {f"dvc.{stage}": output[1] for stage, output in outputs.items() if output}
-    return tags
-
-
-def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints; empty if it fails."""
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-SHORT = 12
-"""Hex digits in messages and directory names (48 bits)."""
-
-
 def hash_bytes(data: bytes) -> str:
-    """Return the SHA-256 of bytes, as 64 hex digits."""
+    """Return the SHA-256 of bytes as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -86,3 +53,36 @@ def hash_files(files: Mapping[str, str]) -> str:
 def hash_tree(root: Path, names: Iterable[str]) -> str:
     """Return the digest of the named files below `root` (names and contents, not times or modes)."""
     return hash_files({name: hash_file(root / name) for name in names})
+
+
+@lru_cache(maxsize=1)
+def code_version() -> str:
+    """Return a version such as `0.1.0+3f2a91c0`. Equal strings mean equal code, committed or not."""
+    root = Path(__file__).parents[1]
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    return f"{version(DISTRIBUTION)}+{hash_tree(root, names)[:8]}"
+
+
+def revision_tags(root: Path) -> dict[str, str]:
+    """Return tags for the project's git commit and branch and the hashes in dvc.lock; empty without git and DVC."""
+    tags = {}
+    with suppress(OSError):  # git is not installed
+        described = _git(root, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
+        revision, _, dirty = described.partition("-")
+        if revision:
+            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
+            tags["git.dirty"] = str(bool(dirty)).lower()
+            if branch := _git(root, "symbolic-ref", "--short", "-q", "HEAD"):  # empty if HEAD is detached
+                tags |= dict.fromkeys(("git.branch", "mlflow.source.git.branch"), branch)
+    if (lock := root / "dvc.lock").exists():
+        text = lock.read_text(encoding="utf-8")
+        tags["dvc.lock"] = hash_bytes(text.encode())
+        outputs = {stage: re.search(_FIRST_OUTPUT % stage, text) for stage in ("base", "prepare")}
+        tags |= {f"dvc.{stage}": output[1] for stage, output in outputs.items() if output}
+    return tags
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Return the output of git; empty if git fails."""
+    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip()

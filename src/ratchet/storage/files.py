@@ -1,16 +1,13 @@
-"""Atomic files and sealed directories: the only code that renames or fsyncs.
+"""Files on disk: atomic files, sealed directories, disk operations that Python lacks, and file locks.
 
-A sealed directory is complete or absent: it is written under a temporary name, every file and folder is fsynced, the
-manifest (SHA-256 and size of each file) is written last, and one rename publishes it. `verify_sealed` checks all of it.
-The order follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before
-its contents are durable, and nothing is removed before the rename that replaces it is durable.
+Use this module for every file that must survive a crash. A sealed directory is complete or absent: it is written under
+a temporary name, every file and folder is fsynced, the manifest (SHA-256 and size of each file) is written last, and
+one rename publishes the directory. `verify_sealed` checks all of its contents. The order follows T. S. Pillai et al.,
+"All File Systems Are Not Created Equal" (OSDI 2014): a file is not renamed before its contents are durable, and not
+removed before the rename that replaces it is durable.
 
-Fault injection replaces `before`, which is called before each operation that changes a disk: it may raise OSError,
-wait, or kill the process (runs/fault_injection/injection.py).
-
-Operations on disks beyond Python's: free space, fsync, atomic exchange of two names, checks of output paths.
-
-File locks. The kernel releases a lock when its holder ends, so a leftover lock file has no effect.
+Fault injection replaces `before`, which is called before each operation that changes a disk. The replacement may raise
+OSError, wait, or kill the process (runs/fault_injection/injection.py).
 """
 
 import contextlib
@@ -34,213 +31,15 @@ from ratchet.errors import DamagedFileError, LockHeldError, SettingsError
 from ratchet.storage import digests
 
 RESERVE_BYTES = 16 * 2**20
-"""Space to leave free on a disk, for journals and logs."""
+"""Space that stays free on a disk, for journals and logs."""
 
 PARTIAL = ".partial-"
 """Prefix of files that are being written or removed; readers ignore them."""
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-
-
-def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
-    """Sync a file, or with O_DIRECTORY the names in a directory, to the disk."""
-    fd = os.open(path, flags)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError that has none, such as that of a write to a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raise OSError (ENOSPC) unless the file system of `directory` has `needed_bytes` and RESERVE_BYTES free."""
-    stats = os.statvfs(directory)
-    free = stats.f_bavail * stats.f_frsize
-    if stats.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems report no size
-        text = f"needs {needed_bytes:,} bytes and {RESERVE_BYTES:,} more in reserve, but only {free:,} are free"
-        raise OSError(errno.ENOSPC, text, str(directory))
-
-
-def require_writable(target: Path, option: str) -> None:
-    """Check that a file can be created, in a folder that may not exist yet. Leaves nothing behind.
-
-    Args:
-        target: the file. A regular file of that name may be replaced.
-        option: the command-line option that names it, for the message.
-
-    Raises:
-        SettingsError: it is a directory or a broken link, its folder cannot be created or written, or its name (with
-            the prefix for partial files) is too long.
-    """
-    try:
-        if target.is_symlink() and not target.exists():
-            problem = f"found a broken link to {target.readlink()}; remove it"
-        elif target.is_dir():
-            problem = "found a directory; name a file in it"
-        elif target.exists() and not target.is_file():
-            problem = "expected a regular file; choose another name"
-        else:
-            _create_and_remove(target)
-            return
-    except OSError as error:
-        folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
-        problem = f"cannot be created ({folder}{error.strerror}); choose another name"
-    raise SettingsError(f"{option} {target}: {problem}")
-
-
-def _create_and_remove(target: Path) -> None:
-    """Create an empty file next to the target, with missing folders, and remove both. Raises OSError."""
-    created: list[Path] = []
-    probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # as long as any partial name of `files`
-    try:
-        for folder in reversed([folder for folder in target.parents if not folder.is_dir()]):
-            folder.mkdir()
-            created.append(folder)
-        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
-        probe.unlink()
-    finally:
-        for folder in reversed(created):
-            with suppress(OSError):  # another process has created a file in it
-                folder.rmdir()
-
-
-def exchange_names(a: Path, b: Path) -> bool:
-    """Exchange two names atomically (renameat2 with RENAME_EXCHANGE, Linux 3.15).
-
-    Returns False without a change if kernel, C library or file system do not support it. Raises OSError for other
-    failures.
-    """
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(b))
-
-
-def grant_read(path: Path, like: Path) -> None:
-    """Give a file the read permissions of the directory `like`: safetensors creates files for their owner only."""
-    mode = path.stat().st_mode
-    if (new_mode := mode | like.stat().st_mode & 0o444) != mode:
-        path.chmod(stat.S_IMODE(new_mode))
-
-
-def point_symlink(link: Path, target: str, partial: Path) -> None:
-    """Point a symbolic link to `target` atomically: readers find the old target or the new one.
-
-    Args:
-        link: the link, created or replaced.
-        target: the text of the link; relative to its folder.
-        partial: temporary name in the same folder.
-    """
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(target)
-    try:
-        partial.replace(link)
-    except BaseException:
-        partial.unlink()
-        raise
-
-
-LOCK_POLL_S = 0.05
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-class FileLock:
-    """An exclusive advisory lock (flock).
-
-    A child process that inherits the descriptor holds the lock too, until it ends.
-
-    Args:
-        path: the lock file.
-        subject: what the lock protects, for messages.
-    """
-
-    def __init__(self, path: Path, subject: str) -> None:
-        self.path = path
-        self.subject = subject
-        self._fd: int | None = None
-
-    @property
-    def fd(self) -> int:
-        """The descriptor, to pass to a child process."""
-        if self._fd is None:
-            raise RuntimeError(f"lock {self.path} is not held")
-        return self._fd
-
-    def acquire(self, wait_s: float = 0.0) -> "FileLock":
-        """Acquire the lock, waiting up to `wait_s` seconds. Raises LockHeldError with the holder's process id."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + wait_s
-        while not _try_lock(fd):
-            if time.monotonic() >= deadline:
-                holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-                os.close(fd)
-                raise LockHeldError(
-                    f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
-                )
-            time.sleep(LOCK_POLL_S)
-        self._fd = fd
-        with contextlib.suppress(OSError):  # only for the message above; a full disk must not prevent locking
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        return self
-
-    def is_held(self) -> bool:
-        """Whether a process holds the lock; does not acquire it."""
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-
-    def release(self) -> None:
-        """Release the lock. Child processes that inherited it keep it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __enter__(self) -> "FileLock":
-        return self if self._fd is not None else self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 FOREIGN = "registered_model_meta"
-"""File that MLflow adds to the folder of a model version; it is not part of a seal."""
+"""File that MLflow adds to the folder of a model version. It is not in the manifest."""
 DISPLACED = ".displaced-"
 """Prefix of a directory that is being replaced, on file systems that cannot exchange two names atomically."""
 
@@ -248,15 +47,20 @@ Operation = Literal["mkdir", "write", "fsync", "link", "rename", "unlink"]
 Entry = tuple[str, int]
 """SHA-256 and size in bytes of a file."""
 Block = Iterable[bytes | memoryview]
-"""Data that is written at once."""
+"""Data that is written by one call."""
+
+LOCK_POLL_S = 0.05
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def _do_nothing(*arguments: object) -> None:
-    """Default hook."""
+    """Do nothing; the default hook."""
 
 
 before: Callable[[Operation, Path], None] = _do_nothing
-"""Called with the next operation and its path (for a rename, the new name). Tests replace it to inject faults."""
+"""Hook that is called with the next operation and its path (for a rename, the new name). Tests replace it."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +72,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Digest of names and contents."""
+        """Digest of the names and contents of the files."""
         return digests.hash_files({name: sha for name, (sha, _) in self.files.items()})
 
     @property
@@ -296,8 +100,8 @@ def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], Non
     """Write a file and fsync it. The caller makes its name durable when it seals or renames it.
 
     Args:
-        path: the file. An existing file is overwritten in place, so it must not be a sealed one.
-        blocks: its contents.
+        path: the file. An existing file is overwritten in place, so it must not be sealed.
+        blocks: contents of the file.
         on_block: called after each block.
     """
     before("write", path)
@@ -312,7 +116,7 @@ def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], Non
 
 
 def _remove_tree(root: Path) -> None:
-    """Remove a file, or a folder with its contents. Links are removed, not their targets."""
+    """Remove a file, or a folder with its contents. Links are removed; their targets stay."""
     if not root.is_dir() or root.is_symlink():
         before("unlink", root)
         root.unlink()
@@ -358,21 +162,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _list_files(root: Path) -> list[str]:
-    ignored = (root / MANIFEST, root / FOREIGN)  # manifests in subfolders are ordinary files of this directory
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p not in ignored)
+    ignored = (root / MANIFEST, root / FOREIGN)  # manifests in subfolders are listed
+    paths = (path for path in root.rglob("*") if path.is_file() and path not in ignored)
+    return sorted(path.relative_to(root).as_posix() for path in paths)
 
 
 @contextmanager
 def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Iterator[Path]:
     """Yield a scratch directory. On success it is sealed and published as `target`; on an error it is removed.
 
-    An existing `target` is replaced: readers see the old one or the new one (briefly none, on file systems that cannot
-    exchange two names; see `publish_directory`).
+    An existing `target` is replaced: readers see the old directory or the new one (on file systems that cannot exchange
+    two names, there is briefly none; see `publish_directory`).
 
     Args:
-        target: the final name.
+        target: final path of the directory.
         kind: kind of the contents, for `verify_sealed`.
-        known: see `seal_directory`; it may be filled inside the context.
+        known: see `seal_directory`. The caller may fill it inside the context.
     """
     make_directory(target.parent)
     _remove_orphans(target)
@@ -389,7 +194,7 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
 
 
 def _remove_orphans(target: Path) -> None:
-    """Remove or restore what killed processes left of earlier attempts to write `target`."""
+    """Remove or restore the leftovers of killed processes that wrote `target`."""
     for prefix in (PARTIAL, DISPLACED):
         for path in target.parent.glob(f"{prefix}{glob.escape(target.name)}-*"):
             pid = path.name.removeprefix(f"{prefix}{target.name}-").removeprefix("doomed-")
@@ -401,9 +206,9 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
     """Fsync every file and folder below `directory`, then write and return the manifest.
 
     Args:
-        directory: the directory.
+        directory: directory to seal.
         kind: kind of the contents, for `verify_sealed`.
-        known: digests of durable files that need not be read again: from `write_blocks`, or links to sealed files.
+        known: digests of durable files that need not be read again, such as links to sealed files.
     """
     entries: dict[str, Entry] = {}
     for name in _list_files(directory):
@@ -415,7 +220,7 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
             grant_read(path, like=directory)
             fsync(path)
             entries[name] = (digests.hash_file(path), path.stat().st_size)
-    for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
+    for folder in sorted((path for path in directory.rglob("*") if path.is_dir()), reverse=True):
         fsync_directory(folder)
     listed = {name: {"sha256": sha, "bytes": size} for name, (sha, size) in entries.items()}
     write_json(directory / MANIFEST, {"format": MANIFEST_FORMAT, "kind": kind, "files": listed})
@@ -423,9 +228,9 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
 
 
 def publish_directory(scratch: Path, target: Path) -> None:
-    """Rename a sealed scratch directory to its final name, durably, replacing an existing one.
+    """Rename a sealed scratch directory to its final name, durably. An existing directory is replaced.
 
-    If the file system supports it, both names are exchanged atomically (`disk.exchange_names`). Otherwise the old one
+    If the file system supports it, both names are exchanged atomically (`exchange_names`). Otherwise the old directory
     is renamed first; after a crash in between, the next writer (or `remove_partials`) restores it.
     """
     if not os.path.lexists(target):
@@ -444,7 +249,7 @@ def publish_directory(scratch: Path, target: Path) -> None:
         except BaseException:
             old.rename(target)
             raise
-    fsync_directory(target.parent)  # before the removal, so that no crash can undo the exchange but keep the removal
+    fsync_directory(target.parent)  # a crash must not undo the exchange but keep the removal
     _remove_tree(old)
 
 
@@ -453,9 +258,9 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         raw = json.loads(content := path.read_bytes())
-        if (found := raw["format"]) != MANIFEST_FORMAT:
+        if (number := raw["format"]) != MANIFEST_FORMAT:
             raise DamagedFileError(
-                f"{path}: found manifest format {found}; expected {MANIFEST_FORMAT}; use the version that wrote it"
+                f"{path}: found manifest format {number}; expected {MANIFEST_FORMAT}; use the version that wrote it"
             )
         if content != json_bytes(raw):
             raise ValueError("its bytes were changed")
@@ -475,7 +280,8 @@ def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
     """Check all contents of a sealed directory against its manifest.
 
     Raises:
-        DamagedFileError: a file is missing, unreadable, changed, or not in the manifest; the message names the first.
+        DamagedFileError: a file is missing, unreadable, changed, or not in the manifest. The message names the first
+            such file.
     """
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:
@@ -503,14 +309,14 @@ def _check_file(path: Path, entry: Entry) -> None:
 
 
 def link_file(source: Path, target: Path) -> bool:
-    """Create a hard link to a sealed file. Returns False if the file system does not support it.
+    """Create a hard link to a sealed file. Return False if the file system does not support it.
 
-    The caller must know that the source is undamaged.
+    The caller must have checked that the source is undamaged.
     """
     before("link", target)
     try:
         os.link(source, target)
-    except OSError:  # another file system, no hard links, too many links; the caller then copies and sees other errors
+    except OSError:  # another file system, no hard links, too many links; the caller copies, and other errors recur
         return False
     return True
 
@@ -536,7 +342,7 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def remove_sealed(directory: Path) -> None:
-    """Remove a directory. It is renamed first, so that a crash never leaves a part of it under its name."""
+    """Remove a sealed directory. It is renamed first, so a crash never leaves a part of it under its name."""
     doomed = directory.parent / f"{PARTIAL}{directory.name}-doomed-{os.getpid()}"
     if doomed.exists():
         _remove_tree(doomed)
@@ -563,3 +369,197 @@ def _remove_or_restore(leftover: Path) -> None:
             fsync_directory(leftover.parent)
             return
     _remove_tree(leftover)
+
+
+def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
+    """Sync a file to the disk; with O_DIRECTORY, sync the names in a directory."""
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError that has none, such as the error of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Raise OSError (ENOSPC) unless the file system of `directory` has `needed_bytes` and RESERVE_BYTES free."""
+    stats = os.statvfs(directory)
+    free = stats.f_bavail * stats.f_frsize
+    if stats.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems report no size
+        text = f"needs {needed_bytes:,} bytes and {RESERVE_BYTES:,} more in reserve, but only {free:,} are free"
+        raise OSError(errno.ENOSPC, text, str(directory))
+
+
+def require_writable(target: Path, option: str) -> None:
+    """Check that a file can be created, in a folder that need not exist. Leaves no file or folder behind.
+
+    Args:
+        target: the file. An existing regular file may be replaced.
+        option: command-line option that names the file, for the message.
+
+    Raises:
+        SettingsError: the target is a directory or a broken link, its folder cannot be created or written, or its name
+            (with the prefix for partial files) is too long.
+    """
+    try:
+        if target.is_symlink() and not target.exists():
+            problem = f"found a broken link to {target.readlink()}; remove it"
+        elif target.is_dir():
+            problem = "found a directory; name a file in it"
+        elif target.exists() and not target.is_file():
+            problem = "expected a regular file; choose another name"
+        else:
+            _create_and_remove(target)
+            return
+    except OSError as error:
+        folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
+        problem = f"cannot be created ({folder}{error.strerror}); choose another name"
+    raise SettingsError(f"{option} {target}: {problem}")
+
+
+def _create_and_remove(target: Path) -> None:
+    """Create missing folders and an empty file next to the target, and remove them. Raises OSError."""
+    created: list[Path] = []
+    probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # as long as any partial name in this module
+    try:
+        for folder in reversed([parent for parent in target.parents if not parent.is_dir()]):
+            folder.mkdir()
+            created.append(folder)
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        probe.unlink()
+    finally:
+        for folder in reversed(created):
+            with suppress(OSError):  # another process has created a file in it
+                folder.rmdir()
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Exchange two names atomically (renameat2 with RENAME_EXCHANGE, Linux 3.15).
+
+    Returns False without a change if kernel, C library or file system do not support it. Raises OSError for other
+    failures.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def grant_read(path: Path, like: Path) -> None:
+    """Give a file the read permissions of the directory `like`: safetensors creates files for their owner only."""
+    mode = path.stat().st_mode
+    if (new_mode := mode | like.stat().st_mode & 0o444) != mode:
+        path.chmod(stat.S_IMODE(new_mode))
+
+
+def point_symlink(link: Path, target: str, partial: Path) -> None:
+    """Point a symbolic link to `target` atomically: readers find the old target or the new one.
+
+    Args:
+        link: the link to create or replace.
+        target: text of the link, relative to its folder.
+        partial: temporary name of the link in the same folder.
+    """
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    try:
+        partial.replace(link)
+    except BaseException:
+        partial.unlink()
+        raise
+
+
+class FileLock:
+    """An exclusive advisory lock (flock).
+
+    The kernel releases the lock when its holder ends, so a leftover lock file has no effect. A child process that
+    inherits the descriptor holds the lock too, until it ends.
+
+    Args:
+        path: lock file.
+        subject: name of the protected object, for messages.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self.path = path
+        self.subject = subject
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to pass to a child process."""
+        if self._fd is None:
+            raise RuntimeError(f"lock {self.path} is not held")
+        return self._fd
+
+    def acquire(self, wait_s: float = 0.0) -> "FileLock":
+        """Acquire the lock; wait up to `wait_s` seconds. Raises LockHeldError with the process id of the holder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise LockHeldError(
+                    f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
+                )
+            time.sleep(LOCK_POLL_S)
+        self._fd = fd
+        with contextlib.suppress(
+            OSError
+        ):  # the content is only for the message above; a full disk must not prevent locking
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def is_held(self) -> bool:
+        """Return whether a process holds the lock. Does not acquire it."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+    def release(self) -> None:
+        """Release the lock in this process. Child processes that inherited the lock keep it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> "FileLock":
+        return self if self._fd is not None else self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,9 +1,7 @@
-"""HTML elements with escaped text: tags, tables, bars, histograms; and files with pages.
-
-A file is overwritten only if it is a page of Ratchet.
+"""HTML pages: elements with escaped text, tables, bars, histograms; and the files of pages.
 
 Figures are HTML bars and SVG with widths in percent, so they follow the reader's light or dark colours and fit on a
-phone. CSS classes are those of reports/page.css.
+phone. CSS classes are those of reports/page.css. An existing file is overwritten only if it is a page of Ratchet.
 """
 
 import base64
@@ -19,7 +17,7 @@ from ratchet.errors import SettingsError
 from ratchet.storage import digests, files
 
 FILES_SHOWN, FILES_OPEN = 40, 3
-"""Files named in a list; and the number up to which the list is not collapsed."""
+"""Maximum number of files named in a list, and of files in a list that is not collapsed."""
 
 NONE = "\u2013"
 """Text of an empty cell."""
@@ -33,10 +31,12 @@ MIN_BAR_PX = 2
 """Minimum height of a bar, so that a single row is visible."""
 
 LABELS_PX = (12, 27)
-"""Vertical positions of the labels of marks: two lines, so that they never overlap."""
+"""Vertical positions of the labels of marks, in two lines so that they never overlap."""
 
 TICKS = 5
 """Approximate number of ticks on an axis: as many as fit on a phone."""
+
+ENDING = ".html"
 
 # Characters that are invisible, or change the reading direction of the rest of the page.
 _INVISIBLE = re.compile(
@@ -45,13 +45,13 @@ _INVISIBLE = re.compile(
 
 
 class Html(str):
-    """Text that is already HTML. All other text is escaped when it is put into a tag."""
+    """Text that is already HTML. Other text is escaped when it is put into a tag."""
 
     __slots__ = ()
 
 
 def escape_invisible(text: str) -> str:
-    """Write characters that are invisible or change the reading direction as \\uXXXX."""
+    """Replace characters that are invisible or change the reading direction by \\uXXXX."""
     return _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\r\n", "\n"))
 
 
@@ -62,7 +62,7 @@ def tag(name: str, *content: str, **attributes: str) -> Html:
 
 
 def void_tag(name: str, **attributes: str) -> Html:
-    """Build an element without content and end tag, such as an input."""
+    """Build an element without content or end tag, such as an input."""
     return Html(f"<{name}{_format_attributes(attributes)} />")
 
 
@@ -76,10 +76,10 @@ def document(title: str, style: str, *body: Html, images: bool = False, script: 
     """Build a self-contained page.
 
     Args:
-        title: the title.
+        title: title of the page.
         style: CSS.
-        body: the content.
-        images: allow images that are embedded as data URLs.
+        body: content of the page.
+        images: whether to allow images that are embedded as data URLs.
         script: JavaScript; the content security policy allows only this script, by its SHA-256.
     """
     allowed = "img-src data:; " if images else ""
@@ -102,12 +102,12 @@ def document(title: str, style: str, *body: Html, images: bool = False, script: 
 
 
 def anchor(title: str) -> str:
-    """Return the id of a section."""
+    """Return the id of the section with this title."""
     return title.lower().replace(" ", "-")
 
 
 def section(title: str, body: Sequence[Html] | str) -> Html:
-    """Build a section. A body that is text becomes a paragraph that explains why there is nothing to show."""
+    """Build a section. If the body is text, it becomes a paragraph that explains why there is no content."""
     parts = [explanation(body)] if isinstance(body, str) else body
     return tag("section", tag("h2", title), *parts, id=anchor(title))
 
@@ -122,22 +122,23 @@ def table(label: str, kinds: str, titles: Sequence[str], rows: Iterable[Sequence
 
     Args:
         label: description for screen readers.
-        kinds: one letter per column: `t` text, `n` numbers, `b` bars, `s` bars next to long text, `w` that text.
+        kinds: one letter per column: `t` text, `n` numbers, `b` bars, `s` bars next to long text, `w` long text.
         titles: column titles.
-        rows: cells; the first cell of each row is its header.
+        rows: cells of each row; the first cell is the header of the row.
     """
     head = tag("tr", *(tag("th", text, scope="col", class_=kind) for kind, text in zip(kinds, titles, strict=True)))
     body = []
-    for first, *others in rows:
-        cells = (tag("td", cell, class_=kind) for kind, cell in zip(kinds[1:], others, strict=True))
-        body.append(tag("tr", tag("th", first, scope="row"), *cells))
+    for row_header, *row in rows:
+        cells = (tag("td", cell, class_=kind) for kind, cell in zip(kinds[1:], row, strict=True))
+        body.append(tag("tr", tag("th", row_header, scope="row"), *cells))
     element = tag("table", tag("thead", head), tag("tbody", *body))
     return tag("div", element, class_="scroll", role="region", aria_label=label, tabindex="0")
 
 
 def bar(*parts: tuple[str, float], mark: float | None = None) -> Html:
-    """Build a stacked bar of (class, share) parts that sum to at most 1, with an optional mark. Hidden from screen
-    readers, because the numbers are next to it.
+    """Build a stacked bar of (class, share) parts, with an optional mark. The shares sum to at most 1.
+
+    The bar is hidden from screen readers, because the numbers are next to it.
     """
     elements = [tag("i", class_=kind, style=f"width:{_percent(share)}") for kind, share in parts if share > 0]
     if mark is not None:
@@ -151,12 +152,12 @@ def legend(*entries: tuple[str, str]) -> Html:
 
 
 def place_list(places: Sequence[str]) -> Html:
-    """Build a list of places or texts of the data, each with its own reading direction."""
+    """Build a list of locations or texts in the data, each with its own reading direction."""
     return tag("ul", *(tag("li", tag("bdi", place)) for place in places), class_="places") if places else Html(NONE)
 
 
 def digest_list(file_digests: Mapping[str, str]) -> Html:
-    """Build a list of files with the start of their SHA-256; a long list is collapsed."""
+    """Build a list of files with the first digits of their SHA-256. A long list is collapsed."""
     items = [
         tag("li", tag("bdi", name), " ", tag("code", digest[: digests.SHORT], title=digest))
         for name, digest in sorted(file_digests.items())[:FILES_SHOWN]
@@ -169,18 +170,18 @@ def digest_list(file_digests: Mapping[str, str]) -> Html:
 
 
 def mark_differences(text: str, other: str) -> Html:
-    """Mark the words of a text that differ from the other text."""
+    """Mark the words of `text` that differ from `other`."""
     return mark_both_differences(text, other)[0]
 
 
 def mark_both_differences(text: str, other: str) -> tuple[Html, Html]:
-    """Mark the words of both texts that differ from the other text."""
-    words, others = (re.findall(r"\w+|\s+|[^\w\s]", content) for content in (text, other))
+    """Mark the words of both texts in which they differ."""
+    words, other_words = (re.findall(r"\w+|\s+|[^\w\s]", content) for content in (text, other))
     # Spaces match everywhere; aligning each of them would take quadratic time.
-    operations = SequenceMatcher(str.isspace, words, others, autojunk=False).get_opcodes()
-    first = [(kind, "".join(words[start:end])) for kind, start, end, _, _ in operations]
-    second = [(kind, "".join(others[start:end])) for kind, _, _, start, end in operations]
-    return _mark_words(first), _mark_words(second)
+    operations = SequenceMatcher(str.isspace, words, other_words, autojunk=False).get_opcodes()
+    text_parts = [(kind, "".join(words[start:end])) for kind, start, end, _, _ in operations]
+    other_parts = [(kind, "".join(other_words[start:end])) for kind, _, _, start, end in operations]
+    return _mark_words(text_parts), _mark_words(other_parts)
 
 
 def _mark_words(parts: Iterable[tuple[str, str]]) -> Html:
@@ -188,7 +189,7 @@ def _mark_words(parts: Iterable[tuple[str, str]]) -> Html:
 
 
 def format_percentage(part: float, whole: float) -> str:
-    """Format a share as a percentage; 0 % and 100 % are exact, others are shown as < 0.1 % and > 99.9 %."""
+    """Format a share as a percentage. Only exact values are shown as 0 % and 100 %, others as < 0.1 % and > 99.9 %."""
     if not whole:
         return NONE
     share = part / whole
@@ -205,7 +206,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def compute_bin_width(histograms: Iterable[Mapping[int, int]]) -> int:
-    """Return the bin width of histograms with common edges (empty bins may be missing); 0 if there is only one bin."""
+    """Return the common bin width of histograms, in which empty bins may be missing; 0 if all counts are in bin 0."""
     return math.gcd(*(edge for histogram in histograms for edge in histogram))
 
 
@@ -215,19 +216,19 @@ def histogram(
     """Draw a histogram.
 
     Args:
-        counts: counts by lower edge of the bin.
+        counts: count of each bin, by its lower edge.
         width: width of a bin.
-        limits: end of the axis, and the share of the total at full height.
-        marks: name and position of up to two lines: the first is solid, the second dashed.
+        limits: end of the axis, and the share of the total that is drawn at full height.
+        marks: position of up to two vertical lines, by name; the first is solid, the second dashed.
         label: description for screen readers.
     """
     right, top = limits
     total, full_px = sum(counts.values()) or 1, BARS_BOTTOM_PX - BARS_TOP_PX
     parts = [tag("title", label)]
     for edge, count in sorted(counts.items()):
-        high = max(full_px * count / total / top, MIN_BAR_PX)
-        place = {"x": _percent(edge / right), "width": _percent(min(width, right - edge) / right)}
-        parts.append(tag("rect", y=f"{BARS_BOTTOM_PX - high:.2f}", height=f"{high:.2f}", **place))
+        height_px = max(full_px * count / total / top, MIN_BAR_PX)
+        extent = {"x": _percent(edge / right), "width": _percent(min(width, right - edge) / right)}
+        parts.append(tag("rect", y=f"{BARS_BOTTOM_PX - height_px:.2f}", height=f"{height_px:.2f}", **extent))
     bottom = str(BARS_BOTTOM_PX)
     parts.append(tag("line", x1="0", x2="100%", y1=bottom, y2=bottom, class_="axis"))
     step = _round_step(right / TICKS)
@@ -239,9 +240,9 @@ def histogram(
     return tag("svg", *parts, width="100%", height=str(FIGURE_PX), role="img", aria_label=label)
 
 
-def _svg_text(place: int, right: int, y: int, text: str) -> Html:
-    """Build SVG text at a position on the axis; near the ends it is aligned inwards."""
-    share = place / right
+def _svg_text(position: int, right: int, y: int, text: str) -> Html:
+    """Build SVG text at a position on the axis. Near the ends of the axis, the text is aligned inwards."""
+    share = position / right
     anchor = "start" if share < 0.1 else "end" if share > 0.9 else "middle"
     return tag("text", text, x=_percent(share), y=str(y), text_anchor=anchor)
 
@@ -256,16 +257,15 @@ def _percent(share: float) -> str:
     return f"{100 * min(max(share, 0.0), 1.0):.3f}%"
 
 
-ENDING = ".html"
 OPENING = document("", "").partition("style-src")[0].encode()
-"""First bytes of every page, whatever its kind or version."""
+"""First bytes of every page, independent of its kind and version."""
 
 
 def require_writable_target(target: Path) -> None:
     """Check that a page can be written to this path, before expensive work starts.
 
     Raises:
-        SettingsError: The path is a folder or a file that is not a page, its name does not end in .html, or the folder
+        SettingsError: the path is a folder or a file that is not a page, its name does not end in .html, or its folder
             cannot be created.
     """
     message = f"--output {target}: cannot be written"
@@ -279,10 +279,10 @@ def require_writable_target(target: Path) -> None:
 
 
 def write(target: Path, text: str) -> None:
-    """Write a page atomically. Creates its folder.
+    """Write a page atomically, and create its folder if it is missing.
 
     Raises:
-        SettingsError: The path is not writable, see `require_writable_target`.
+        SettingsError: the path is not writable; see `require_writable_target`.
     """
     require_writable_target(target)
     try:

@@ -1,4 +1,4 @@
-"""All paths of a project."""
+"""Layout of a project: the paths of all its files and folders."""
 
 import os
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from pathlib import Path
 from ratchet.errors import ProjectError
 
 RUNS_VARIABLE = "RATCHET_RUNS"
-"""Environment variable with another directory for runs, profiles and generations, for example on a larger disk."""
+"""Environment variable that names another directory for runs, profiles and generations, such as on a larger disk."""
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class ProjectLayout:
-    """The paths of a project. `root` is absolute; it contains params.yaml and dvc.yaml."""
+    """Paths of a project. `root` is absolute and contains params.yaml and dvc.yaml."""
 
     root: Path
 
     @classmethod
     def find(cls, start: Path) -> "ProjectLayout":
-        """Return the project that contains `start`. Raises ProjectError if there is none."""
+        """Find the project that contains the folder `start`. Raises ProjectError if there is none."""
         start = start.resolve()
         for folder in (start, *start.parents):
             if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
@@ -40,7 +40,7 @@ class ProjectLayout:
 
     @property
     def raw(self) -> Path:
-        """Source files of the rows; `prepare.sources` names files below it."""
+        """Folder of the source files, which `prepare.sources` names."""
         return self.root / "data" / "raw"
 
     @property
@@ -68,7 +68,7 @@ class ProjectLayout:
 
     @property
     def chat_template(self) -> Path | None:
-        """The project's chat template, which replaces the tokenizer's; None unless base.chat_template is set."""
+        """Chat template of the project, which replaces that of the tokenizer; None unless base.chat_template is set."""
         path = self.base / CHAT_TEMPLATE_FILE
         return path if path.is_file() else None
 
@@ -147,17 +147,17 @@ class ProjectLayout:
 
     @property
     def keyring(self) -> Path:
-        """Public keys that this project trusts, and revoked ones; committed to git."""
+        """Public keys that this project trusts, and revoked keys; committed to git."""
         return self.root / ".ratchet" / "keys.json"
 
     @property
     def private_key(self) -> Path:
-        """The signing key unless RATCHET_SIGNING_KEY names another; readable by its owner only, ignored by git."""
+        """Signing key, unless RATCHET_SIGNING_KEY names another; readable only by its owner, ignored by git."""
         return self.root / ".ratchet" / "private.pem"
 
     @property
     def evidence(self) -> Path:
-        """Evaluation results of promoted models that contain rows of the data: a folder per model."""
+        """Evaluation results that contain rows of the data, of promoted models: a folder per model."""
         return self.mlruns / "evidence"
 
     @property
@@ -172,17 +172,17 @@ class ProjectLayout:
 
     @property
     def objectives(self) -> Path:
-        """Samples used to select models, which must not be in the test set: a JSON file (`ObjectiveSet`) each."""
+        """Samples that select models and must not be in the test set: a JSON file (`ObjectiveSet`) per set."""
         return self.experiments / "objectives"
 
     @property
     def sweeps(self) -> Path:
-        """Studies of sweeps, a folder each, and their common journal; outside git and DVC."""
+        """Studies of sweeps, with a folder per study and a common journal; outside git and DVC."""
         return self.experiments / "sweeps"
 
     @property
     def study_journal(self) -> Path:
-        """Optuna's journal of all studies, unless machine.study_storage is a database."""
+        """Optuna's journal of all studies; unused if machine.study_storage is a database."""
         return self.sweeps / "studies.jsonl"
 
     def sweep(self, study: str) -> Path:
@@ -220,7 +220,7 @@ class ProjectLayout:
 
     @property
     def champion(self) -> Path:
-        """The champion's version; committed to git, so git log is the promotion history."""
+        """Version of the champion; committed to git, so git log is the promotion history."""
         return self.experiments / "champion.json"
 
     @property
@@ -235,29 +235,29 @@ class ProjectLayout:
 
     @property
     def outbox(self) -> Path:
-        """Events for hooks with the state of their delivery: a folder per event."""
+        """Events for hooks, with the state of their delivery: a folder per event."""
         return self.mlruns / "outbox"
 
     def stage_lock(self, stage: str) -> Path:
-        """Return the path of the lock for writing a stage's output."""
+        """Return the lock file that a process must lock to write the output of a stage."""
         return self.experiments / ".locks" / stage
 
     @property
     def runs(self) -> Path:
-        """Run directories, outside git and DVC: DVC would delete checkpoints when a stage runs again."""
+        """Run directories; outside git and DVC, because DVC would delete checkpoints when a stage runs again."""
         return self._runs_root or self.experiments / "runs"
 
     @property
     def profiles(self) -> Path:
         """Output of `ratchet train --profile`: a folder per RunId; outside git and DVC.
 
-        A profile is made in a run directory of its own, so profiles move with the runs.
+        A profile is made in a run directory of its own, so RATCHET_RUNS moves profiles too.
         """
         return self._runs_root / ".profiles" if self._runs_root else self.experiments / "profiles"
 
     @property
     def generations(self) -> Path:
-        """Run directories of `ratchet generate`; outside git and DVC; they move with the runs."""
+        """Run directories of `ratchet generate`; outside git and DVC. RATCHET_RUNS moves them too."""
         return self._runs_root / ".generations" if self._runs_root else self.experiments / "generations"
 
     @property
@@ -281,7 +281,7 @@ class ProjectLayout:
 
     @property
     def models(self) -> Path:
-        """Promoted models, a sealed directory per model digest; registered versions point to them."""
+        """Promoted models: a sealed directory per model digest. Registered versions point to them."""
         return self.mlruns / "models"
 
     def promoted_model(self, model_digest: str) -> Path:

@@ -1,4 +1,4 @@
-"""Output files with a card: a JSON file next to the output that records its specification and SHA-256."""
+"""Output files with a card: a JSON file next to the output, with the specification and SHA-256 of the output."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ def card_path(output: Path) -> Path:
 
 
 def read_card(output: Path, kind: type[Kind]) -> Kind | None:
-    """Read the card of an output, without the output itself; None if there is no card of this kind."""
+    """Read the card of an output, without checking the output; None if there is no card of this kind."""
     try:
         return kind.model_validate_json(card_path(output).read_bytes())
     except (OSError, ValueError):
@@ -39,7 +39,7 @@ def read_card(output: Path, kind: type[Kind]) -> Kind | None:
 
 
 def explain_missing_card(output: Path) -> str:
-    """Return why `read_card` found no card."""
+    """Explain why `read_card` returned None."""
     path = card_path(output)
     return f"{path.name} is not such a card" if path.exists() else f"{path.name} is missing"
 
@@ -55,17 +55,17 @@ def is_output_current(
     command: str,
     select_keys: Callable[[Kind, list[str]], list[str]] = _keep_all_keys,
 ) -> bool:
-    """Whether the output exists, with this specification and unchanged.
+    """Return whether the output exists, unchanged and with this specification.
 
     Args:
-        output: the file.
+        output: output file.
         spec: everything that determines its content.
         kind: class of its card.
-        command: the command that writes it.
+        command: command of Ratchet that writes it.
         select_keys: selects the keys to report (at least one), given the card and all keys that differ.
 
     Raises:
-        SettingsError: the file exists, but has another specification, was changed, or is not such an output.
+        SettingsError: the file exists, but has another specification, was changed, or is not an output of the command.
     """
     if not output.exists():
         return False
@@ -87,9 +87,9 @@ def write_output(output: Path, write: Callable[[Path], None], card: Kind) -> Kin
     """Write an output with its card, atomically: after a crash the output is complete or absent.
 
     Args:
-        output: the file; an existing one is replaced.
-        write: writes the content durably to the path it is given.
-        card: the card without the SHA-256 of the output.
+        output: output file. An existing file is replaced.
+        write: function that writes the content durably to a path.
+        card: card without the SHA-256 of the output.
 
     Returns:
         The card as written.

@@ -1,1 +1,1 @@
-"""Where runs are reported: MLflow, Prometheus, webhooks."""
+"""Reports of runs to other services: MLflow, Prometheus, webhooks."""

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a run: over HTTP, as a file for node_exporter's textfile collector, or both.
+"""Exports metrics of a run to Prometheus: over HTTP, as a file for node_exporter's textfile collector, or both.
 
-A callback folds the journal (runs/prometheus_series.py); a scrape or the file writer gets the current values. All of it
-runs in the supervisor: the worker is not involved. Imported only if the settings enable it.
+A callback computes the current values from the journal (runs/prometheus_series.py); scrapes and the file writer read
+them. All of this runs in the supervisor, not in the worker. The module is imported only if the settings enable it.
 """
 
 import errno
@@ -29,19 +29,19 @@ from ratchet.storage import files
 from ratchet.storage.records.gate import Verdict
 
 WRITE_EVERY_S = 15.0
-"""The usual scrape interval of Prometheus."""
+"""Interval of writing the file: the usual scrape interval of Prometheus."""
 CLIENT_TIMEOUT_S = 10.0
 """A client that neither reads nor writes for this long is disconnected."""
 
 
 class RunMetricsCollector(Collector):
-    """Callback of one run, and a collector of prometheus_client.
+    """Callback of one run that is also a collector of prometheus_client.
 
     Args:
         run: run id, a label of every series.
         project: name of the project.
         machine: settings.
-        on_last_values: called at the end of the run, when the values will not change any more.
+        on_last_values: called at the end of the run, when the values are final.
     """
 
     name = "prometheus"
@@ -52,19 +52,19 @@ class RunMetricsCollector(Collector):
         self._mutex = threading.Lock()
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Fold the next events."""
-        with self._mutex:  # a scrape during the replay of a journal would see counters decrease
+        """Update the values by the next events."""
+        with self._mutex:  # a scrape in the middle of a replayed journal would see counters decrease
             for event in events:
                 self._series.update(event)
 
     def on_end(self, status: Status) -> None:
-        """The supervision has ended. Returns when the last values were scraped, or will not be."""
+        """Set the final values. Return when they were scraped, or when no scrape is expected."""
         with self._mutex:
             self._series.end(status)
         self._on_last_values(status)
 
     def collect(self) -> Iterator[Family]:
-        """All values as prometheus_client expects them; nothing before the journal was read."""
+        """Yield all values as prometheus_client expects them; none before the first event."""
         with self._mutex:
             if not self._series.progress.last_t:
                 return
@@ -102,13 +102,13 @@ class PrometheusExporter:
             self._writer.start()
 
     def create_callback(self, run: str, project: str) -> RunMetricsCollector:
-        """Create the callback of the run to export; one per process."""
+        """Create the callback of the run to export. Call this once per process."""
         collector = RunMetricsCollector(run, project, self._machine, self._export_last_values)
         self._registry.register(collector)
         return collector
 
     def close(self) -> None:
-        """Stop the server and the writer; the file stays."""
+        """Stop the server and the writer. The file is kept."""
         if self._server:
             self._server.shutdown()
             self._server.server_close()
@@ -116,9 +116,9 @@ class PrometheusExporter:
             self._writer.end()
 
     def _export_last_values(self, status: Status) -> None:
-        """Write the last values, and wait until they are scraped if there were scrapes before.
+        """Write the last values. If there were scrapes before, wait until the last values are scraped.
 
-        After a request to stop it does not wait.
+        After a request to stop, do not wait.
         """
         if self._writer:
             self._writer.write()
@@ -127,47 +127,47 @@ class PrometheusExporter:
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:
-    """Write the gate's verdict as a metrics file of its own. A failure is printed on standard error.
+    """Write the gate's verdict to a separate metrics file. A failure is printed on standard error.
 
     Args:
         path: `machine.metrics_file`; the file is written next to it, with `-gate` added to its name.
         verdict: the decision.
     """
 
-    class Decision(Collector):
+    class VerdictCollector(Collector):
         def collect(self) -> Iterator[Family]:
-            decided = [
+            decision = [
                 PrometheusSample("ratchet_gate_verdict", {"verdict": v}, float(v == verdict.decision)) for v in VERDICTS
             ]
-            when = PrometheusSample("ratchet_gate_timestamp_seconds", {}, round(time.time(), 3))
-            return _group_families(verdict.run_id, [*decided, when])
+            timestamp = PrometheusSample("ratchet_gate_timestamp_seconds", {}, round(time.time(), 3))
+            return _group_families(verdict.run_id, [*decision, timestamp])
 
     registry = CollectorRegistry()
-    registry.register(Decision())
+    registry.register(VerdictCollector())
     _MetricsFileWriter(path.with_name(f"{path.stem}-gate{path.suffix}"), registry).write()
 
 
 def _group_families(run: str, samples: Iterable[PrometheusSample]) -> Iterator[Family]:
     """Group samples of the same name into families."""
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for name, labels, value in samples:
-        if name not in found:
+        if name not in families:
             metric = METRICS[name]
-            plain = name.removesuffix("_total") if metric.kind == "counter" else name
-            found[name] = Family(plain, metric.help, metric.kind)
-        found[name].add_sample(name, {"run": run, **labels}, value)
-    return iter(found.values())
+            family_name = name.removesuffix("_total") if metric.kind == "counter" else name
+            families[name] = Family(family_name, metric.help, metric.kind)
+        families[name].add_sample(name, {"run": run, **labels}, value)
+    return iter(families.values())
 
 
 class _QuietMetricsRequest(WSGIRequestHandler):
     timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, *args: object) -> None:
-        """Requests are not logged."""
+        """Do nothing: requests are not logged."""
 
 
 class _MetricsResponse(list[bytes]):
-    """Body of a response; the server calls `close` when it has been sent."""
+    """Body of a response. The server calls `close` after it has sent the body."""
 
     def __init__(self, blocks: Iterable[bytes], on_sent: Callable[[], None]) -> None:
         super().__init__(blocks)
@@ -175,7 +175,7 @@ class _MetricsResponse(list[bytes]):
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers each request in a thread of its own, so that a slow client delays no other."""
+    """HTTP server with a thread for each request, so that a slow client does not delay other clients."""
 
     daemon_threads = True
 
@@ -209,16 +209,16 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
             ) from None
 
     def server_bind(self) -> None:
-        """Bind without a lookup of this host's name, which takes long where it has none."""
+        """Bind without a lookup of this host's name, which is slow on hosts without one."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, *args: object) -> None:
-        """Ignored: the client is gone."""
+        """Do nothing: the client has closed the connection."""
 
     def wait_for_fetch(self, wait_s: float) -> None:
-        """Wait at most `wait_s` until the last values were scraped, if there was a scrape within that time before."""
+        """If there was a scrape within the last `wait_s` seconds, wait as long for a scrape of the last values."""
         self._has_ended = True
         if self._fetched_s is not None and time.monotonic() - self._fetched_s <= wait_s:
             self._last_values_sent.wait(wait_s)
@@ -235,7 +235,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
 
 class _MetricsFileWriter(threading.Thread):
-    """Writes the metrics file periodically, in a thread of its own."""
+    """Thread that writes the metrics file periodically."""
 
     def __init__(self, path: Path, registry: CollectorRegistry) -> None:
         super().__init__(name="metrics-file", daemon=True)
@@ -265,7 +265,7 @@ class _MetricsFileWriter(threading.Thread):
             self.write()
 
     def write(self) -> None:
-        """Write the file now; the first failure is printed."""
+        """Write the file now. The first failure is printed."""
         with self._mutex:
             try:
                 files.write_atomic(self._path, generate_latest(self._registry))

@@ -1,7 +1,8 @@
-"""Webhook notifications: a run has ended or stalled, the gate has decided, a champion was promoted. One POST per event.
+"""Sends webhook notifications, one POST per event: a run has ended or stalled, the gate has decided, a champion was
+promoted.
 
-The address comes from the environment, because addresses of chat services contain a secret: it is in no file and no
-message. The body is JSON: `text` is for people (chat services show it), the other fields are for programs.
+The address comes from the environment, because addresses of chat services contain a secret. No file and no message has
+it. The body is JSON: chat services show `text`, and programs read the other fields.
 """
 
 import json
@@ -23,6 +24,7 @@ VARIABLE = "RATCHET_WEBHOOK_URL"
 MAX_TRIES = 4
 TRY_TIMEOUT_S = 5.0
 MAX_TEXT = 1000
+"""Most characters of `text`."""
 
 Field = str | int | float | None
 
@@ -34,12 +36,13 @@ class Webhook:
     address: str
     events: tuple[WebhookEvent, ...]
     wait_s: float
+    """Maximum time for sending an event, all attempts included."""
     project: str
     """Name of the project."""
 
     @classmethod
     def from_environment(cls, machine: Machine, project: str) -> "Webhook | None":
-        """Create it from the environment and the settings; None if either does not enable it.
+        """Create the webhook from the environment and the settings; None if either does not enable it.
 
         Raises:
             SettingsError: the variable contains an invalid address.
@@ -56,7 +59,7 @@ class Webhook:
 
         Args:
             event: kind of event.
-            text: message for people; the project's name is added in front.
+            text: message that chat services show. The project's name is added in front.
             fields: values for programs.
         """
         if event not in self.events:
@@ -78,7 +81,7 @@ class Webhook:
 
 
 def _build_body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:
-    """Encode the body. Mark-up of chat services is escaped in `text`: an exception's message must not mention a
+    """Encode the body. Mark-up of chat services is escaped in `text`, so that an exception's message cannot notify a
     user."""
     shown = f"{project}: {text}"[:MAX_TEXT].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     shared_fields: dict[str, Field] = {"event": event, "project": project, "host": socket.gethostname()}
@@ -86,7 +89,7 @@ def _build_body(project: str, event: WebhookEvent, text: str, fields: dict[str, 
 
 
 class WebhookCallback:
-    """Sends events of one run. Events before the start of this process are not sent.
+    """Callback that sends events of one run. Events before the start of this process are not sent.
 
     Args:
         webhook: receives the events.
@@ -102,10 +105,10 @@ class WebhookCallback:
         self._is_own_attempt = False
         """Whether the last attempt belongs to this process."""
         self._has_rank_zero = True
-        """Of several machines, the one of rank 0 reports the end of the run."""
+        """Whether this machine has rank 0. Of several machines, that one reports the end of the run."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Take the next events; report a worker that has stalled."""
+        """Process the next events, and report a stalled worker."""
         for event in events:
             self._progress.update(event)
             if event.kind == "attempt_started":  # in a container, an earlier process may have had the same number
@@ -119,7 +122,7 @@ class WebhookCallback:
             self._send("stalled", f"stalled{self._describe_step()}: {text}; {consequence}", detail=text)
 
     def on_end(self, status: Status) -> None:
-        """Report how the run has ended, if this process trained it; a requested stop is not reported."""
+        """Report how the run has ended, if this process trained it. A requested stop is not reported."""
         p = self._progress
         if not self._is_own_attempt:
             return

@@ -1,15 +1,15 @@
 """Analyses what training did to each module: gradient norms, updates, and advice for the next run.
 
-Gradient norms are recorded at a fixed grid of steps in the training's state, so an interrupted run has the same ones.
-The update scale·B·A is never computed as a whole: with the QR decompositions B = Q₁R₁ and Aᵀ = Q₂R₂ its singular values
-are those of the small matrix scale·R₁R₂ᵀ. Numbers are rounded to six digits, because the others are noise of the
-machine.
+The training state records gradient norms at a fixed grid of steps, so an interrupted run records the same norms.
+The matrix scale·B·A of an update is never computed: with the QR decompositions B = Q₁R₁ and Aᵀ = Q₂R₂, its singular
+values are those of the small matrix scale·R₁R₂ᵀ. Numbers are rounded to six digits, because further digits differ
+between machines.
 
 Effective rank: exponential of the Shannon entropy of the singular values divided by their sum (Roy and Vetterli, "The
 effective rank: a measure of effective dimensionality", EUSIPCO 2007).
 
-The thresholds of the advice are Ratchet's own, chosen so that a healthy training gets little advice; papers are cited
-for the relations behind them. Every sentence has its numbers, so that a reader may disagree.
+The thresholds of the advice are Ratchet's own: a healthy training gets little advice. The cited papers give the
+relations behind them. Every sentence contains its numbers, so that you can judge it yourself.
 """
 
 import math
@@ -31,169 +31,42 @@ from ratchet.models.device import Model
 from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, parse_module_name
 from ratchet.training.train_state import TrainState
 
+GRID_POINTS = 50
+"""Maximum number of steps of a run at which gradient norms of modules are recorded."""
+DIGITS = 6
+"""Significant digits of every number."""
+
 STILL_FACTOR = 10.0
-"""A module barely moved if its update is below the median divided by this, and ..."""
+"""A module barely moved if its update is below the median divided by this factor, and ..."""
 STILL_DEVIATIONS = 3.5
 """... in logarithms, this many scaled median absolute deviations below it (Iglewicz and Hoaglin 1993)."""
 NORMAL_MAD = 1.4826
-"""Standard deviations in one median absolute deviation of a normal distribution."""
+"""Standard deviation of a normal distribution, in median absolute deviations."""
 
 MOST_MODULES = 0.75
 """Share of the modules for which a finding counts as general."""
 LOW_RANK_SHARE, HIGH_RANK_SHARE = 0.5, 0.9
-"""Effective rank divided by rank."""
+"""Shares of the rank that the effective rank uses, below and above which advice is given."""
 MIN_SPREAD = 10.0
-"""Factor between kinds of modules, in the median of update over weight, that is reported."""
+"""Smallest reported factor between two kinds of modules, in their median of update over weight."""
 MIN_UPDATE = 1e-3
-"""Update over weight, in the median, below which a training has changed almost nothing."""
+"""Median of update over weight below which a training has changed almost nothing."""
 MIN_GROWTH = 3.0
-"""Factor of gradient norms between the first and the last third of the run that is reported."""
+"""Smallest reported growth of gradient norms from the first to the last third of the run."""
 MIN_STEPS = 12
-"""Steps with gradient norms that are enough for a trend."""
+"""Smallest number of steps with gradient norms that shows a trend."""
 MAX_NAMES = 4
+"""Module names that a sentence lists."""
 
 Modules = Mapping[str, ModuleAnalysis]
 
 
-def find_still_modules(modules: Modules) -> tuple[str, ...]:
-    """Return modules that barely moved, by name: their update, relative to their weights, is far below the median.
-
-    Both STILL_FACTOR and STILL_DEVIATIONS must hold, in logarithms, because ratios span orders of magnitude. No module
-    is still if most are. Small gradients do not matter: Adam scales every update to about the learning rate.
-    """
-    ratios = {name: module.update_ratio for name, module in modules.items()}
-    if not ratios or (median := statistics.median(ratios.values())) <= 0:
-        return ()
-    centre = math.log(median)
-    logarithms = {name: math.log(value) if value > 0 else -math.inf for name, value in ratios.items()}
-    # If half or more of the modules are equal, the deviation is 0 and the factor alone decides.
-    deviation = NORMAL_MAD * statistics.median(abs(value - centre) for value in logarithms.values())
-    limit = centre - max(math.log(STILL_FACTOR), STILL_DEVIATIONS * deviation)
-    return tuple(sorted(name for name, value in logarithms.items() if value < limit))
-
-
-def suggest_changes(modules: Modules, still: Sequence[str], settings: Train) -> tuple[str, ...]:
-    """Return advice for the next run, each sentence with its numbers; empty if nothing is conspicuous."""
-    if not modules:
-        return ()
-    if not any(one.update_norm for one in modules.values()):
-        return ("Nothing was learned: no module's weights have changed. Look at the loss and at train.learning_rate.",)
-    rules: tuple[Callable[[], str | None], ...] = (
-        lambda: _suggest_on_small_updates(modules, settings),
-        lambda: _suggest_on_rank(modules, settings),
-        lambda: _suggest_on_still_modules(modules, still),
-        lambda: _suggest_on_spread(modules),
-        lambda: _suggest_on_growth(modules, settings),
-    )
-    return tuple(text for rule in rules if (text := rule()))
-
-
-def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
-    typical = statistics.median(one.update_ratio for one in modules.values())
-    if typical >= MIN_UPDATE:
-        return None
-    return (
-        f"train.learning_rate: try {5 * settings.learning_rate:g}: the update is {typical:.2g} of a module's weights "
-        "in the median, almost nothing; if the validation loss hardly fell, steps were too small or too few."
-    )
-
-
-def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
-    """Suggest a rank by how much of it is used.
-
-    A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2). If all are used equally,
-    the rank may limit it.
-    """
-    moved = [one for one in modules.values() if one.singular_values and one.update_norm]
-    if not moved or settings.adapter == "adalora":  # AdaLoRA allocates its ranks itself
-        return None
-    shares = [one.effective_rank / len(one.singular_values) for one in moved]
-    below = sum(share < LOW_RANK_SHARE for share in shares)
-    near = sum(share >= HIGH_RANK_SHARE for share in shares)
-    typical = statistics.median(one.effective_rank for one in moved)
-    rank = statistics.median(len(one.singular_values) for one in moved)
-    facts = f"effective rank {typical:.1f} of {rank:g} in the median"
-    if below >= MOST_MODULES * len(shares) and settings.rank > 1:
-        return (
-            f"train.rank: {settings.rank // 2} may do as well: {below} of {len(shares)} modules use less than "
-            f"{LOW_RANK_SHARE:.0%} of their rank ({facts}; Hu et al. 2021, section 7.2)."
-        )
-    if near >= MOST_MODULES * len(shares):
-        stable = "" if settings.use_rslora else ", with use_rslora: true if it is large (Kalajdzievski 2023)"
-        return (
-            f"train.rank: {2 * settings.rank} may learn more{stable}: {near} of {len(shares)} modules use at least "
-            f"{HIGH_RANK_SHARE:.0%} of their rank ({facts}). Compare the validation loss."
-        )
-    return None
-
-
-def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str | None:
-    if not still:
-        return None
-    parameters = sum(modules[name].parameters for name in still)
-    share = parameters / max(1, sum(one.parameters for one in modules.values()))
-    kinds: dict[str, list[str]] = {}
-    for name in modules:
-        kinds.setdefault(parse_module_name(name).kind, []).append(name)
-    complete_kinds = sorted(kind for kind, members in kinds.items() if set(members) <= set(still))
-    names = f"every {_join_names(complete_kinds)}" if complete_kinds else _join_names(still)
-    return (
-        f"train.target_modules: leave out the modules that barely moved, {len(still)} of {len(modules)} ({names}), "
-        f"with {share:.1%} of the trainable parameters."
-    )
-
-
-def _suggest_on_spread(modules: Modules) -> str | None:
-    """Compare kinds of modules, such as all q_proj: modules of one kind have the same task."""
-    kinds: dict[str, list[float]] = {}
-    for name, one in modules.items():
-        kinds.setdefault(parse_module_name(name).kind, []).append(one.update_ratio)
-    medians = {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
-    moved = {kind: ratio for kind, ratio in medians.items() if ratio > 0}
-    if len(moved) < 2:
-        return None
-    most, least = max(moved, key=lambda kind: moved[kind]), min(moved, key=lambda kind: moved[kind])
-    if moved[most] < MIN_SPREAD * moved[least]:
-        return None
-    return (
-        f"train.rank_pattern, train.alpha_pattern: {most} changed by {moved[most]:.2%} of its weights in the median, "
-        f"{least} by {moved[least]:.2%}; a different rank or alpha for the two may balance them "
-        "(budgets by importance: Zhang et al. 2023, AdaLoRA)."
-    )
-
-
-def _suggest_on_growth(modules: Modules, settings: Train) -> str | None:
-    series = [one.gradient_norms for one in modules.values() if one.gradient_norms]
-    if not series or len(series[0]) < MIN_STEPS:
-        return None
-    totals = [math.hypot(*step) for step in zip(*series, strict=True)]
-    third = len(totals) // 3
-    first, last = statistics.median(totals[:third]), statistics.median(totals[-third:])
-    if first <= 0 or last < MIN_GROWTH * first:
-        return None
-    return (
-        f"train.learning_rate: try {settings.learning_rate / 2:g}: the gradient norm grew from {first:.3g} in the "
-        f"first third of the run to {last:.3g} in the last; steps may be too large."
-    )
-
-
-def _join_names(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest
-
-
 # Gradient norms during training.
-
-GRID_POINTS = 50
-"""Maximum number of steps of a run at which gradient norms of modules are recorded."""
-
-DIGITS = 6
-"""Digits of every number."""
 
 
 @lru_cache(maxsize=8)
 def analysis_steps(steps: int) -> frozenset[int]:
-    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, ends included."""
+    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, with first and last."""
     if steps <= GRID_POINTS:
         return frozenset(range(1, steps + 1))
     gaps = GRID_POINTS - 1
@@ -206,9 +79,9 @@ def is_due(step: int, steps: int) -> bool:
 
 
 def compute_module_norms(model: Model) -> dict[str, float]:
-    """Return the L2 norm of the gradient of all trainable parameters of each module, by its name in the base.
+    """Return the L2 norm of the gradient of each module's trainable parameters, by name of the module in the base.
 
-    Call it with the whole step's gradient, before clipping. It waits for the device once.
+    Call it when the gradient of the step is complete, before clipping. The call waits for the device once.
     """
     gradients = [
         (name, parameter.grad)
@@ -226,41 +99,41 @@ def compute_module_norms(model: Model) -> dict[str, float]:
 
 
 def record_norms(state: TrainState, step: int, norms: Mapping[str, float]) -> TrainState:
-    """Return the state with the norms of a step; unchanged when there are none."""
+    """Return the state with the norms of a step added; without norms, the same state."""
     if not norms:
         return state
-    before, missing = state.module_norms, (0.0,) * len(state.module_norm_steps)
-    series = {name: (*before.get(name, missing), norms.get(name, 0.0)) for name in dict.fromkeys((*before, *norms))}
+    earlier, missing = state.module_norms, (0.0,) * len(state.module_norm_steps)
+    series = {name: (*earlier.get(name, missing), norms.get(name, 0.0)) for name in dict.fromkeys((*earlier, *norms))}
     return replace(state, module_norm_steps=(*state.module_norm_steps, step), module_norms=series)
 
 
 def _trainable_by_module(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
-    """Yield the trainable parameters of each module of the base, without those of an adapter below it."""
+    """Yield the name of each module with an adapter, and that adapter's trainable parameters."""
     for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, BaseTunerLayer) and (own := _own_parameters(layer)):
-            yield name_in_base(name, layer).removesuffix(".token_adapter"), own
+        if isinstance(layer, BaseTunerLayer) and (parameters := _own_parameters(layer)):
+            yield name_in_base(name, layer).removesuffix(".token_adapter"), parameters
 
 
 def _own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the trainable parameters of a peft layer, without those of its base layer, which may have an adapter."""
-    below = {id(parameter) for parameter in layer.base_layer.parameters()}
-    return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in below]
+    inner = {id(parameter) for parameter in layer.base_layer.parameters()}
+    return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in inner]
 
 
 # Updates, after training.
 
 
 def analyse(model: Model, state: TrainState, settings: Train) -> AdapterAnalysis:
-    """Analyse every module with an adapter; the model has the kept weights.
+    """Analyse every module with an adapter.
 
-    `update_norm` is the norm of the effective change of the weights, for DoRA with the magnitudes. Singular values and
-    effective rank are those of scale·B·A alone. `rank` is the number of directions of the update: twice train.rank for
-    PiSSA, the allocated rank for AdaLoRA. For fused experts, norms are over all experts, singular values are root mean
-    squares over the experts, and the effective rank is their mean. `weight_norm` is 0 if the weights cannot be read.
-    Rows of added tokens have gradient norms in the state, but no rank, and are left out.
+    `update_norm` is the norm of the effective change of the weights; for DoRA it includes the magnitudes. Singular
+    values and effective rank are those of scale·B·A alone. `rank` is the number of directions of the update: twice
+    train.rank for PiSSA, the allocated rank for AdaLoRA. For fused experts, norms are over all experts, singular values
+    are root mean squares over the experts, and the effective rank is their mean. `weight_norm` is 0 if the weights
+    cannot be read. Rows of added tokens have gradient norms in the state, but no rank, and are left out.
 
     Args:
-        model: model with its adapter; one layer's weights at a time are dequantised.
+        model: model with the weights that the run keeps; one layer at a time is dequantised.
         state: state after the last step.
         settings: settings of the run.
     """
@@ -290,20 +163,20 @@ def _analyse_module(factors: LoraFactors, state: TrainState) -> ModuleAnalysis:
         weight_norm=0.0 if weight is None else _round_value(float(_compute_row_norms(weight).norm())),
         update_norm=_round_value(update_norm),
         singular_values=tuple(map(_round_value, spectrum)),
-        effective_rank=_round_value(statistics.fmean(compute_effective_rank(one) for one in values.tolist())),
+        effective_rank=_round_value(statistics.fmean(map(compute_effective_rank, values.tolist()))),
     )
 
 
 def compute_singular_values(factors: LoraFactors) -> Tensor:
     """Return the singular values of scale·B·A, [experts, rank] (a layer is one expert), descending, float64, CPU.
 
-    There are as many as the rank, or as the smaller side of the weights if that is less.
+    Their number is the rank, or the smaller side of the weights if that is less.
     """
-    a, b = (one.double().cpu() for one in (factors.a, factors.b))
-    a, b = (one if one.ndim == 3 else one.unsqueeze(0) for one in (a, b))
+    a, b = (factor.double().cpu() for factor in (factors.a, factors.b))
+    a, b = (factor if factor.ndim == 3 else factor.unsqueeze(0) for factor in (a, b))
     if not factors.rank:
         return torch.zeros(len(a), 0, dtype=torch.float64)
-    r_a, r_b = (torch.linalg.qr(one, mode="r").R for one in (a.mT, b))
+    r_a, r_b = (torch.linalg.qr(factor, mode="r").R for factor in (a.mT, b))
     return torch.linalg.svdvals(factors.scale * r_b @ r_a.mT)
 
 
@@ -317,7 +190,7 @@ def compute_effective_rank(values: Sequence[float]) -> float:
 
 
 def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
-    """Return frozen weights in float32, [outputs, inputs], or [experts, ...]; None if they cannot be read."""
+    """Return a layer's frozen weights in float32, [outputs, inputs] or [experts, ...]; None if they are unreadable."""
     if isinstance(layer, ParamWrapper):
         return weights.gather_full_weight(layer.get_param().detach()).float()
     try:
@@ -327,7 +200,7 @@ def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
 
 
 def _compute_row_norms(weight: Tensor) -> Tensor:
-    """Return the L2 norm of each row in float64; summed in float32 row by row, so that nothing is copied."""
+    """Return the L2 norm of each row in float64. Rows are summed in float32, so that the weight is not copied."""
     return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
 
 
@@ -344,7 +217,7 @@ def _dora_magnitude(layer: torch.nn.Module) -> Tensor | None:
 def _dora_update_norm(weight: Tensor, factors: LoraFactors, magnitude: Tensor) -> float:
     """Return ‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
 
-    With c = m / ‖W + U‖, a row has changed by (c - 1) W + c U. Its square needs products with the thin A and B only.
+    With c = m / ‖W + U‖, a row has changed by (c - 1) W + c U. Its square needs only products with the thin A and B.
     """
     a, b = factors.a.double().cpu(), factors.scale * factors.b.double().cpu()
     weight_squares = _compute_row_norms(weight).square()
@@ -358,3 +231,134 @@ def _dora_update_norm(weight: Tensor, factors: LoraFactors, magnitude: Tensor) -
 
 def _round_value(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
+
+
+# Advice for the next run.
+
+
+def find_still_modules(modules: Modules) -> tuple[str, ...]:
+    """Return the names of modules that barely moved: their update, relative to their weights, is far below the median.
+
+    The update must be below both limits, STILL_FACTOR and STILL_DEVIATIONS. Logarithms are compared, because ratios
+    span orders of magnitude. If most modules barely moved, none is returned. Small gradients alone are no sign of it:
+    Adam scales every update to about the learning rate.
+    """
+    ratios = {name: module.update_ratio for name, module in modules.items()}
+    if not ratios or (median := statistics.median(ratios.values())) <= 0:
+        return ()
+    centre = math.log(median)
+    logarithms = {name: math.log(value) if value > 0 else -math.inf for name, value in ratios.items()}
+    # If half or more of the modules are equal, the deviation is 0 and the factor alone decides.
+    deviation = NORMAL_MAD * statistics.median(abs(value - centre) for value in logarithms.values())
+    limit = centre - max(math.log(STILL_FACTOR), STILL_DEVIATIONS * deviation)
+    return tuple(sorted(name for name, value in logarithms.items() if value < limit))
+
+
+def suggest_changes(modules: Modules, still: Sequence[str], settings: Train) -> tuple[str, ...]:
+    """Return advice for the next run, with the numbers behind it; empty if nothing is conspicuous."""
+    if not modules:
+        return ()
+    if not any(module.update_norm for module in modules.values()):
+        return ("Nothing was learned: no module's weights have changed. Look at the loss and at train.learning_rate.",)
+    rules: tuple[Callable[[], str | None], ...] = (
+        lambda: _suggest_on_small_updates(modules, settings),
+        lambda: _suggest_on_rank(modules, settings),
+        lambda: _suggest_on_still_modules(modules, still),
+        lambda: _suggest_on_spread(modules),
+        lambda: _suggest_on_growth(modules, settings),
+    )
+    return tuple(text for rule in rules if (text := rule()))
+
+
+def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
+    typical = statistics.median(module.update_ratio for module in modules.values())
+    if typical >= MIN_UPDATE:
+        return None
+    return (
+        f"train.learning_rate: try {5 * settings.learning_rate:g}: the update is {typical:.2g} of a module's weights "
+        "in the median, almost nothing; if the validation loss hardly fell, steps were too small or too few."
+    )
+
+
+def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
+    """Suggest a rank by how much of it is used.
+
+    A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2). If an update uses all
+    directions equally, the rank may limit it.
+    """
+    moved = [module for module in modules.values() if module.singular_values and module.update_norm]
+    if not moved or settings.adapter == "adalora":  # AdaLoRA allocates its ranks itself
+        return None
+    shares = [module.effective_rank / len(module.singular_values) for module in moved]
+    below = sum(share < LOW_RANK_SHARE for share in shares)
+    near = sum(share >= HIGH_RANK_SHARE for share in shares)
+    typical = statistics.median(module.effective_rank for module in moved)
+    rank = statistics.median(len(module.singular_values) for module in moved)
+    facts = f"effective rank {typical:.1f} of {rank:g} in the median"
+    if below >= MOST_MODULES * len(shares) and settings.rank > 1:
+        return (
+            f"train.rank: {settings.rank // 2} may do as well: {below} of {len(shares)} modules use less than "
+            f"{LOW_RANK_SHARE:.0%} of their rank ({facts}; Hu et al. 2021, section 7.2)."
+        )
+    if near >= MOST_MODULES * len(shares):
+        stable = "" if settings.use_rslora else ", with use_rslora: true if it is large (Kalajdzievski 2023)"
+        return (
+            f"train.rank: {2 * settings.rank} may learn more{stable}: {near} of {len(shares)} modules use at least "
+            f"{HIGH_RANK_SHARE:.0%} of their rank ({facts}). Compare the validation loss."
+        )
+    return None
+
+
+def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str | None:
+    if not still:
+        return None
+    parameters = sum(modules[name].parameters for name in still)
+    share = parameters / max(1, sum(module.parameters for module in modules.values()))
+    kinds: dict[str, list[str]] = {}
+    for name in modules:
+        kinds.setdefault(parse_module_name(name).kind, []).append(name)
+    complete_kinds = sorted(kind for kind, members in kinds.items() if set(members) <= set(still))
+    names = f"every {_join_names(complete_kinds)}" if complete_kinds else _join_names(still)
+    return (
+        f"train.target_modules: leave out the modules that barely moved, {len(still)} of {len(modules)} ({names}), "
+        f"with {share:.1%} of the trainable parameters."
+    )
+
+
+def _suggest_on_spread(modules: Modules) -> str | None:
+    """Compare kinds of modules, such as all q_proj, because modules of one kind have the same task."""
+    kinds: dict[str, list[float]] = {}
+    for name, module in modules.items():
+        kinds.setdefault(parse_module_name(name).kind, []).append(module.update_ratio)
+    medians = {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
+    moved = {kind: ratio for kind, ratio in medians.items() if ratio > 0}
+    if len(moved) < 2:
+        return None
+    most, least = max(moved, key=lambda kind: moved[kind]), min(moved, key=lambda kind: moved[kind])
+    if moved[most] < MIN_SPREAD * moved[least]:
+        return None
+    return (
+        f"train.rank_pattern, train.alpha_pattern: {most} changed by {moved[most]:.2%} of its weights in the median, "
+        f"{least} by {moved[least]:.2%}; a different rank or alpha for the two may balance them "
+        "(budgets by importance: Zhang et al. 2023, AdaLoRA)."
+    )
+
+
+def _suggest_on_growth(modules: Modules, settings: Train) -> str | None:
+    series = [module.gradient_norms for module in modules.values() if module.gradient_norms]
+    if not series or len(series[0]) < MIN_STEPS:
+        return None
+    totals = [math.hypot(*step) for step in zip(*series, strict=True)]
+    third = len(totals) // 3
+    first, last = statistics.median(totals[:third]), statistics.median(totals[-third:])
+    if first <= 0 or last < MIN_GROWTH * first:
+        return None
+    return (
+        f"train.learning_rate: try {settings.learning_rate / 2:g}: the gradient norm grew from {first:.3g} in the "
+        f"first third of the run to {last:.3g} in the last; steps may be too large."
+    )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + rest

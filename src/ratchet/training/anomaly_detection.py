@@ -1,7 +1,7 @@
-"""Rules for a step whose loss or gradient is abnormal, set by `train.guards`: pure functions.
+"""Rules of `train.guards` for a step whose loss or gradient is abnormal, as pure functions.
 
-They run before the optimizer step, so a number that is not finite never changes a weight. Their decisions depend on
-the run's own numbers only, so a repeated step gets the same decision.
+They run before the optimizer step, so a number that is not finite never changes a weight. A decision depends only on
+numbers of the run itself, so a repeated step gets the same decision.
 """
 
 import math
@@ -12,20 +12,20 @@ from ratchet.config.train import GuardSettings
 from ratchet.training.train_state import TrainState
 
 MAD_SCALE = 1.4826
-"""Turns the median absolute deviation of normal samples into their standard deviation (Rousseeuw & Croux,
-"Alternatives to the Median Absolute Deviation", JASA 88, 1993: b = 1.4826)."""
+"""Standard deviation of normal samples divided by their median absolute deviation (Rousseeuw & Croux, "Alternatives to
+the Median Absolute Deviation", JASA 88, 1993: b = 1.4826)."""
 MIN_DEVIATION = 0.05
-"""Share of the median: without it, every step would be a spike when norms hardly vary."""
+"""Smallest deviation, as a share of the median: otherwise every step is a spike when norms hardly vary."""
 
 
 @dataclass(frozen=True)
 class StepAcceptance:
-    """Apply the step."""
+    """Verdict: apply the step."""
 
 
 @dataclass(frozen=True)
 class GradientSpike:
-    """Apply the step, and report that its gradient is unusually large."""
+    """Verdict: apply the step, and report that its gradient is unusually large."""
 
     median: float
     """Median gradient norm of the previous steps."""
@@ -35,28 +35,28 @@ class GradientSpike:
 
 @dataclass(frozen=True)
 class StepRepeat:
-    """Compute the same step again: a transient hardware error does not repeat."""
+    """Verdict: compute the same step again, because a transient hardware error does not repeat."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StepSkip:
-    """Continue without applying this step."""
+    """Verdict: continue without applying this step."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StepRollback:
-    """Continue with the weights of the last snapshot; this step and those since the snapshot are skipped."""
+    """Verdict: continue with the weights of the last snapshot. This step and the steps since then are skipped."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TrainingHalt:
-    """End the run; a person must decide."""
+    """Verdict: end the run; a person must decide."""
 
     diagnosis: str
 
@@ -75,7 +75,7 @@ def judge_step(
         loss: loss of the step, in nats per answer token.
         norm: L2 norm of its gradient before clipping.
         learning_rate: learning rate of the step.
-        repeated: the step was computed again already.
+        repeated: whether the step was computed before.
     """
     problem = _describe_non_finite(loss, norm)
     if problem:
@@ -97,10 +97,10 @@ def record_good_step(state: TrainState, rules: GuardSettings, norm: float) -> Tr
 
 
 def record_bad_step(state: TrainState, rules: GuardSettings, rollback_to: TrainState | None = None) -> TrainState:
-    """Return the state after a skipped step: counted as done, but not applied.
+    """Return the state after a skipped step, which is counted as done but not applied.
 
-    Counters and histories continue, also after a rollback. The gradient norms of undone steps stay: their median is
-    that of this stage of the training, unless more than half of the window was bad.
+    Counters and histories continue, also after a rollback. The gradient norms of undone steps stay, because their
+    median is typical of this stage of the training unless more than half of the window was bad.
 
     Args:
         state: state before the step.
@@ -108,7 +108,7 @@ def record_bad_step(state: TrainState, rules: GuardSettings, rollback_to: TrainS
         rollback_to: state of the snapshot whose weights are restored; None when the weights do not change.
     """
     step = state.step + 1
-    # Steps skipped before the snapshot stay skipped, and no step after it is in the weights any more.
+    # Steps skipped before the snapshot stay skipped. Steps after it are no longer in the weights, so all of them count.
     skipped = state.skipped_steps + 1 if rollback_to is None else rollback_to.skipped_steps + step - rollback_to.step
     return replace(
         state,
@@ -132,7 +132,7 @@ def _describe_non_finite(loss: float, norm: float) -> str:
 
 
 def _detect_spike(rules: GuardSettings, state: TrainState, norm: float) -> GradientSpike | None:
-    """Return how far the norm is above the previous ones; None if it is normal, or if too few are known."""
+    """Return how far the norm is above the previous norms; None if it is normal, or if too few norms are known."""
     norms = state.grad_norms[-rules.window_steps :]
     if len(norms) < rules.window_steps // 2:
         return None
@@ -155,7 +155,7 @@ def _choose_remedy(rules: GuardSettings, state: TrainState, reason: str, learnin
 def _write_diagnosis(
     rules: GuardSettings, state: TrainState, reason: str, learning_rate: float, bad: tuple[int, ...]
 ) -> str:
-    """Return which steps were bad, why, and what to change."""
+    """Return a text that lists the bad steps, the reason, and what to change."""
     step = state.step + 1
     lines = [f"step {step}: {reason}"]
     if len(bad) > 1:

@@ -1,8 +1,9 @@
 """Decides when a checkpoint is due, and saves checkpoints in a background thread.
 
-The snapshot alone blocks training, never a disk. At most one save is in progress. Meanwhile a snapshot that is due by
-interval is not taken (the interval grows to the length of a save); one that must be kept (a new best, the end) waits in
-memory. A disk that fails (full, I/O errors, read-only) is reported once, and saving is tried again until it works.
+Only taking a snapshot blocks training; writing it to disk does not. At most one save is in progress. During a save, no
+snapshot is taken because of the interval, so the interval grows to the duration of a save. A snapshot that must be kept
+(a new best, the end) waits in memory. A failing disk (full, I/O errors, read-only) is reported once, and saving is
+tried again until it works.
 """
 
 import contextlib
@@ -28,23 +29,28 @@ PRIOR_S = 6 * 3600.0
 FIRST_INTERVAL_S = 30.0
 """Interval until the cost of a checkpoint is known."""
 MAX_INTERVAL_S = 30 * 60.0
-"""At most half an hour is lost, however rare failures are."""
+"""Longest interval, so that a failure costs at most half an hour however rare failures are."""
 MAX_COST_SHARE = 0.01
 """Share of the wall clock that checkpoints may cost."""
 BACKGROUND_SHARE = 0.1
-"""Assumed share of the time of a background save by which it slows training, as it hashes and writes on other
-processors. If it is too high, checkpoints are rarer than necessary."""
+"""Training time that a background save is assumed to cost, as a share of its duration: it hashes and writes on other
+processors. If this is too high, checkpoints are rarer than necessary."""
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+POLL_S = 0.05
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checkpoint_cost_s(blocked_s: float, save_s: float) -> float:
-    """Return the cost of one checkpoint in seconds: the time that it blocks training, and a share of the save."""
+    """Return the cost of one checkpoint in seconds: the time that it blocks training, plus a share of the save."""
     return blocked_s + BACKGROUND_SHARE * save_s
 
 
 def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
     """Return the mean time between failures in seconds, estimated from the run itself.
 
-    Failures are a Poisson process whose rate has a Gamma(1, PRIOR_S) prior: the inverse of the rate's posterior mean.
+    Failures are a Poisson process, and their rate has a Gamma(1, PRIOR_S) prior. The result is the inverse of the
+    rate's posterior mean.
     """
     return (observed_s + PRIOR_S) / (deaths + 1)
 
@@ -62,12 +68,12 @@ def optimal_interval_s(cost_s: float, failure_s: float) -> float:
 def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: float) -> float:
     """Return the interval of `auto`, in seconds.
 
-    It is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time. So it is at
-    least ten times the duration of a save: a save ends before the next one begins.
+    It is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time. That share
+    makes it at least ten times the duration of a save, so a save ends before the next one begins.
 
     Args:
         blocked_s: time that one checkpoint blocks training.
-        save_s: whole duration of one save.
+        save_s: duration of one save.
         deaths: failures of this run so far.
         observed_s: training time of this run so far, over all attempts.
     """
@@ -79,12 +85,12 @@ def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: fl
 
 
 class CheckpointInterval:
-    """Applies `machine.checkpoint_every` in one attempt. It has no clock. An interval is never shorter than a step.
+    """Applies `machine.checkpoint_every` in one attempt. An interval is never shorter than a step.
 
     Args:
         setting: a number of steps, a time such as `30 s`, `10 min` or `1.5 h`, or `auto`.
         step: step at which the attempt begins.
-        now_s: time on any monotonic clock; the methods take the same clock.
+        now_s: time on any monotonic clock; callers pass the time of the same clock to the methods.
         deaths: earlier failures of this run.
         observed_s: training time of earlier attempts.
 
@@ -114,8 +120,8 @@ class CheckpointInterval:
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a checkpoint of `step` is due: the step is new, and the interval is over.
 
-        An interval of n steps is over at the multiples of n, whatever was saved in between, and stays so until the next
-        checkpoint.
+        An interval of n steps is over at each multiple of n, whatever was saved in between, and stays over until the
+        next checkpoint.
         """
         if step <= self._last_step:
             return False
@@ -128,10 +134,10 @@ class CheckpointInterval:
         """Record that a checkpoint was taken, for whatever reason.
 
         Args:
-            step: its step.
+            step: step of the checkpoint.
             now_s: current time.
-            blocked_s: time that it blocked training.
-            save_s: duration of the last completed save; 0 if there was none.
+            blocked_s: time that the checkpoint blocked training.
+            save_s: duration of the last completed save; 0 before the first.
         """
         self._last_step, self._last_s = step, now_s
         self._count += 1
@@ -140,21 +146,17 @@ class CheckpointInterval:
 
 
 def _parse_interval(setting: str | int) -> int | float | None:
-    """Return steps as int, seconds as float, None for auto."""
+    """Return a number of steps as int, seconds as float, None for `auto`."""
     try:
         return parse_interval(setting)
     except ValueError as error:
         raise SettingsError(f"machine.checkpoint_every: found {setting!r}; {error}") from None
 
 
-FIRST_RETRY_S = 1.0
-MAX_RETRY_S = 30.0
-POLL_S = 0.05
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 @dataclass(frozen=True)
 class _PendingSnapshot:
+    """A snapshot to be saved, and the time for which taking it blocked training."""
+
     snapshot: TrainSnapshot
     blocked_s: float
 
@@ -165,9 +167,9 @@ class AsyncCheckpointer:
     Args:
         paths: the run.
         journal: gets an event for every sealed checkpoint and every outage.
-        identity: saved with each checkpoint (checkpoint.py).
+        identity: spec and environment, saved with each checkpoint (checkpoint.py).
         keep: `machine.keep_checkpoints`.
-        sealed: state of the newest checkpoint on disk; that of step 0 if there is none.
+        sealed: state of the newest checkpoint on disk; without a checkpoint, the state of step 0.
     """
 
     def __init__(
@@ -179,9 +181,9 @@ class AsyncCheckpointer:
         self.save_s = 0.0
         """Duration of the last save."""
         self.outage = ""
-        """Why saving fails at the moment; empty while it works."""
+        """Why saving currently fails; empty while it works."""
         self.progress = 0
-        """Grows while a save makes progress."""
+        """Counter that grows while a save makes progress."""
         self._waiting: dict[int, _PendingSnapshot] = {}
         self._saving_step: int | None = None
         self._error: BaseException | None = None
@@ -193,14 +195,14 @@ class AsyncCheckpointer:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in progress. Raises the error that ended the thread, if one did."""
+        """Whether a save is in progress. Raises the error that ended the thread, if any."""
         with self._changed:
             if self._error is not None:
                 raise self._error
             return self._saving_step is not None
 
     def submit(self, snapshot: TrainSnapshot, blocked_s: float) -> None:
-        """Save this snapshot as soon as possible; drop waiting snapshots that its state does not require."""
+        """Save a snapshot as soon as possible; drop waiting snapshots that its state does not require."""
         with self._changed:
             required = snapshot.state.required_steps | {self._saving_step}
             self._waiting = {step: item for step, item in self._waiting.items() if step in required}
@@ -211,7 +213,7 @@ class AsyncCheckpointer:
         """Wait until everything is sealed; return False after `timeout_s`.
 
         Args:
-            timeout_s: counted from the last progress.
+            timeout_s: limit, counted from the last progress.
             beat: sends a heartbeat; called while the disk makes progress or reports errors.
         """
         self._retry_s = FIRST_RETRY_S
@@ -228,7 +230,7 @@ class AsyncCheckpointer:
         return True
 
     def close(self) -> None:
-        """Save nothing more; a save in progress is finished."""
+        """Finish a save in progress, and save nothing more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -278,7 +280,7 @@ class AsyncCheckpointer:
         )
 
     def _free_disk_space(self, error: OSError) -> None:
-        """Remove old checkpoints from a full disk, even if the replica lacks them: newer ones replace them."""
+        """Remove old checkpoints from a full disk, even if the replica lacks them: newer checkpoints replace them."""
         if error.errno in DISK_FULL:
             required = {self.sealed.best_step, self.sealed.rollback_step} | replication_protocol.find_steps_in_flight(
                 self._paths
@@ -325,7 +327,7 @@ class NullCheckpointer:
         self.sealed = snapshot.state
 
     def drain(self, timeout_s: float, beat: Callable[[], None]) -> bool:
-        """Return True: there is nothing to wait for."""
+        """Return True, because nothing is being saved."""
         return True
 
     def close(self) -> None:

@@ -2,15 +2,15 @@
 
     trainable.safetensors   the adapter's matrices, by parameter name
     optimizer.safetensors   the optimizer's tensors (optimizer.py)
-    constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if any
-    adapter.safetensors     further tensors of the kind of adapter (AdaLoRA, PiSSA), if any
+    constants.safetensors   the optimizer's tensors that never change (bitsandbytes' quantisation maps), if any
+    adapter.safetensors     further tensors of this kind of adapter (AdaLoRA, PiSSA), if any
     residuals.safetensors   each rank's residuals of gradient compression, by RANK/NAME, if any
     state.json              format, state (train_state.py), the optimizer's other values
     identity.json           the run's spec and its environment: versions of libraries, device, threads
 
-Learning rate, order of rows and random numbers are functions of the step (optimizer.py, data/batches.py), and the base
-is pinned by digest, so nothing else has to be saved. Equal snapshots give equal bytes in every file, whatever was saved
-before.
+Learning rate, order of rows and random numbers are functions of the step (optimizer.py, data/batches.py), and the
+base is pinned by digest, so nothing else has to be saved. Equal snapshots give equal bytes in every file, regardless of
+earlier checkpoints.
 """
 
 import hashlib
@@ -37,9 +37,24 @@ from ratchet.storage.records.base import find_differing_keys
 from ratchet.training import optimizer as optimizers
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
+FORMAT = 3
+WEIGHTS = "trainable.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+CONSTANTS = "constants.safetensors"
+ADAPTER = "adapter.safetensors"
+RESIDUALS = "residuals.safetensors"
+STATE = "state.json"
+IDENTITY = "identity.json"
+QUARANTINE_PREFIX = "damaged-"
+"""Prefix of checkpoints that a run did not resume from, although they were newer."""
 CHUNK_BYTES = 16 * 2**20
 """Bytes written at once."""
 
+_CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
+_DEFAULT_ENVIRONMENT = {"ranks": "1"}
+"""Values of environment entries that a checkpoint leaves out."""
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Exceptions that parsing invalid JSON content may raise."""
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
     torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
@@ -48,12 +63,15 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
+# Safetensors files.
+
+
 def _ignore_beat() -> None:
     """Send no heartbeat."""
 
 
 def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> tuple[str, int]:
-    """Return SHA-256 and size in bytes of the file that `write_safetensors` writes.
+    """Return SHA-256 and size in bytes of the file that `write_safetensors` writes for these tensors.
 
     Raises:
         TypeError: safetensors has no name for a tensor's dtype.
@@ -68,16 +86,16 @@ def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], No
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> None:
-    """Write a new safetensors file, streaming, and fsync it. The caller makes its name durable.
+    """Write a new safetensors file in chunks, and fsync it. The caller makes its name durable.
 
-    Equal tensors give equal bytes, and there is no second copy of them in memory. Format (README of
-    huggingface/safetensors): 8 bytes, the length N of the header as a little-endian integer; N bytes of JSON with the
-    dtype, shape and offsets of each name; the tensors' bytes, row-major and little-endian, without gaps. The
-    writer of the library can neither inject faults nor hash.
+    Equal tensors give equal bytes. The tensors are not copied in memory. Format (README of huggingface/safetensors): 8
+    bytes, the length N of the header as a little-endian integer; N bytes of JSON with the dtype, shape and offsets of
+    each name; the tensors' bytes, row-major and little-endian, without gaps. The library's own writer is not used,
+    because it can neither inject faults nor hash.
 
     Args:
         path: the file.
-        tensors: tensors on the CPU; one that is not contiguous is copied.
+        tensors: tensors on the CPU; only tensors that are not contiguous are copied.
         beat: sends a heartbeat; called after each chunk of at most CHUNK_BYTES.
     """
     files.write_blocks(path, _iterate_blocks(tensors), beat)
@@ -87,7 +105,7 @@ def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memo
     """Yield the file in blocks of at most CHUNK_BYTES, each a list of pieces."""
     if sys.byteorder != "little":
         raise RuntimeError("this machine is big-endian; checkpoints need a little-endian machine")
-    # The largest elements first: then each tensor begins at a multiple of its element size, as readers need.
+    # The largest elements first, so that each tensor begins at a multiple of its element size, as readers require.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     block: list[bytes | memoryview] = [_build_header(tensors, order)]
     left = CHUNK_BYTES - len(block[0])
@@ -122,31 +140,25 @@ def _build_header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# The JSON files of a checkpoint, validated on read: any bad content raises DamagedFileError.
-
-FORMAT = 3
-STATE = "state.json"
-IDENTITY = "identity.json"
-
-_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+# The JSON files of a checkpoint. They are validated when they are read; invalid content raises DamagedFileError.
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """The JSON files of a checkpoint."""
+    """Content of a checkpoint's JSON files."""
 
     state: TrainState
     optimizer_values: dict[str, Any]
-    """The optimizer's values that are no tensors."""
+    """The optimizer's values other than tensors."""
     identity: dict[str, Any]
     """`spec` of the run and the `environment` that computed the checkpoint."""
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """Read state and identity of a checkpoint; their bytes are not compared with the manifest.
+    """Read state and identity of a checkpoint. Their bytes are not compared with the manifest.
 
     Raises:
-        DamagedFileError: a file is invalid or of another format.
+        DamagedFileError: a file is invalid or has another format.
     """
     document = read_json(path / STATE)
     version = document.get("format", 1)
@@ -163,7 +175,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     except _PARSE_ERRORS as error:
         raise DamagedFileError(f"{path}: the state is invalid ({type(error).__name__}: {error})") from None
     if path.name.startswith("step-") and path.name != f"step-{state.step:08d}":
-        raise DamagedFileError(f"{path}: holds the state of step {state.step}")
+        raise DamagedFileError(f"{path}: contains the state of step {state.step}")
     return CheckpointMetadata(state, optimizer_values, identity)
 
 
@@ -191,11 +203,11 @@ def _parse_state(raw: dict[str, Any]) -> TrainState:
         (state.budget, TrainState().budget),
         (state.validation_budget, TrainState().budget),
     ):
-        for entry in fields(default):
-            value, example = getattr(parsed, entry.name), getattr(default, entry.name)
+        for field in fields(default):
+            value, example = getattr(parsed, field.name), getattr(default, field.name)
             allowed = {type(example)} | ({int} if example is None or type(example) is float else set())
             if type(value) not in allowed:
-                raise TypeError(f"{entry.name} is {value!r}")
+                raise TypeError(f"{field.name} is {value!r}")
     return state
 
 
@@ -203,9 +215,9 @@ def _parse_state(raw: dict[str, Any]) -> TrainState:
 
 
 def take_snapshot(state: TrainState, model: Model, optimizer: optimizers.Optimizer) -> TrainSnapshot:
-    """Copy weights, optimizer and further tensors of the adapter to the host's memory.
+    """Copy weights, optimizer state and further tensors of the adapter to the host's memory.
 
-    It copies explicitly: on a CPU `.cpu()` is the tensor itself.
+    Tensors on a CPU are copied explicitly, because `.cpu()` would return the same tensor.
     """
     optimizer_tensors, optimizer_values = optimizers.flatten_state(optimizer)
     weights = _copy_tensors({name: parameter.detach() for name, parameter in adapters.trainable_parameters(model)})
@@ -233,22 +245,12 @@ def is_finite(tensors: Mapping[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
 
 
-# Files of a checkpoint.
-
-WEIGHTS = "trainable.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-CONSTANTS = "constants.safetensors"
-ADAPTER = "adapter.safetensors"
-RESIDUALS = "residuals.safetensors"
-QUARANTINE_PREFIX = "damaged-"
-"""Prefix of checkpoints that a run did not resume from, although they were newer."""
-
-_CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
+# Checkpoint directories.
 
 
 @dataclass(frozen=True)
 class CheckpointWriteStats:
-    """Bytes of a save."""
+    """Sizes of a saved checkpoint."""
 
     size_bytes: int
     """Bytes of all files of the checkpoint."""
@@ -268,10 +270,10 @@ class _CheckpointFile:
 def write(
     paths: RunPaths, snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
 ) -> CheckpointWriteStats:
-    """Seal a checkpoint. Nothing remains of it if it fails.
+    """Write and seal a checkpoint. A failed write leaves no files.
 
-    A file that equals one of the second-newest checkpoint is linked, not written. It is not linked to the newest, so
-    every file is on the disk twice, and one flipped bit never damages all checkpoints at once.
+    A file that is equal in the second-newest checkpoint is linked to that file instead of written. It is never linked
+    to the newest checkpoint, so every file is on the disk twice, and one flipped bit cannot damage all checkpoints.
 
     Args:
         paths: the run.
@@ -280,14 +282,14 @@ def write(
         beat: sends a heartbeat; called after each piece of work.
 
     Raises:
-        NonFiniteStateError: a weight, or a state of optimizer or adapter, is not finite.
+        NonFiniteStateError: a weight, or a tensor of optimizer or adapter, is not finite.
         OSError: the disk is full or failing; existing checkpoints are unchanged.
     """
     for tensors in (snapshot.weights, snapshot.optimizer_tensors, snapshot.adapter_tensors):
         _require_finite(tensors, snapshot.state.step)
         beat()
     planned = _plan_files(snapshot, identity, beat)
-    earlier = _find_previous_sealed(paths, snapshot.state.step)
+    earlier = _find_second_newest(paths, snapshot.state.step)
     linked = {name for name, file in planned.items() if earlier is not None and _has_entry(earlier / name, file.entry)}
     size = sum(file.entry[1] for file in planned.values())
     size_linked = sum(planned[name].entry[1] for name in linked)
@@ -322,7 +324,7 @@ def _plan_files(
         IDENTITY: _make_json_file(identity),
     }
     residuals = {
-        f"{rank}/{name}": tensor for rank, own in enumerate(snapshot.residuals) for name, tensor in own.items()
+        f"{rank}/{name}": tensor for rank, tensors in enumerate(snapshot.residuals) for name, tensor in tensors.items()
     }
     optional = {CONSTANTS: constants, ADAPTER: snapshot.adapter_tensors, RESIDUALS: residuals}
     return planned | {name: _make_tensor_file(tensors, beat) for name, tensors in optional.items() if tensors}
@@ -344,14 +346,15 @@ def _looks_sealed(paths: RunPaths, step: int) -> bool:
     return False
 
 
-def _find_previous_sealed(paths: RunPaths, saving: int) -> Path | None:
-    sealed = [step for step in paths.checkpoint_steps() if step != saving and _looks_sealed(paths, step)]
+def _find_second_newest(paths: RunPaths, saving_step: int) -> Path | None:
+    """Return the second-newest sealed checkpoint, apart from the one that is being saved."""
+    sealed = [step for step in paths.checkpoint_steps() if step != saving_step and _looks_sealed(paths, step)]
     return paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
 
 
 def _has_entry(path: Path, entry: files.Entry) -> bool:
-    """Return whether the file has exactly these bytes, so that a damaged file is never linked."""
-    with suppress(OSError):  # then it is written
+    """Return whether the file has exactly this size and digest, so that a damaged file is never linked."""
+    with suppress(OSError):  # an unreadable file is not linked
         return path.stat().st_size == entry[1] and digests.hash_file(path) == entry[0]
     return False
 
@@ -369,13 +372,16 @@ def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], No
         _refuse_newer(path)
         try:
             metadata = _verify_and_read(path)
-            required = [_verify_and_read(paths.checkpoint(one)) for one in sorted(metadata.state.required_steps)]
+            required = [
+                _verify_and_read(paths.checkpoint(required_step))
+                for required_step in sorted(metadata.state.required_steps)
+            ]
         except DamagedFileError as error:
             notice(f"checkpoint of step {step} is skipped: {error}")
             continue
-        for one in (metadata, *required):
-            if names := find_differing_keys(one.identity["spec"], spec.model_dump(mode="json")):
-                where = paths.checkpoint(one.state.step)
+        for candidate in (metadata, *required):
+            if names := find_differing_keys(candidate.identity["spec"], spec.model_dump(mode="json")):
+                where = paths.checkpoint(candidate.state.step)
                 raise DamagedFileError(
                     f"{where}: belongs to another run (different: {', '.join(names)}); move it away, then run the same "
                     "command again"
@@ -392,7 +398,8 @@ def _verify_and_read(path: Path) -> CheckpointMetadata:
 def _refuse_newer(path: Path) -> None:
     """Raise DamagedFileError for an intact checkpoint of a newer format.
 
-    One flipped bit can turn the format into a newer one, so the seal must be intact, or of a newer format as well.
+    One flipped bit can turn the format number into a newer one, so the manifest must match the files, or must itself
+    have a newer format.
     """
     version = _read_format(path / STATE)
     if version <= FORMAT:
@@ -401,7 +408,7 @@ def _refuse_newer(path: Path) -> None:
         try:
             files.verify_sealed(path, CHECKPOINT)
         except DamagedFileError:
-            return  # it is damaged and will be skipped
+            return  # the checkpoint is damaged and will be skipped
     raise DamagedFileError(
         f"{path}: found format {version}, written by a newer version of Ratchet; this version reads format {FORMAT}: "
         "use the newer version"
@@ -419,16 +426,12 @@ def _read_format(path: Path) -> int:
 def quarantine_newer(paths: RunPaths, newest_valid: Path | None) -> None:
     """Rename checkpoints newer than `newest_valid` (all, if None) to `damaged-step-…`, for a person to inspect.
 
-    A later one of the same step replaces them.
+    A checkpoint of the same step that is quarantined later replaces them.
     """
     last = "" if newest_valid is None else newest_valid.name
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
         if path.name > last and path.exists():
             files.publish_directory(path, path.with_name(f"{QUARANTINE_PREFIX}{path.name}"))
-
-
-_DEFAULT_ENVIRONMENT = {"ranks": "1"}
-"""Values of entries that are left out."""
 
 
 def list_environment_differences(path: Path, identity: dict[str, Any]) -> list[str]:
@@ -471,14 +474,14 @@ def _split_by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
 
 
 def _load_optional_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file that not every checkpoint has; the manifest lists it if this one does."""
+    """Load the tensors of a file that not every checkpoint has; return none if the manifest does not list it."""
     return _load_tensors(path, name) if name in files.read_manifest(path).files else {}
 
 
 def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file and hash them in memory, because the file may change after a check.
+    """Load the tensors of a file, and hash them in memory, because the file may change after its verification.
 
-    `load_file` maps the file, so its tensors are copied.
+    The tensors are copied, because `load_file` maps the file.
     """
     try:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
@@ -490,18 +493,18 @@ def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
-    """Restore model and optimizer from a snapshot. Later steps do not change the snapshot.
+    """Restore model and optimizer from a snapshot. Later training steps do not change the snapshot.
 
     Raises:
         DamagedFileError: the snapshot has other parameters than this model trains, or another optimizer.
     """
     _load_into_model(snapshot.weights, snapshot.adapter_tensors, model, f"the checkpoint of step {snapshot.state.step}")
-    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # not copied later
+    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # torch would not copy them
     optimizers.restore(optimizer, tensors, deepcopy(snapshot.optimizer_values))
 
 
 def load_weights(path: Path, model: Model) -> None:
-    """Load the adapter of a checkpoint into the model. Raises DamagedFileError if it does not fit."""
+    """Load the adapter of a checkpoint into the model. Raises DamagedFileError if the adapter does not fit."""
     _load_into_model(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
 
 
@@ -525,9 +528,9 @@ def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
 
     Args:
         paths: the run.
-        keep: number of newest sealed checkpoints to keep, at least one, with all that their states require: a
-            checkpoint cannot be resumed from without its best one.
-        protected: steps that are not removed: the best, rollback snapshots, those that are not replicated yet.
+        keep: number of newest sealed checkpoints to keep, at least one. Checkpoints that their states require are kept
+            too, because a run cannot resume from a checkpoint without its best checkpoint.
+        protected: steps that are not removed: the best, rollback snapshots, and steps that are not replicated yet.
     """
     steps = paths.checkpoint_steps()
     kept = [step for step in steps if _looks_sealed(paths, step)][-max(1, keep) :]
@@ -535,7 +538,7 @@ def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
         return
     required = set(protected)
     for step in kept:
-        with suppress(DamagedFileError):  # a damaged one requires no other
+        with suppress(DamagedFileError):  # a damaged checkpoint requires no others
             required |= read_metadata(paths.checkpoint(step)).state.required_steps
     for step in steps:
         if step < kept[0] and step not in required and paths.checkpoint(step).exists():

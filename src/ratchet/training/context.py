@@ -43,16 +43,17 @@ class TrainingContext:
     initial_micro_batch_tokens: int | None = None
     """Limit of padded tokens per micro-batch at the first step; None: only `machine.micro_batch_size` limits it."""
     initial_loss_scale: float = 1.0
-    """Loss scale of the first step (loss_scale.py)."""
+    """Loss scale of the first step (optimizer.py)."""
     faults: FaultInjector = field(default_factory=FaultInjector)
     spans: StepSpans = field(default_factory=StepSpans)
-    """Times the parts of a step while the profiler runs; otherwise does nothing."""
+    """Measures the parts of a step while the profiler runs; otherwise does nothing."""
     ranks: RankGroup = field(
         default_factory=lambda: RankGroup(RankEnvironment(), torch.device("cpu"), lambda: None, 0.0)
     )
     """All processes that train this run."""
     is_base_sharded: bool = False
-    """Layers of the base are gathered from all ranks (sharding.py), so every rank must run every forward pass."""
+    """Whether layers of the base are gathered from all ranks (sharding.py), so that every rank must run every forward
+    pass."""
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
     """Source of the distillation targets; None without distillation."""
 

@@ -1,11 +1,13 @@
-"""The teacher's outputs for the training rows, as sealed shards of safetensors that are read memory-mapped.
+"""Distillation targets: the teacher's outputs for the training rows, from files or from a teacher in memory.
 
-A shard holds some rows of the training split, in order: `tokens` int32 [positions, k], `log_probabilities` float16
-[positions, k + 1] (the last: all other tokens together), `offsets` int64 [rows + 1] (where each row's positions begin
+With `train.distill.mode: offline`, `ratchet distill` computes the outputs once and writes them as sealed shards of
+safetensors, which training maps into memory. With `online`, a worker loads the teacher and runs it on every
+micro-batch.
+
+A shard contains consecutive rows of the training split: `tokens` int32 [positions, k], `log_probabilities` float16
+[positions, k + 1] (the last: all other tokens together), `offsets` int64 [rows + 1] (index of each row's first position
 in the shard) and `sums` float64 [2] (negative log-likelihood of the references, and the probability outside of the k
-tokens). Positions are the trained ones. Which rows a shard has depends on the rows alone.
-
-The teacher in the memory of a worker, which runs it at every micro-batch (train.distill.mode: online).
+tokens). Only trained positions are stored. The division into shards depends on the rows alone.
 """
 
 import time
@@ -39,20 +41,26 @@ from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
 from ratchet.training import checkpoint
 
 KIND = "distill"
+"""Kind of the sealed directory with all shards."""
+SHARD = "distill-shard"
+"""Kind of the sealed directory of a single shard."""
 SHARD_POSITIONS = 2**16
-"""Positions of a shard, which a kill can lose; 12.7 MB for 32 tokens."""
+"""Positions per shard, which is the work that a kill can lose; 12.7 MB for 32 tokens."""
 MAX_SHARDS = 256
-"""Files that training keeps open; with more positions, shards are larger."""
+"""Limit of the files that training keeps open; with more positions, shards are larger."""
+REPORT_EVERY_S = 30.0
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TeacherShardPlan:
-    """Which rows belong to which shard."""
+    """Division of the training rows into shards."""
 
     rows: int
     positions: int
     boundaries: tuple[int, ...]
-    """First row of each shard, and last the number of rows."""
+    """First row of each shard, then the number of rows."""
 
     @classmethod
     def from_rows(cls, rows: TokenRows) -> "TeacherShardPlan":
@@ -83,14 +91,14 @@ class TeacherShardReader:
         """Open the shards; only headers are read.
 
         Args:
-            directory: sealed by `ratchet distill`.
+            directory: output of `ratchet distill`.
             rows: the training split.
             settings: weight, temperature and direction of the distillation loss.
             distillation_digest: digest of the shards in the run's spec.
 
         Raises:
             DamagedFileError: a file has changed since it was sealed.
-            DataError: the shards are of other rows, or not those that the run started with.
+            DataError: the shards belong to other rows, or have changed since the run was started.
         """
         files.verify_sealed(directory, KIND)
         card = DistillationCard.load(directory / DISTILLATION_CARD)
@@ -105,15 +113,20 @@ class TeacherShardReader:
         self._shards = [_map_shard(directory / name) for name, _ in plan.shards]
 
     def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> StoredTeacherTargets:
-        """Return the targets of all trained positions of these sequences of rows; `batch`: the same as tensors."""
+        """Return the targets of all trained positions.
+
+        Args:
+            sequences: rows of each sequence.
+            batch: the same sequences as tensors.
+        """
         device = batch.labels.device
-        tokens, values = zip(*(self._row(row) for sequence in sequences for row in sequence), strict=True)
+        tokens, values = zip(*(self._read_row(row) for sequence in sequences for row in sequence), strict=True)
         return StoredTeacherTargets(
             torch.cat(tokens).to(device, torch.int64), torch.cat(values).to(device, torch.float32),
             self.settings.weight, self.settings.temperature, self.settings.direction,
         )  # fmt: skip
 
-    def _row(self, row: int) -> tuple[Tensor, Tensor]:
+    def _read_row(self, row: int) -> tuple[Tensor, Tensor]:
         number = bisect_right(self._first_rows, row) - 1
         start = self._offsets[self._first_rows[number]]
         span = slice(self._offsets[row] - start, self._offsets[row + 1] - start)
@@ -122,7 +135,7 @@ class TeacherShardReader:
 
 
 def _map_shard(path: Path) -> tuple[Tensor, Tensor]:
-    """Map the tensors of a shard; safetensors maps a file on a CPU, so pages are read on access."""
+    """Map the tensors of a shard into memory: safetensors reads pages of a file on access."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as shard:
             return shard.get_tensor("tokens"), shard.get_tensor("log_probabilities")
@@ -131,7 +144,7 @@ def _map_shard(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_shard_sums(path: Path) -> Tensor:
-    """Return the sums of a shard, float64 [2]."""
+    """Read the sums of a shard, float64 [2]."""
     with safe_open(str(path), framework="pt", device="cpu") as shard:
         sums: Tensor = shard.get_tensor("sums")
     return sums
@@ -142,27 +155,22 @@ def compute_content_digest(entries: dict[str, files.Entry]) -> str:
     return digests.hash_files({name: sha for name, (sha, _) in entries.items()})
 
 
-# Computing the teacher's outputs, shard by shard; a sealed shard is not computed again.
-
-SHARD = "distill-shard"
-REPORT_EVERY_S = 30.0
-
-Progress = Callable[[str], None]
+# Computing the teacher's outputs, shard by shard. A sealed shard is not computed again.
 
 
 @dataclass
 class TeacherShardWriter:
-    """Writes the shards of one distillation into a folder of their own until all exist."""
+    """Writes the missing shards of one distillation into a folder of their own."""
 
     folder: Path
     plan: TeacherShardPlan
 
     def list_missing(self) -> list[tuple[str, range]]:
         """Return the shards that are missing or damaged."""
-        return [(name, rows) for name, rows in self.plan.shards if self._entry(name) is None]
+        return [(name, rows) for name, rows in self.plan.shards if self._find_entry(name) is None]
 
     def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_size: int, progress: Progress) -> None:
-        """Compute all missing shards, and seal each as soon as it is complete.
+        """Compute all missing shards, and seal each when it is complete.
 
         Raises:
             DataError: the teacher returns NaN.
@@ -179,7 +187,7 @@ class TeacherShardWriter:
         """Link all shards into a directory; return their manifest entries."""
         entries = {}
         for name, _ in self.plan.shards:
-            entry = self._entry(name)
+            entry = self._find_entry(name)
             if entry is None:
                 raise DamagedFileError(
                     f"{self.folder / name}: damaged after it was sealed; run `ratchet distill` again"
@@ -189,13 +197,14 @@ class TeacherShardWriter:
         return entries
 
     def reuse(self, directory: Path) -> None:
-        """Link the shards of a sealed distillation that differs in its card only."""
+        """Link the shards of a sealed distillation that differs only in its card."""
         files.verify_sealed(directory, KIND)
         for name, _ in self.list_missing():
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
                 files.link_or_copy(directory / name, scratch / name)
 
-    def _entry(self, name: str) -> files.Entry | None:
+    def _find_entry(self, name: str) -> files.Entry | None:
+        """Return the manifest entry of a shard; None if it is missing or damaged."""
         try:
             return files.verify_sealed(self.folder / name, SHARD).files[name]
         except (DamagedFileError, KeyError):
@@ -204,7 +213,7 @@ class TeacherShardWriter:
     def _compute_shard(
         self, teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_size: int, reporter: "_ProgressReporter"
     ) -> dict[str, Tensor]:
-        """Compute rows of similar length together, the longest first; return them in order."""
+        """Return the tensors of a shard. Rows of similar length are computed together, the longest first."""
         lengths = [rows.count_tokens([row]) for row in span]
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
         sums = torch.zeros(2, dtype=torch.float64)
@@ -229,7 +238,7 @@ class TeacherShardWriter:
 def _compute_predictions(
     teacher: TeacherModel, rows: TokenRows, piece: list[int]
 ) -> list[tuple[list[int], TeacherPredictions]]:
-    """Compute rows at once, or half of them at a time when they do not fit into memory."""
+    """Compute rows at once, or in halves if they do not fit into memory; return the rows and outputs of each part."""
     try:
         return [(piece, teacher.predict(rows, piece))]
     except Exception as error:
@@ -249,25 +258,28 @@ def _compute_predictions(
 
 
 class _ProgressReporter:
-    """Reports progress every REPORT_EVERY_S."""
+    """Reports completed rows every REPORT_EVERY_S seconds."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
+        self.progress, self.total, self.completed = progress, total, 0
         self.started_s = self.reported_s = time.monotonic()
 
     def add(self, count: int) -> None:
         """Count completed rows."""
-        self.done += count
+        self.completed += count
         now_s = time.monotonic()
         if now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
-            rate = self.done / (now_s - self.started_s)
-            left_s = (self.total - self.done) / rate
-            self.progress(f"{self.done:,} of {self.total:,} rows, {rate:,.1f} rows/s, {left_s / 60:,.0f} min left")
+            rate = self.completed / (now_s - self.started_s)
+            left_s = (self.total - self.completed) / rate
+            self.progress(f"{self.completed:,} of {self.total:,} rows, {rate:,.1f} rows/s, {left_s / 60:,.0f} min left")
+
+
+# The teacher in the memory of a worker.
 
 
 def find_teacher(spec: RunSpec, launch: TrainingLaunchSpec, rows: TokenRows) -> TeacherCandidate | None:
-    """Check the teacher of an online distillation before anything is loaded; return None without one.
+    """Check the teacher of an online distillation before any model is loaded; return None without online distillation.
 
     Args:
         spec: the run.
@@ -276,8 +288,8 @@ def find_teacher(spec: RunSpec, launch: TrainingLaunchSpec, rows: TokenRows) -> 
 
     Raises:
         BaseModelError: the teacher is missing, damaged, or has changed since the run was started.
-        SettingsError: it has another tokenizer, or fewer tokens than train.distill.top_k.
-        DataError: rows are too long for it.
+        SettingsError: the teacher has another tokenizer, or fewer tokens than train.distill.top_k.
+        DataError: rows are too long for the teacher.
     """
     if launch.teacher_path is None or launch.teacher_files is None:
         return None
@@ -307,8 +319,8 @@ class OnlineTeacherReader:
             device: device of student and teacher.
 
         Raises:
-            SettingsError: it cannot be loaded as train.distill requires, or would mix the rows of a pack.
-            BaseModelError: its files are damaged.
+            SettingsError: the teacher cannot be loaded as train.distill requires, or would mix the rows of a pack.
+            BaseModelError: the teacher's files are damaged.
         """
         self.model = TeacherModel(teacher, settings, device).model
         self._teacher = OnlineTeacher(self.model, teacher.tokens, settings.distill, teacher.path)
@@ -325,7 +337,7 @@ class OnlineTeacherReader:
 
         Args:
             sequences: rows of each sequence.
-            batch: the same as tensors.
+            batch: the same sequences as tensors.
         """
         rows = [row for sequence in sequences for row in sequence]
         ends = list(accumulate(self._rows.count_trained([row]) for row in rows))

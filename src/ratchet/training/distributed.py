@@ -1,10 +1,10 @@
-"""The processes (ranks) that train one run together: who they are, and how they exchange data.
+"""The processes (ranks) that train one run together: their positions, and how they exchange data.
 
-Every rank holds the same weights, optimizer and state. Each computes some micro-batches of a step, and the gradients
-are summed once a step. So ranks have little to agree on: the sum, the loss, and what a single rank cannot know (another
-one has to stop, or ran out of memory). They agree over gloo, on the CPU, whatever backend carries the gradients.
+Every rank has the same weights, optimizer and state. Each rank computes some micro-batches of a step, and gradients are
+summed once per step. In addition, ranks exchange only the loss, and events that a single rank notices (a stop request,
+out of memory). They exchange these over gloo, on the CPU, whatever backend carries the gradients.
 
-A waiting rank sends heartbeats: only the rank that the others wait for is silent, and its own supervisor finds it.
+A waiting rank sends heartbeats, so only the rank that the others wait for is silent, and its supervisor detects it.
 """
 
 import json
@@ -36,8 +36,11 @@ T = TypeVar("T")
 POLL_S = 0.0005
 HEARTBEAT_S = 0.25
 NEVER = timedelta(days=7)
-"""Timeout for torch: the waiting loop here has its own, and sends heartbeats meanwhile."""
+"""Timeout for torch's operations: `RankGroup.wait` has its own timeout, and sends heartbeats while it waits."""
 BLOCK_BYTES = 2**26
+"""Bytes of a checkpoint that are broadcast at once."""
+REPORT_EVERY_S = 5.0
+"""Shortest time between two events of the straggler monitor; they are also at least two steps apart."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environment(cls) -> "RankEnvironment":
-        """Return that of this process; a single rank if no agent has started it."""
+        """Return the position of this process; that of a single rank if no agent has started the process."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
@@ -59,23 +62,23 @@ class RankEnvironment:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes the run directory of its machine: one rank per machine does."""
+        """Whether this rank writes the run directory of its machine; one rank per machine does."""
         return self.local_rank == 0
 
 
 class RankGroup:
-    """All ranks of an attempt. All ranks must call its methods (not properties), in the same order."""
+    """All ranks of an attempt. All ranks must call the same methods (not properties), in the same order."""
 
     def __init__(
         self, environment: RankEnvironment, device: torch.device, beat: Callable[[], None], timeout_s: float
     ) -> None:
-        """Join the other ranks; a single rank joins nothing.
+        """Join the other ranks; with a single rank, do nothing.
 
         Args:
             environment: position of this process.
             device: the device of this rank.
             beat: sends a heartbeat; called while waiting.
-            timeout_s: how long to wait for the other ranks at one place; then they are lost.
+            timeout_s: how long each operation waits for the other ranks before they count as lost.
 
         Raises:
             PeersLostError: the other ranks do not join.
@@ -110,7 +113,7 @@ class RankGroup:
     # Numbers.
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, by rank; all ranks pass as many."""
+        """Return the values of every rank, by rank. All ranks pass the same number of values."""
         if self.is_single:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
@@ -119,7 +122,7 @@ class RankGroup:
         return [tensor.tolist() for tensor in by_rank]
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return sums over ranks, added in the order of ranks: the same bits on every rank."""
+        """Return sums over ranks, added in the order of ranks, so that every rank gets the same bits."""
         return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
     def any(self, flag: bool) -> bool:
@@ -129,18 +132,18 @@ class RankGroup:
     # Bytes.
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return a JSON value of every rank."""
+        """Return the JSON values of all ranks."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-        """Return named tensors of every rank, on the CPU."""
+        """Return the named tensors of every rank, on the CPU."""
         if self.is_single:
             return (tensors,)
         data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-        return tuple(load(one) for one in self.gather_bytes(data))
+        return tuple(map(load, self.gather_bytes(data)))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return bytes of every rank; their lengths may differ."""
+        """Return the bytes of every rank; their lengths may differ."""
         if self.is_single:
             return [data]
         sizes = [int(size) for (size,) in self.gather([len(data)])]
@@ -151,7 +154,7 @@ class RankGroup:
         return [bytes(tensor[:size].numpy().data) for tensor, size in zip(by_rank, sizes, strict=True)]
 
     def broadcast_block(self, source: int, block: bytes | None, size: int) -> bytes:
-        """Return the source's block of `size` bytes on every rank; the other ranks pass None."""
+        """Return the block of `size` bytes of rank `source`; the other ranks pass None."""
         data = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(size, dtype=torch.uint8)
         if size:
             self.wait(dist.broadcast(data, source, async_op=True))
@@ -173,10 +176,10 @@ class RankGroup:
 
     @contextmanager
     def collective_section(self, is_needed: bool) -> Iterator[None]:
-        """Wrap work that communicates by itself, through DTensors: all ranks begin it together.
+        """Wrap work that communicates by itself, through DTensors. All ranks begin it together.
 
         Raises:
-            PeersLostError: another rank was lost in it.
+            PeersLostError: another rank was lost during the work.
         """
         if not is_needed:
             yield
@@ -190,19 +193,19 @@ class RankGroup:
             raise self._lost_peer(error) from None
 
     def wait_for_device(self, device: torch.device) -> None:
-        """Wait until a GPU has done its queued work, with heartbeats: it may wait for another rank."""
+        """Wait until a GPU has done its queued work, and send heartbeats, because the GPU may wait for another rank."""
         if device.type == "cuda":
             self.wait(_CudaWork())
 
     def wait(self, work: Any, timeout_s: float | None = None) -> None:
-        """Wait until a collective operation is done, with heartbeats.
+        """Wait until a collective operation is done, and send heartbeats.
 
         Args:
             work: torch's handle of the operation.
             timeout_s: how long to wait; None: the group's timeout.
 
         Raises:
-            PeersLostError: another rank is gone, or does not come.
+            PeersLostError: another rank has ended, or does not join the operation in time.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         started_s = beaten_s = time.monotonic()
@@ -227,7 +230,7 @@ class RankGroup:
 
 
 class _CudaWork:
-    """All work queued on the current GPU so far, with the interface of a collective operation."""
+    """All work that is queued on the current GPU, with the interface of a collective operation."""
 
     def __init__(self) -> None:
         self._end = torch.cuda.Event()
@@ -246,9 +249,9 @@ def _first_error_line(error: Exception) -> str:
 
 
 def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[int]]:
-    """Divide micro-batches among ranks: the largest first, each to the rank with the least work; the same everywhere.
+    """Assign micro-batches to ranks: the largest first, each to the rank with the least work.
 
-    Graham 1969: longest processing time first is within 4/3 of the shortest possible.
+    Every rank gets the same result. The longest processing time first is within 4/3 of the optimum (Graham 1969).
 
     Args:
         padded_tokens: size of each micro-batch.
@@ -265,9 +268,9 @@ def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[in
     return [sorted(numbers) for numbers in shares]
 
 
-# Start of an attempt: ranks check that they train the same run, and agree on a checkpoint. Every machine keeps the
-# whole run. A machine that was away, or is new, gets the newest checkpoint from a rank that has it: no shared disk is
-# needed, and any of the machines can continue.
+# Start of an attempt: ranks check that they train the same run, and agree on a checkpoint. Every machine has a complete
+# run directory. A new or returning machine gets the newest checkpoint from a rank that has it, so no shared disk is
+# needed, and any of the machines can continue alone.
 
 
 def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
@@ -275,22 +278,22 @@ def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
 
     Args:
         ranks: all ranks.
-        properties: JSON for `consistency_check.describe_difference`.
+        properties: JSON for `rendezvous.describe_difference`.
     """
     by_rank = ranks.gather_json({"host": socket.gethostname(), "properties": properties})
     first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        if difference := describe_difference(first["properties"], other["properties"]):
+    for rank, description in enumerate(by_rank):
+        if difference := describe_difference(first["properties"], description["properties"]):
             raise SettingsError(
-                f"ranks 0 (on {first['host']}) and {rank} (on {other['host']}) would train different things: "
+                f"ranks 0 (on {first['host']}) and {rank} (on {description['host']}) would train different things: "
                 f"{difference}. {REQUIREMENT}"
             )
 
 
 def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> Path | None:
-    """Return the newest checkpoint that any rank has, copied to every machine; None when there is none.
+    """Copy the newest checkpoint of all ranks to every machine, and return its path; None if no rank has one.
 
-    The checkpoints that its state requires are copied too.
+    The checkpoints that its state requires are copied, too.
 
     Args:
         ranks: all ranks.
@@ -300,41 +303,41 @@ def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> 
     if ranks.is_single:
         return own
     metadata = read_metadata(own) if own else None
-    newest_here = [metadata.state.step, files.read_manifest(own).digest] if own and metadata else [0, ""]
-    by_rank = ranks.gather_json(newest_here)
+    own_newest = [metadata.state.step, files.read_manifest(own).digest] if own and metadata else [0, ""]
+    by_rank = ranks.gather_json(own_newest)
     newest = max(step for step, _ in by_rank)
     if not newest:
         return None
     source = next(rank for rank, (step, _) in enumerate(by_rank) if step == newest)
-    if any(one != by_rank[source] for one in by_rank):
+    if any(newest_of_rank != by_rank[source] for newest_of_rank in by_rank):
         is_source = ranks.environment.rank == source
         steps = [newest, *sorted(metadata.state.required_steps)] if metadata and is_source else []
-        is_missing = ranks.environment.is_writer and newest_here != by_rank[source]
+        is_missing = ranks.environment.is_writer and own_newest != by_rank[source]
         for step in ranks.gather_json(steps)[source]:
             _copy_sealed_directory(ranks, source, paths.checkpoint(step), is_missing)
     return paths.checkpoint(newest)
 
 
 def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, is_missing: bool) -> None:
-    """Copy a sealed directory of the source to the ranks where it is missing."""
+    """Copy a sealed directory of rank `source` to the ranks where it is missing."""
     is_source = ranks.environment.rank == source
-    own = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if is_source else {}
-    entries = ranks.gather_json(own)[source]
-    known = {name: (str(digest), int(size)) for name, (digest, size) in entries.items()}
+    manifest = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if is_source else {}
+    source_manifest = ranks.gather_json(manifest)[source]
+    entries = {name: (str(digest), int(size)) for name, (digest, size) in source_manifest.items()}
     if not is_missing:
-        for name, (_, size) in known.items():
+        for name, (_, size) in entries.items():
             for _ in _broadcast_blocks(ranks, source, folder / name if is_source else None, size):
-                pass  # other ranks write it
+                pass  # only ranks without the directory write the blocks
         return
     if folder.exists():
         files.remove_sealed(folder)
     files.make_directory(folder.parent)
-    with files.sealed_directory(folder, CHECKPOINT, known) as scratch:
-        for name, (expected, size) in known.items():
+    with files.sealed_directory(folder, CHECKPOINT, entries) as scratch:
+        for name, (expected, size) in entries.items():
             target = scratch / name
             files.write_blocks(target, ([block] for block in _broadcast_blocks(ranks, source, None, size)))
             if digests.hash_file(target) != expected:
-                raise OSError(f"{folder.name}/{name}: differs from that of rank {source}: it was damaged in transit")
+                raise OSError(f"{folder.name}/{name}: differs from the file of rank {source}: damaged in transit")
 
 
 def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: int) -> Iterator[bytes]:
@@ -349,7 +352,7 @@ def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: in
 
 
 def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
-    """Return the names of all machines' replicators, under which they hold their leases on the replica.
+    """Return the names of all machines' replicators, which are the owners of their leases on the replica.
 
     Args:
         ranks: all ranks.
@@ -360,24 +363,20 @@ def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
 
 
 def merge_decisions(ranks: RankGroup, own: RunDecisions) -> RunDecisions:
-    """Return the decisions of earlier attempts that the best-informed rank has: a new machine has no journal."""
+    """Return the decisions of earlier attempts from the rank with the most, because a new machine has no journal."""
     by_rank = ranks.gather_json(
         {
             "budgets": [[phase, step, data] for (phase, step), data in own.budgets.items()],
             "skipped": [[step, data] for step, data in own.skipped_steps.items()],
         }
     )
-    most = max(by_rank, key=lambda one: len(one["budgets"]) + len(one["skipped"]))
-    budgets = {(phase, step): data for phase, step, data in most["budgets"]}
-    return RunDecisions(budgets, dict(most["skipped"]))
-
-
-REPORT_EVERY_S = 5.0
-"""Between two events of the straggler monitor, and at least two steps."""
+    fullest = max(by_rank, key=lambda decisions: len(decisions["budgets"]) + len(decisions["skipped"]))
+    budgets = {(phase, step): data for phase, step, data in fullest["budgets"]}
+    return RunDecisions(budgets, dict(fullest["skipped"]))
 
 
 class StragglerMonitor:
-    """Reports how long each rank computes: a slow rank slows all others.
+    """Reports how long each rank computes, because a slow rank slows all others.
 
     Args:
         journal: gets the events `rank_timings`.
@@ -394,20 +393,20 @@ class StragglerMonitor:
         """Add a completed step.
 
         Args:
-            step: its number.
-            seconds: its duration.
+            step: number of the step.
+            seconds: duration of the step.
             busy_s: seconds that each rank spent on its own micro-batches; a single rank is not reported.
         """
         if len(busy_s) < 2:
             return
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        before = self._busy_s or [0.0] * len(busy_s)
-        self._busy_s = [total + one for total, one in zip(before, busy_s, strict=True)]
+        totals = self._busy_s or [0.0] * len(busy_s)
+        self._busy_s = [total_s + step_s for total_s, step_s in zip(totals, busy_s, strict=True)]
         now_s = self._clock()
         if self._steps < 2 or now_s - self._reported_s < REPORT_EVERY_S:
             return
         self._journal.append(
             "rank_timings", step=step, steps=self._steps, seconds=round(self._seconds, 5),
-            busy_s=[round(one, 5) for one in self._busy_s],
+            busy_s=[round(total_s, 5) for total_s in self._busy_s],
         )  # fmt: skip
         self._reported_s, self._steps, self._seconds, self._busy_s = now_s, 0, 0.0, []

@@ -1,9 +1,9 @@
 """Starts the ranks of this machine, as torchrun does: `python -m ratchet.training.elastic_agent RUN_DIRECTORY ATTEMPT
 SUPERVISOR_PID HEARTBEATS RANKS`.
 
-torch's elastic agent joins those of other machines at `machine.rendezvous`, numbers the ranks, restarts them when a
-machine joins, and ends all when one ends. The supervisor of each machine decides whether there is another attempt, and
-its agent then joins the next rendezvous.
+torch's elastic agent joins the agents of other machines at `machine.rendezvous`, numbers the ranks, restarts them when
+a machine joins, and ends all ranks when one ends. The supervisor of each machine decides whether to start another
+attempt, whose agent then joins the next rendezvous.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 LAST_CALL_S = 3
-"""Seconds in which further machines may join once the minimum is reached."""
+"""Seconds in which further machines may join after the minimum is reached."""
 KEEP_ALIVE_S, KEEP_ALIVE_ATTEMPTS = 1, 5
-"""An agent that misses so many keep-alive messages, so many seconds apart, is gone."""
+"""Seconds between keep-alive messages of an agent, and the number of missed messages after which it counts as lost."""
 CONNECT_TIMEOUT_S = 60
 RETRY_S = 1.0
 REPORT_AFTER_S = 10.0
-"""A delay of the rendezvous is reported after so long."""
+"""Delay of the rendezvous after which it is reported."""
 RUN_KEY = "ratchet/run"
-"""Key under which the first machine stores which run is trained, so that a different run is noticed."""
+"""Key under which the first machine stores the spec of the run, so that other machines notice a different run."""
 HEARTBEAT_S = 0.5
 WORKER_MODULE = "ratchet.training.worker_main"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the ranks; return the exit code of the first one that failed by itself."""
+    """Run the ranks; return the exit code of the first rank that failed by itself."""
     paths, attempt, supervisor = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
     machine = TrainingLaunchSpec.load(paths.launch).machine
     log.capture_output(paths.logs, machine, attempt, None, "agent")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Else the agent of rank 0 publishes its address once, in the first rendezvous (torch 2.13), and later machines
-    # wait for it.
+    # Otherwise the agent of rank 0 publishes its address only in the first rendezvous (torch 2.13), and machines that
+    # join later wait for it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
             failure = "peers"
             return _combine_exit_codes(_run_ranks(rendezvous, machine, worker_arguments, count, heartbeat))
         except SignalException:
-            return EXIT_INTERRUPTED  # the ranks were asked to stop, and have ended
+            return EXIT_INTERRUPTED  # the ranks were asked to stop and have ended
         except SettingsError as error:
             journal.append("worker_error", failure_class="data", text=str(error))
             return EXIT_INPUT
@@ -96,11 +96,11 @@ def _describe_failure(machine: Machine, failure: FailureClass, error: Exception)
 
 
 def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> "RendezvousHandler":
-    """Connect to the rendezvous as soon as it is served.
+    """Connect to the rendezvous; wait until its store is served.
 
     Raises:
-        RendezvousConnectionError: it is not reachable within `machine.rendezvous_timeout_s`.
-        SettingsError: another service uses the address, or machines there train another run.
+        RendezvousConnectionError: the rendezvous is not reachable within `machine.rendezvous_timeout_s`.
+        SettingsError: another service uses the address, or the machines at the rendezvous train another run.
     """
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -132,9 +132,9 @@ def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> 
 
 
 class _RendezvousRegistration(threading.Thread):
-    """Stores at the rendezvous which run is trained, or reads it if another machine did.
+    """Stores the spec of the run at the rendezvous, or reads the spec that another machine stored.
 
-    It is a thread, because torch (2.13) waits without a timeout for an answer once a connection is accepted.
+    It is a thread, because torch (2.13) waits for an answer without a timeout after a connection is accepted.
     """
 
     def __init__(self, paths: RunPaths, address: str) -> None:
@@ -145,7 +145,7 @@ class _RendezvousRegistration(threading.Thread):
         self.start()
 
     def is_answered(self, wait_s: float) -> bool:
-        """Return whether the rendezvous has answered. Raises SettingsError if another run is trained there."""
+        """Return whether the rendezvous has answered. Raises SettingsError if other machines train another run."""
         self.join(wait_s)
         if self._first is None:
             return False
@@ -206,12 +206,12 @@ def _run_ranks(
     )
     heartbeat.agent = agent
     result = agent.run()
-    failures = sorted(result.failures.values(), key=lambda one: (one.timestamp, one.local_rank))
+    failures = sorted(result.failures.values(), key=lambda failure: (failure.timestamp, failure.local_rank))
     return [failure.exitcode for failure in failures]
 
 
 class _AgentHeartbeat(threading.Thread):
-    """Sends heartbeats for the ranks while they do not run, because machines wait for each other."""
+    """Sends heartbeats for the ranks while they do not run, because their machine waits for other machines."""
 
     def __init__(self, address: str, count: int, machine: Machine) -> None:
         super().__init__(name="agent heartbeat", daemon=True)
@@ -219,9 +219,9 @@ class _AgentHeartbeat(threading.Thread):
         self._heartbeats = [Heartbeat.attach_at(address, rank, *limits) for rank in range(count)]
         self._machine = machine
         self.agent: LocalElasticAgent | None = None
-        """The agent that starts the ranks, once it exists."""
+        """The agent that starts the ranks; None before it exists."""
         self.journal: Journal | None = None
-        """Set once the machine is connected to the rendezvous; gets a notice when it waits there for long."""
+        """Gets a notice if the machine waits long at the rendezvous; None before the machine is connected to it."""
         self.start()
 
     def run(self) -> None:
@@ -250,7 +250,7 @@ class _AgentHeartbeat(threading.Thread):
 
 
 def _combine_exit_codes(codes: list[int]) -> int:
-    """Return the exit code of the first rank that failed by itself, and not because it lost another rank."""
+    """Return the exit code of the first rank that failed by itself, not because another rank was lost."""
     own_failures = [code for code in codes if code != EXIT_PEERS]
     if not codes:
         return EXIT_OK
@@ -262,7 +262,7 @@ def _combine_exit_codes(codes: list[int]) -> int:
 
 
 def _die_of_signal(number: int) -> NoReturn:
-    """End by the same signal as the rank."""
+    """End this process by the same signal as the rank."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

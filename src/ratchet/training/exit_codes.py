@@ -1,6 +1,6 @@
 """Turns the exception that ends a worker into an exit code, a journal event and a log record.
 
-It imports torch only for exceptions that are not RatchetErrors: a worker that calls a server does not need torch.
+It imports torch only for exceptions that are not RatchetErrors, because a worker that calls a server needs no torch.
 """
 
 import logging
@@ -29,7 +29,7 @@ MAX_TEXT_LENGTH = 2000
 """Characters of an error message in the journal."""
 
 _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
-    (StorageError, "storage"),  # the worker has waited already: another attempt would not help
+    (StorageError, "storage"),  # the worker has already waited; another attempt would not help
     (InsufficientMemoryError, "too_large"),
     (EndpointError, "endpoint"),
     (InputError, "data"),
@@ -38,16 +38,16 @@ _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (NonFiniteStateError, "hardware"),
     (PeersLostError, "peers"),
 )
-"""The first match counts."""
+"""Failure class by type of exception; the first match counts."""
 
 
 def report_worker_end(error: BaseException, journal: Journal, memory_advice: str) -> int:
     """Report why a worker ends; return its exit code.
 
     Args:
-        error: the exception that ended it.
+        error: the exception that ended the worker.
         journal: journal of the run.
-        memory_advice: what to do if memory ran out outside of a step, where nothing could be made smaller.
+        memory_advice: advice for the case that memory ran out outside of a step, where no micro-batch could shrink.
     """
     if isinstance(error, InterruptedRunError):
         return EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""Measures the memory of a training phase by phase, and checks the forecast before anything is loaded."""
+"""Forecasts the memory of a training before anything is loaded, and measures it phase by phase."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +20,8 @@ from ratchet.storage.records.training import MemoryForecast, Phase
 
 REPORT_AGAIN_RATIO = 1.02
 """A phase that is entered again is reported again only if its peak grew by this factor."""
+SAFE_SHARE = 0.9
+"""Share of the available memory that a fitting micro-batch may take: forecasts have been up to a tenth too low."""
 
 
 @dataclass
@@ -46,13 +48,13 @@ class MemoryMonitor:
         self._begin("baseline")
 
     def enter(self, phase: Phase) -> None:
-        """End the previous phase and begin this one; do nothing if it is the same."""
+        """End the current phase and begin `phase`; do nothing if it is the current phase."""
         if phase != self._phase:
             self.close()
             self._begin(phase)
 
     def leave(self, phase: Phase) -> None:
-        """End this phase, if it is the current one."""
+        """End `phase` if it is the current phase."""
         if phase == self._phase:
             self.close()
 
@@ -83,7 +85,7 @@ class MemoryMonitor:
             return PhaseMemoryPeaks(host, 0, host)
         reserved = torch.cuda.max_memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
-        # Memory in use that no tensor holds: context, libraries' work spaces, other processes.
+        # Memory that belongs to no tensor: CUDA context, work spaces of libraries, other processes.
         other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))
         return PhaseMemoryPeaks(reserved + other_bytes, torch.cuda.max_memory_allocated(self.device), host)
 
@@ -100,10 +102,7 @@ class MemoryMonitor:
             )
 
 
-# The check of the forecast before anything is loaded.
-
-SAFE_SHARE = 0.9
-"""Share of the available memory that a fitting micro-batch may take: forecasts have been a tenth too low."""
+# The forecast before anything is loaded.
 
 
 def compute_largest_work(
@@ -111,16 +110,18 @@ def compute_largest_work(
 ) -> MemoryWorkload:
     """Return the largest micro-batches that these rows can form: those of the longest sequences."""
     sequences = _limit_to_micro_batch(_longest_sequences(plan, train, machine.micro_batch_size), train, machine)
-    validated = _limit_to_micro_batch(_longest_rows(validation, machine.micro_batch_size), validation, machine)
+    validation_sequences = _limit_to_micro_batch(
+        _longest_rows(validation, machine.micro_batch_size), validation, machine
+    )
     return MemoryWorkload(
         rows=len(sequences),
         row_tokens=max(map(train.count_tokens, sequences)),
         learned_tokens=_count_trained_positions(train, sequences),
         packed=any(len(sequence) > 1 for sequence in sequences),
         device="cuda" if device.type == "cuda" else "cpu",
-        validation_rows=len(validated),
-        validation_tokens=max(map(validation.count_tokens, validated), default=1),
-        validation_learned_tokens=_count_trained_positions(validation, validated),
+        validation_rows=len(validation_sequences),
+        validation_tokens=max(map(validation.count_tokens, validation_sequences), default=1),
+        validation_learned_tokens=_count_trained_positions(validation, validation_sequences),
     )
 
 
@@ -133,7 +134,7 @@ def _longest_sequences(plan: BatchPlan, rows: TokenRows, count: int) -> list[lis
 
 
 def _limit_to_micro_batch(sequences: list[list[int]], rows: TokenRows, machine: Machine) -> list[list[int]]:
-    """Return as many of the longest sequences as may be computed at once; the first one gives the padded length."""
+    """Return as many of the sequences, longest first, as may be computed at once, all padded to the first."""
     limit = machine.micro_batch_tokens
     if limit is None or not sequences:
         return sequences
@@ -145,7 +146,7 @@ def _longest_rows(rows: TokenRows, count: int) -> list[list[int]]:
 
 
 def _count_trained_positions(rows: TokenRows, sequences: Sequence[Sequence[int]]) -> int:
-    """Return the average number of trained positions of a sequence: logits are computed only there."""
+    """Return the average number of trained positions of a sequence; only these positions have logits."""
     return max(1, -(-sum(map(rows.count_trained, sequences)) // max(1, len(sequences))))
 
 
@@ -154,15 +155,16 @@ class InitialMemoryPlan:
     """Memory options of a training's first step, chosen by the forecast."""
 
     micro_batch_tokens: int | None = None
-    """Limit of padded tokens, if the configured micro-batch does not fit on a CPU; else None.
+    """Limit of padded tokens per micro-batch on a CPU, if the configured micro-batch does not fit; None: no limit.
 
-    On a GPU, an allocation that does not fit fails, and the micro-batch is made smaller. On a CPU, Linux overcommits
-    memory, and the OOM killer then kills a process.
+    A GPU needs no limit: an allocation that does not fit fails, and the micro-batch is made smaller. On a CPU, Linux
+    overcommits memory, and later the OOM killer kills a process.
     """
     recompute: bool = False
-    """Recompute activations in the backward pass."""
+    """Whether activations are recomputed in the backward pass."""
     shard_base: bool = False
-    """Shard the base among all ranks. Ranks may choose differently, because their memory differs, and must agree."""
+    """Whether the base is sharded among all ranks. Ranks with different memory may choose differently; they must then
+    agree."""
 
 
 def require_memory(
@@ -170,24 +172,25 @@ def require_memory(
 ) -> InitialMemoryPlan:
     """Write the forecast to the journal once per run, and refuse a training that does not fit even row by row.
 
-    Smaller micro-batches cost the least time. Only if a single row would not fit otherwise, and the setting is `auto`,
-    activations are recomputed (machine.activation_checkpointing), the base is sharded (machine.shard_base), or both.
+    Smaller micro-batches are chosen first, because they cost the least time. If even a single row would not fit,
+    activations are recomputed (machine.activation_checkpointing), the base is sharded (machine.shard_base), or both,
+    where these settings are `auto`.
 
     Raises:
         InsufficientMemoryError: the training does not fit, and `machine.on_insufficient_memory` is `refuse`.
     """
     if machine.shard_base is True and work.ranks == 1:
         journal.append("notice", text="machine.shard_base: true has no effect with a single rank")
-    known = _get_forecast(paths, base, settings, machine, work, journal)
-    if known is None:
+    run_forecast = _get_forecast(paths, base, settings, machine, work, journal)
+    if run_forecast is None:
         return _make_initial_plan(machine, work)
-    machine = _apply_earlier_choice(machine, known)
+    machine = _apply_forecast_options(machine, run_forecast)
     available = capacity.measure_device(torch.device(work.device)).available_bytes // work.local_ranks
-    peak = known.needed_bytes(work.local_ranks)
+    peak = run_forecast.needed_bytes(work.local_ranks)
     if peak <= available:
         return _make_initial_plan(machine, work)
-    least = _minimum_bytes(base, settings, machine, work)
-    if least <= available:
+    minimum = _minimum_bytes(base, settings, machine, work)
+    if minimum <= available:
         rows = _find_fitting_rows(base, settings, machine, work, available)
         plan = "micro-batches shrink when they do not fit" if rows is None else f"starting with {rows} rows"
         journal.append(
@@ -197,14 +200,14 @@ def require_memory(
         )
         return _make_initial_plan(machine, work, None if rows is None else rows * work.row_tokens)
     if fallback := forecast.choose_fallback(base, settings, machine, work, available):
-        text = f"({units.format_bytes(least)} of {units.format_bytes(available)}): {fallback.cost}"
+        text = f"({units.format_bytes(minimum)} of {units.format_bytes(available)}): {fallback.cost}"
         journal.append("notice", text=f"memory: a single row would not fit {text}")
         return require_memory(paths, base, settings, fallback.machine, work, journal)
     for fallback in forecast.list_fallbacks(settings, machine, work.ranks):
-        machine = fallback.machine  # the last one needs the least memory
-    least = _minimum_bytes(base, settings, machine, work)
+        machine = fallback.machine  # the last fallback needs the least memory
+    minimum = _minimum_bytes(base, settings, machine, work)
     text = (
-        f"this training needs about {units.format_bytes(least)} even with one row at a time, and "
+        f"this training needs about {units.format_bytes(minimum)} even with one row at a time, and "
         f"{units.format_bytes(available)} are available.\n"
         f"{oom.describe_alternatives(base, settings, machine, work.single_row())}"
     )
@@ -212,7 +215,7 @@ def require_memory(
         raise InsufficientMemoryError(
             f"{text}\nNothing was loaded. To train anyway, run `ratchet train --force` or set "
             "machine.on_insufficient_memory: report",
-            least,
+            minimum,
             available,
         )
     journal.append("alert", text=text)
@@ -226,21 +229,21 @@ def _make_initial_plan(
     return InitialMemoryPlan(micro_batch_tokens, recompute, forecast.is_base_sharded(machine, work.ranks))
 
 
-def _apply_earlier_choice(machine: Machine, known: MemoryForecast) -> Machine:
-    """Return the machine settings with the choices of an earlier attempt, which hold for the whole run."""
-    chosen = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
-    return machine.model_copy(update={name: True for name, value in chosen.items() if value})
+def _apply_forecast_options(machine: Machine, known: MemoryForecast) -> Machine:
+    """Return the machine settings with the options of the run's forecast, which earlier attempts may have chosen."""
+    options = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
+    return machine.model_copy(update={name: True for name, value in options.items() if value})
 
 
 def _minimum_bytes(base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> int:
-    """Return the bytes that a training row by row needs on one rank."""
+    """Return the bytes that a training with one row at a time needs on one rank."""
     return forecast.forecast(base, settings, machine, work.single_row()).needed_bytes(work.local_ranks)
 
 
 def _find_fitting_rows(
     base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available: int
 ) -> int | None:
-    """Halve the rows until they fit safely; None on a GPU, where an allocation that does not fit fails."""
+    """Halve the rows until they fit safely; return None on a GPU, where an allocation that does not fit fails."""
     if work.device == "cuda":
         return None
     rows = work.rows
@@ -256,11 +259,11 @@ def _find_fitting_rows(
 def suggest_memory_changes(
     base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, tokens: int
 ) -> str:
-    """Return what to change when a row of so many tokens did not fit; without numbers if no forecast is possible."""
+    """Return advice for a row of `tokens` tokens that did not fit; without numbers if no forecast is possible."""
     single = replace(work.single_row(), row_tokens=tokens, learned_tokens=min(tokens, work.learned_tokens))
     try:
         return oom.describe_alternatives(base, settings, machine, single)
-    except Exception as error:  # the message about memory must not be lost
+    except Exception as error:  # this error must not replace the message about memory
         return (
             "Set machine.activation_checkpointing: true, or a smaller prepare.max_tokens, train.rank or base model "
             f"(no forecast is possible for this model: {type(error).__name__}: {str(error)[:200]})."
@@ -270,7 +273,7 @@ def suggest_memory_changes(
 def _get_forecast(
     paths: RunPaths, base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, journal: Journal
 ) -> MemoryForecast | None:
-    """Return the forecast of this run, made by the first attempt of this size; None if none is possible."""
+    """Return the forecast of the first attempt with this workload, or make it; None if no forecast is possible."""
     path = paths.forecast
     if path.exists():
         try:
@@ -284,7 +287,7 @@ def _get_forecast(
         new_forecast = forecast.forecast(base, settings, machine, work)
     except RatchetError:
         raise
-    except Exception as error:  # an unknown kind of model may train anyway
+    except Exception as error:  # the forecast may fail for an unknown kind of model that trains well
         journal.append("notice", text=f"no memory forecast for this model ({type(error).__name__}: {str(error)[:300]})")
         return None
     new_forecast.save(path)
@@ -294,7 +297,7 @@ def _get_forecast(
 
 
 def _is_forecast_of(known: MemoryForecast, work: MemoryWorkload, machine: Machine) -> bool:
-    """Return whether a forecast is of this workload, with options that the settings allow."""
+    """Return whether a forecast describes this workload, with options that the settings allow."""
     size = (known.device, known.ranks, known.rows, known.row_tokens, known.learned_tokens)
     shard_base = machine.shard_base if work.ranks > 1 else False
     pairs = (machine.activation_checkpointing, known.activation_checkpointing), (shard_base, known.shard_base)

@@ -1,14 +1,15 @@
 """One pass over a batch in micro-batches that fit into memory, divided among the ranks.
 
-Each rank computes its own micro-batches; then all ranks add up their losses, and learn whether any rank ran out of
-memory or has to stop. With a sharded base, every rank takes part in every forward pass, so a rank that has no
-micro-batch left runs a pass over one row and drops its gradient.
+Each rank computes its own micro-batches. Then all ranks add up their losses, and check whether any rank ran out of
+memory or must stop. With a sharded base, every rank takes part in every forward pass, so a rank without further
+micro-batches runs a pass over one row and drops its gradient.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -28,11 +29,11 @@ class MicroBatch:
     """Sequences that are computed at once."""
 
     sequences: list[list[int]]
-    """Rows of each sequence, by number."""
+    """Row numbers of each sequence."""
     padded_tokens: int
-    """Sequences x longest."""
+    """Number of sequences times the length of the longest."""
     is_own: bool = True
-    """False for a pass that only serves other ranks: its loss and gradient do not count."""
+    """False for a pass that only serves other ranks; its loss and gradient do not count."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class PassResult:
     loss: float
     """Sum over all micro-batches of all ranks."""
     is_stopped: bool
-    """A rank was asked to stop, so the pass is incomplete."""
+    """Whether a rank was asked to stop, so that the pass is incomplete."""
     failed_rows: int
-    """Sequences of the largest micro-batch that did not fit into memory; 0 when all fitted."""
+    """Number of sequences in the largest micro-batch that did not fit into memory; 0 if all fitted."""
     failed_tokens: int
-    """Its padded tokens."""
+    """Padded tokens of that micro-batch."""
     busy_s: list[float]
     """Seconds that each rank spent on its own micro-batches."""
 
@@ -79,7 +80,7 @@ class BatchPass:
         self.input_tokens = sum(lengths)
         self.trained_tokens = sum(map(self._rows.count_trained, sequences))
         self.loss_factor = context.faults.loss_factor(step) if phase == "train" else 1.0
-        """1 unless a fault is injected."""
+        """Factor of the loss; 1 unless a fault is injected."""
         self._assigned = self._assign_micro_batches(lengths, budget)
         self._loss = 0.0
         self._failed: MicroBatch | None = None
@@ -87,12 +88,12 @@ class BatchPass:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of a micro-batch's gradient: its loss is normalised by the tokens of the whole step, so that the
-        size of micro-batches changes memory and nothing else."""
+        """Factor of a micro-batch's gradient: its loss is normalised by the tokens of the whole step, so that the size
+        of micro-batches changes memory and nothing else."""
         return self.loss_factor / self.trained_tokens
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that this rank computes; ends early at a request to stop or out of memory."""
+        """Yield the micro-batches that this rank computes; end early at a request to stop or when memory runs out."""
         context = self._context
         own = self._assigned[context.ranks.environment.rank]
         if not context.is_base_sharded:
@@ -102,7 +103,7 @@ class BatchPass:
                 self._beat()
                 yield micro_batch
             return
-        smallest = min((one for assigned in self._assigned for one in assigned), key=lambda one: len(one.sequences))
+        smallest = min(chain.from_iterable(self._assigned), key=lambda micro_batch: len(micro_batch.sequences))
         for number in range(max(map(len, self._assigned))):
             if self._failed or context.ranks.any(context.shutdown.is_requested):
                 return
@@ -119,7 +120,7 @@ class BatchPass:
 
     @contextmanager
     def catch_out_of_memory(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Wrap the computation of a micro-batch: out of memory ends the pass, and its gradient is dropped."""
+        """Wrap the computation of a micro-batch. When memory runs out, the pass ends, and its gradient is dropped."""
         try:
             yield
         except Exception as error:
@@ -146,7 +147,7 @@ class BatchPass:
 
     def add_loss(self, micro_batch: MicroBatch, loss: ChunkedLoss) -> None:
         """Add the loss of a micro-batch, once the device has computed it."""
-        if self._context.is_base_sharded:  # the device may wait long for other ranks
+        if self._context.is_base_sharded:  # send heartbeats, because the device may wait long for other ranks
             self._context.ranks.wait_for_device(self._context.device)
         value = loss.item()
         if micro_batch.is_own:
@@ -156,7 +157,7 @@ class BatchPass:
         """Combine the results of all ranks."""
         context, failed = self._context, self._failed
         rows, tokens = (0, 0) if failed is None else (len(failed.sequences), failed.padded_tokens)
-        if failed and context.is_base_sharded:  # the other ranks wait in the pass that failed here: they cannot answer
+        if failed and context.is_base_sharded:  # the other ranks wait inside the failed pass and cannot answer
             return PassResult(self._loss, False, rows, tokens, [])
         values = [self._loss, float(context.shutdown.is_requested), rows, tokens, time.monotonic() - self._started_s]
         losses, stops, failed_rows, failed_tokens, busy_s = zip(*context.ranks.gather(values), strict=True)
@@ -170,7 +171,7 @@ class BatchPass:
         )
 
     def _assign_micro_batches(self, lengths: list[int], budget: MicrobatchBudget) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each rank; at least one for each, if there are as many sequences as ranks."""
+        """Return the micro-batches of each rank, at least one per rank if there are enough sequences."""
         world_size, machine = self._context.ranks.environment.world_size, self._context.machine
         size = min(machine.micro_batch_size, -(-len(lengths) // world_size))
         limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]

@@ -1,7 +1,7 @@
-"""The limit of a micro-batch, how it changes when memory runs out, and the micro-batches of given settings.
+"""The size limit of micro-batches: how it changes when memory runs out, and what it means for hypothetical settings.
 
 A budget depends only on its history of failures and good steps. So a run that is replayed from its journal gets the
-same micro-batches, and the same rounding of sums.
+same micro-batches, and sums are rounded the same way.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,23 @@ from ratchet.runs import rendezvous
 from ratchet.training import memory_monitor
 
 SHRINK = 0.8
-"""Factor on the padded tokens that did not fit, at the first failure in a step; each further failure in it halves."""
+"""New budget after the first failure in a step, as a share of the padded tokens that did not fit. Each further failure
+in the same step halves the budget."""
 GROW = 1.25
+"""Factor by which a shrunk budget grows."""
 GROW_AFTER_STEPS = 50
-"""Good steps before a shrunk budget is enlarged a little; doubled each time that the larger one fails."""
+"""Good steps before a shrunk budget grows; doubled each time that the larger budget fails."""
 MAX_WAIT_STEPS = 10_000
+DEFAULT_TRAINED_SHARE = 0.5
+"""Share of a row's tokens that are trained, if no data is known."""
 
 
 @dataclass(frozen=True)
 class MicrobatchBudget:
-    """Limit of a micro-batch in padded tokens (rows x longest); a single row is computed whatever its length."""
+    """Limit of a micro-batch in padded tokens (rows x longest). A single row is computed whatever its length."""
 
     tokens: int | None = None
-    """None: only `machine.micro_batch_size` limits a micro-batch."""
+    """The limit; None: only `machine.micro_batch_size` limits a micro-batch."""
     failed_tokens: int = 0
     """Padded tokens of the micro-batch that did not fit when the budget last shrank."""
     good_steps: int = 0
@@ -40,29 +44,34 @@ class MicrobatchBudget:
     wait_steps: int = GROW_AFTER_STEPS
     """Good steps before the budget grows."""
     grown: bool = False
-    """Whether the last change enlarged the budget: a failure then doubles the wait."""
+    """Whether the last change enlarged the budget. If so, a failure doubles `wait_steps`."""
 
     def shrink(self, failed_tokens: int, repeated: bool) -> "MicrobatchBudget":
-        """Return the budget after a micro-batch did not fit; `repeated`: not the first in this step.
+        """Return the budget after a micro-batch did not fit.
 
-        The result is smaller than `failed_tokens` and never larger than before, so repeated failures end at single
-        rows. A single row cannot be divided: the caller handles that one does not fit.
+        The result is smaller than `failed_tokens` and never larger than the present budget, so repeated failures end at
+        single rows. The caller handles a single row that does not fit, because it cannot be divided.
+
+        Args:
+            failed_tokens: padded tokens of the micro-batch.
+            repeated: whether the budget was already made smaller in this step.
 
         Raises:
             ValueError: `failed_tokens` is not positive.
         """
         if failed_tokens < 1:
             raise ValueError(f"failed_tokens: found {failed_tokens}; expected at least 1")
-        before = failed_tokens if self.tokens is None else min(self.tokens, failed_tokens)
-        tokens = before // 2 if repeated else min(before, int(SHRINK * failed_tokens))
+        limit = failed_tokens if self.tokens is None else min(self.tokens, failed_tokens)
+        tokens = limit // 2 if repeated else min(limit, int(SHRINK * failed_tokens))
         wait = min(MAX_WAIT_STEPS, 2 * self.wait_steps) if self.grown else self.wait_steps
         return MicrobatchBudget(max(1, tokens), failed_tokens, wait_steps=wait)
 
     def record_good_step(self) -> "MicrobatchBudget":
-        """Return the budget after a step that fitted; it grows after `wait_steps`, to no limit (None) near what failed.
+        """Return the budget after a step that fitted.
 
-        A size that failed is tried again, because another process may have used the memory. If it fails again, that
-        costs one repeated micro-batch, and the wait doubles.
+        The budget grows after `wait_steps`. When it reaches the size that failed, the limit is removed (None): that
+        size is tried again, because another process may have used the memory. Another failure costs one repeated
+        micro-batch, and doubles the wait.
         """
         good_steps = self.good_steps + 1
         if self.tokens is None or good_steps < self.wait_steps:
@@ -73,22 +82,19 @@ class MicrobatchBudget:
 
 # The micro-batches of hypothetical settings, for forecasts.
 
-DEFAULT_TRAINED_SHARE = 0.5
-"""Share of a row's tokens that is trained, when no data is known."""
-
 
 def make_work_estimator(
     data: Path | None, device: torch.device, teacher: ModelSpec | None = None
 ) -> Callable[[Settings], MemoryWorkload]:
     """Return a function that computes the largest micro-batches under given settings.
 
-    They are those of the prepared rows, or of rows as long as the settings allow. The ranks are `machine.gpus` of this
-    machine, times the fewest machines that `machine.nodes` allows.
+    The micro-batches consist of the prepared rows, or without data of rows as long as the settings allow. The number of
+    ranks is `machine.gpus` of this machine times the fewest machines that `machine.nodes` allows.
 
     Args:
-        data: output of stage prepare; None if it has not run.
+        data: output of stage prepare; None if the stage has not run.
         device: the device that would train.
-        teacher: the teacher of train.distill; counted if the settings keep it in memory.
+        teacher: the teacher of train.distill; its memory counts if the settings keep it in memory.
     """
 
     def complete(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
@@ -102,7 +108,7 @@ def make_work_estimator(
     def estimate_work(settings: Settings) -> MemoryWorkload:
         try:
             plan = BatchPlan(train.lengths, settings.train)
-        except SettingsError:  # the longest rows would not fit into such packs
+        except SettingsError:  # the longest rows would not fit into packs of this size
             work = _assume_work(settings, device)
         else:
             work = _cut_to_max_length(

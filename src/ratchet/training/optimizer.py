@@ -1,12 +1,11 @@
-"""Optimizers, their state as plain tensors and JSON (no pickle), the learning rate and the seed of a step.
+"""Optimizers, their state as plain tensors and JSON (no pickle), and the numbers that each step has of its own.
 
 Learning rate and seed are pure functions of the step, so no checkpoint has to save them.
 
-Dynamic loss scaling for float16, so that small gradients do not vanish in its narrow range.
-
-An overflow of the gradient halves the scale, and GROW_AFTER_STEPS steps without one double it (Micikevicius et al.,
-"Mixed Precision Training", 2018, section 3.2). Unlike there, an overflow costs no step: the same step is computed
-again. Powers of two scale floating-point numbers exactly, so the scale itself changes no result.
+Training in float16 scales the loss, so that small gradients do not vanish in the narrow range of the type. An overflow
+of the gradient halves the scale, and GROW_AFTER_STEPS steps without overflow double it (Micikevicius et al., "Mixed
+Precision Training", 2018, section 3.2). Unlike in that paper, an overflow does not skip the step: the same step is
+computed again. Powers of two scale floating-point numbers exactly, so the scale itself changes no result.
 """
 
 import math
@@ -27,42 +26,17 @@ from ratchet.training.train_state import TrainState
 INITIAL_SCALE = 2.0**16
 MAX_SCALE = 2.0**24
 GROW_AFTER_STEPS = 2000
+"""Steps without overflow before the loss scale doubles."""
 
+_MATRICES = ("lora_A", "lora_B", "lora_E", "lora_embedding_")
+"""Parts of names of an adapter's matrices. Other trainable parameters are DoRA's magnitudes and rows of new tokens."""
 
-def initial_loss_scale(compute_dtype: torch.dtype) -> float:
-    """Return the scale of the first step; 1 for bfloat16 and float32, whose range covers all gradients."""
-    return INITIAL_SCALE if compute_dtype == torch.float16 else 1.0
-
-
-def unscale_gradients(parameters: Iterable[torch.nn.Parameter], loss_scale: float) -> None:
-    """Divide every gradient by the loss scale, in place."""
-    if loss_scale != 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(loss_scale)
-
-
-def is_overflow(state: TrainState, loss: float, grad_norm: float) -> bool:
-    """Return whether a smaller scale may help: the loss is finite, but its gradient is not."""
-    return state.loss_scale > 1 and math.isfinite(loss) and not math.isfinite(grad_norm)
-
-
-def reduce_loss_scale(state: TrainState) -> TrainState:
-    """Return the state in which the same step is computed again, with half the scale."""
-    return replace(state, loss_scale=state.loss_scale / 2, loss_scale_steps=0)
-
-
-def advance_loss_scale(state: TrainState) -> TrainState:
-    """Return the state after a step without overflow."""
-    if state.loss_scale == 1:
-        return state
-    if state.loss_scale_steps + 1 < GROW_AFTER_STEPS:
-        return replace(state, loss_scale_steps=state.loss_scale_steps + 1)
-    return replace(state, loss_scale=min(MAX_SCALE, 2 * state.loss_scale), loss_scale_steps=0)
+Optimizer = Any
+"""torch.optim.Optimizer, or a subclass of bitsandbytes."""
 
 
 def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
-    """Return the rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then `train.schedule` to zero."""
+    """Return the learning rate of step `step` (from 0) of `steps`: linear warm-up, then `train.schedule` to zero."""
     warmup = math.ceil(settings.warmup_ratio * steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
@@ -77,27 +51,20 @@ def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the random numbers (dropout) of one optimizer step, on every device of a rank.
 
-    Each step has its own seed, so resuming needs no saved generator state, and nothing that draws numbers in between
-    (validation, a retried step) shifts what later steps draw.
+    Each step has its own seed, so resuming needs no saved generator state, and numbers drawn between steps (by
+    validation, by a repeated step) do not change the numbers of later steps.
     """
     key = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(digests.hash_json(key)[:15], 16))
 
 
-Optimizer = Any
-"""torch.optim.Optimizer, or a subclass of bitsandbytes."""
-
-_MATRICES = ("lora_A", "lora_B", "lora_E", "lora_embedding_")
-"""Matrices of an adapter. The other trainable parameters are DoRA's magnitudes and rows of new tokens."""
-
-
 def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
     """Return the optimizer of `train.optimizer` for the trainable parameters of `model`.
 
-    Each of its groups has the factor of its learning rate in `loraplus_lr_ratio`.
+    `loraplus_lr_ratio` of each parameter group is the factor of its learning rate.
 
     Raises:
-        SettingsError: it is a paged one, but there is no GPU; or it would compute in float16.
+        SettingsError: a paged optimizer has no GPU, or the optimizer would compute in float16.
     """
     groups = _build_groups(model, settings)
     if settings.optimizer == "adamw" and settings.adapter_dtype == "float16":
@@ -121,8 +88,8 @@ def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
 def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
     """Return at most three groups: matrices, matrices B with a higher rate (LoRA+), other parameters.
 
-    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Weight decay applies to matrices only: it pulls them towards "no
-    change", whereas it would pull DoRA's magnitudes and the rows of new tokens towards zero.
+    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Only matrices have weight decay, which pulls them towards "no change".
+    It would pull DoRA's magnitudes and the rows of new tokens towards zero.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in adapters.trainable_parameters(model):
@@ -142,7 +109,7 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
 
 
 def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state as tensors by path (`parameter/key/...`) and the rest as JSON. Tensors are not copied."""
+    """Return the state: tensors by path (`parameter/key/...`), not copied, and the other values as JSON."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values = {str(index): _extract_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
@@ -150,14 +117,14 @@ def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def _extract_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Move the tensors of a dictionary (nested for bitsandbytes) into `tensors`; return the rest."""
-    rest: dict[str, Any] = {}
+    """Move the tensors of a dictionary (nested for bitsandbytes) into `tensors`; return the other values."""
+    values: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Tensor):
             tensors[f"{path}/{key}"] = value.detach()
         else:
-            rest[key] = _extract_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
-    return rest
+            values[key] = _extract_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
+    return values
 
 
 def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -179,3 +146,38 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, 
         raise DamagedFileError(
             f"the saved optimizer state does not fit train.optimizer and the adapter: {error}"
         ) from None
+
+
+# Dynamic loss scaling.
+
+
+def initial_loss_scale(compute_dtype: torch.dtype) -> float:
+    """Return the loss scale of the first step; 1 for bfloat16 and float32, whose range covers all gradients."""
+    return INITIAL_SCALE if compute_dtype == torch.float16 else 1.0
+
+
+def unscale_gradients(parameters: Iterable[torch.nn.Parameter], loss_scale: float) -> None:
+    """Divide every gradient by the loss scale, in place."""
+    if loss_scale != 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(loss_scale)
+
+
+def is_overflow(state: TrainState, loss: float, grad_norm: float) -> bool:
+    """Return whether a smaller loss scale may help: the loss is finite, but its gradient is not."""
+    return state.loss_scale > 1 and math.isfinite(loss) and not math.isfinite(grad_norm)
+
+
+def reduce_loss_scale(state: TrainState) -> TrainState:
+    """Return the state with half the loss scale, in which the same step is computed again."""
+    return replace(state, loss_scale=state.loss_scale / 2, loss_scale_steps=0)
+
+
+def advance_loss_scale(state: TrainState) -> TrainState:
+    """Return the state after a step without overflow."""
+    if state.loss_scale == 1:
+        return state
+    if state.loss_scale_steps + 1 < GROW_AFTER_STEPS:
+        return replace(state, loss_scale_steps=state.loss_scale_steps + 1)
+    return replace(state, loss_scale=min(MAX_SCALE, 2 * state.loss_scale), loss_scale_steps=0)

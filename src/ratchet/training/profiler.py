@@ -1,7 +1,7 @@
 """Profiles a training: measures its first steps part by part, and the limits of the machine for comparison.
 
-It runs in a worker, in a temporary run directory, with the same threads, environment and memory decisions as a
-training. No training continues from it.
+The profiler runs in a worker, in a temporary run directory, with the same threads, environment and memory decisions as
+a training. No training resumes from this directory.
 """
 
 import math
@@ -47,11 +47,21 @@ from ratchet.training.trainer import TrainingLoop
 
 Shape = list[int]
 
+WARM_SHARE, TRACED_STEPS = 0.1, 3
+"""Share of the steps that only warm up, and number of steps that run under torch's profiler."""
+SNAPSHOTS = 3
+"""Snapshots whose median duration counts, because another process may disturb one of them."""
+MAX_OPERATORS = 10
+"""Operators in the profile."""
 BLOCK_S, BLOCKS = 0.02, 5
 """A rate is the median of BLOCKS blocks of at least BLOCK_S seconds."""
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""Bytes copied to measure bandwidth, many times the caches; at most an eighth of the available memory."""
+"""Bytes copied to measure bandwidth: much more than caches hold, but at most an eighth of the available memory."""
 SQUARE_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices whose product shows the practical peak."""
+
+
+# The limits of the machine.
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -80,7 +90,7 @@ def _synchronize(device: torch.device) -> None:
 def measure_product_flops_per_s(
     shapes: Counter[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return operations per second of products [rows, inputs] x [inputs, outputs], weighted by their counts."""
+    """Return the operations per second of products [rows, inputs] x [inputs, outputs], weighted by their counts."""
     flops = spent_s = 0.0
     for (rows, inputs, outputs), count in shapes.items():
         left = torch.randn(rows, inputs, device=device).to(dtype)
@@ -91,13 +101,13 @@ def measure_product_flops_per_s(
 
 
 def measure_square_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Return operations per second of a large square product: the practical peak of the machine."""
+    """Return the operations per second of a large square product, which is the practical peak of the machine."""
     side = SQUARE_SIDE[device.type]
     return measure_product_flops_per_s(Counter([(side, side, side)]), dtype, device)
 
 
 def measure_bandwidth_bytes_per_s(device: torch.device) -> float:
-    """Return bytes per second of a large copy, read and written bytes together."""
+    """Return the bytes per second of a large copy; read and written bytes both count."""
     size = min(COPY_BYTES[device.type], capacity.measure_device(device).available_bytes // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -110,14 +120,14 @@ def count_product_shapes(model: Model, rows: int, trained: int) -> Counter[tuple
     Args:
         model: model with its adapter.
         rows: padded tokens of the micro-batch.
-        trained: trained positions among them; the head computes only these.
+        trained: trained positions of the micro-batch; the head computes only these.
     """
     head = model.get_output_embeddings()
     shapes: Counter[tuple[int, int, int]] = Counter()
     for module, inputs, outputs in iterate_matrices(model):
-        m = max(1, trained) if module is head else max(1, rows)
-        shapes[m, inputs, outputs] += 1  # the output
-        shapes[m, outputs, inputs] += 1  # the gradient of the input; a frozen matrix has none
+        positions = max(1, trained) if module is head else max(1, rows)
+        shapes[positions, inputs, outputs] += 1  # the output
+        shapes[positions, outputs, inputs] += 1  # the gradient of the input; a frozen matrix itself has no gradient
     return shapes
 
 
@@ -129,9 +139,9 @@ class StepWorkload:
     saved_bytes: int = 0
     """Bytes of tensors saved for backward passes, over all micro-batches."""
     peak_saved_bytes: int = 0
-    """The most at any one time."""
+    """Largest size of the saved tensors at any time."""
     _references: Counter[int] = field(default_factory=Counter)
-    """Number of saved tensors by address of their storage."""
+    """Number of saved tensors, by address of their storage."""
     _current_bytes: int = 0
 
     def save(self, tensor: Tensor) -> "_SavedTensor":
@@ -160,10 +170,11 @@ class _SavedTensor:
 
 @contextmanager
 def count_workload(model: Model) -> Iterator[StepWorkload]:
-    """Count the operations of products and attention inside, and saved tensors that are not the model's own.
+    """Count the operations of products and attention in the context, and the tensors saved for the backward pass.
 
-    torch counts attention as if every position attended to every other; causal kernels skip up to half of that. With
-    activation checkpointing, only tensors outside of the recomputed blocks are counted.
+    The model's own tensors do not count as saved. torch counts attention as if every position attended to every other;
+    causal kernels skip up to half of that. With activation checkpointing, only tensors outside of the recomputed blocks
+    are counted.
     """
     workload = StepWorkload()
     own_storages = {tensor.untyped_storage().data_ptr() for tensor in parameters.list_unique_tensors(model)}
@@ -182,7 +193,7 @@ def count_workload(model: Model) -> Iterator[StepWorkload]:
 
 
 def _flop_formulas() -> dict[Any, Any]:
-    """Return formulas for operations that torch (2.13) does not count: fused attention on CPUs, 4-bit products."""
+    """Return formulas for operations that torch (2.13) does not count: fused attention on CPUs, and 4-bit products."""
 
     def forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
@@ -204,7 +215,7 @@ def _flop_formulas() -> dict[Any, Any]:
 def estimate_moved_bytes(
     model: Model, workload: StepWorkload, micro_batches: int, passes: int, states_bytes: int
 ) -> dict[str, float]:
-    """Return the bytes that a step must move between memory and processor, by their kind.
+    """Return the bytes that a step must move between memory and processor, by kind.
 
     Args:
         model: model with its adapter.
@@ -234,12 +245,6 @@ def estimate_moved_bytes(
 
 # The profile of a training.
 
-WARM_SHARE, TRACED_STEPS = 0.1, 3
-SNAPSHOTS = 3
-"""The median of several, because another process may disturb one."""
-MAX_OPERATORS = 10
-"""Operators in the profile."""
-
 
 @dataclass(frozen=True)
 class StepMeasurement:
@@ -264,7 +269,7 @@ class PeriodicCosts:
 
 
 def profile_training(context: TrainingContext, steps: int) -> None:
-    """Measure so many steps, or all that there are, and seal the profile as the result of the run.
+    """Measure `steps` steps, or all steps of a shorter training, and seal the profile as the result of the run.
 
     Raises:
         SettingsError: the training has too few steps.
@@ -284,6 +289,14 @@ def profile_training(context: TrainingContext, steps: int) -> None:
 
 
 class _TrainingProfiler:
+    """Runs the measurements of a profile in order.
+
+    Args:
+        loop: a training that has not begun.
+        timer: timer of its steps.
+        trace_path: file for the trace of torch's profiler.
+    """
+
     def __init__(self, loop: TrainingLoop, timer: StepTimer, trace_path: Path) -> None:
         self.loop, self.timer, self.trace_path = loop, timer, trace_path
         self.context, self.executor = loop.context, loop.executor
@@ -297,18 +310,18 @@ class _TrainingProfiler:
         for _ in range(warm):
             self._step()
         context.memory_monitor.enter("steady")
-        measured = self._steps(counted // 2)
+        measured = self._measure_steps(counted // 2)
         context.memory_monitor.close()  # the trace takes memory that training does not
         self._trace(traced)
-        measured += self._steps(counted - counted // 2)
+        measured += self._measure_steps(counted - counted // 2)
         periodic = self._measure_periodic_costs()
         typical = _select_median_step(measured)
         workload = self._count_workload(typical)
         limits = self._measure_limits(measured, typical, workload)
         return self._build_profile(measured, periodic, workload, limits, (warm, traced))
 
-    def _steps(self, count: int) -> list[StepMeasurement]:
-        """Measure steps. On a GPU, only every other step is synchronised at its spans, because that costs time."""
+    def _measure_steps(self, count: int) -> list[StepMeasurement]:
+        """Measure steps. On a GPU, every second step is not synchronised at its spans, because that costs time."""
         measured = []
         for number in range(count):
             self.timer.synchronizes_spans = self.context.device.type == "cuda" and number % 2 == 0
@@ -316,15 +329,15 @@ class _TrainingProfiler:
         return measured
 
     def _step(self) -> StepMeasurement:
-        before = self.executor.state
+        state = self.executor.state
         self.timer.start()
         self.executor.step()
         timings = self.timer.stop()
         self._raise_if_stopped()
-        after = self.executor.state
+        new_state = self.executor.state
         return StepMeasurement(
-            timings, before.step, after.input_tokens - before.input_tokens,
-            after.trained_tokens - before.trained_tokens,
+            timings, state.step, new_state.input_tokens - state.input_tokens,
+            new_state.trained_tokens - state.trained_tokens,
             self.timer.synchronizes_spans or self.context.device.type != "cuda",
         )  # fmt: skip
 
@@ -333,7 +346,7 @@ class _TrainingProfiler:
             raise InterruptedRunError("profile: stopped on request")
 
     def _trace(self, steps: int) -> None:
-        """Run steps under torch's profiler: write the trace, and list the operators that took the most time."""
+        """Run steps under torch's profiler, write the trace, and list the operators that took the most time."""
         is_gpu = self.context.device.type == "cuda"
         self.timer.synchronizes_spans, self.timer.marks_spans = False, True
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
@@ -364,7 +377,7 @@ class _TrainingProfiler:
         return PeriodicCosts(validation_s, snapshot_s, self.loop.checkpointer.save_s)
 
     def _count_workload(self, typical: StepMeasurement) -> StepWorkload:
-        """Compute the gradient of a step once more, untimed, and count its operations; it is not applied."""
+        """Compute the gradient of a step again, without timing or applying it, and count the operations."""
         with count_workload(self.context.model) as workload:
             self.executor.compute_gradients(typical.step + 1)
         self._raise_if_stopped()
@@ -384,7 +397,7 @@ class _TrainingProfiler:
             timings.padded_tokens // timings.micro_batches,
             typical.trained_tokens // timings.micro_batches,
         )
-        mean_tokens = _compute_mean(measured, lambda one: one.timings.padded_tokens)
+        mean_tokens = _compute_mean(measured, lambda step: step.timings.padded_tokens)
         context.heartbeat.beat("load")  # the measurements may take long
         return RooflineLimits(
             # Steps differ in size: the count of one step is scaled to the average number of tokens.
@@ -405,9 +418,9 @@ class _TrainingProfiler:
         unmeasured_steps: tuple[int, int],
     ) -> TrainingProfile:
         context = self.context
-        synchronized = [one for one in measured if one.is_synchronized]
-        undisturbed = [one for one in measured if not one.is_synchronized] or synchronized
-        seconds = [one.timings.seconds for one in undisturbed]
+        synchronized = [step for step in measured if step.is_synchronized]
+        undisturbed = [step for step in measured if not step.is_synchronized] or synchronized
+        seconds = [step.timings.seconds for step in undisturbed]
         step_s = statistics.median(seconds)
         quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [step_s] * 3
         steady = context.memory_monitor.peaks.get("steady") or context.memory_monitor.peaks["first_step"]
@@ -424,13 +437,13 @@ class _TrainingProfiler:
             quartiles_s=(quartiles[0], quartiles[2]),
             synchronised_step_s=None
             if undisturbed is synchronized
-            else statistics.median(one.timings.seconds for one in synchronized),
-            parts=_build_parts(synchronized, periodic, self._intervals(periodic, step_s)),
+            else statistics.median(step.timings.seconds for step in synchronized),
+            parts=_build_parts(synchronized, periodic, self._compute_intervals(periodic, step_s)),
             operators=self.operators,
-            micro_batches=_compute_mean(measured, lambda one: one.timings.micro_batches),
-            input_tokens=_compute_mean(measured, lambda one: one.input_tokens),
-            padded_tokens=_compute_mean(measured, lambda one: one.timings.padded_tokens),
-            trained_tokens=_compute_mean(measured, lambda one: one.trained_tokens),
+            micro_batches=_compute_mean(measured, lambda step: step.timings.micro_batches),
+            input_tokens=_compute_mean(measured, lambda step: step.input_tokens),
+            padded_tokens=_compute_mean(measured, lambda step: step.timings.padded_tokens),
+            trained_tokens=_compute_mean(measured, lambda step: step.trained_tokens),
             limits=limits,
             saved_activation_bytes=workload.peak_saved_bytes,
             peak_bytes=steady.peak_bytes,
@@ -438,8 +451,11 @@ class _TrainingProfiler:
             notes=_write_notes(context),
         )
 
-    def _intervals(self, periodic: PeriodicCosts, step_s: float) -> dict[PartName, float]:
-        """Return the steps between two validations and two snapshots; a validation that improves takes one too."""
+    def _compute_intervals(self, periodic: PeriodicCosts, step_s: float) -> dict[PartName, float]:
+        """Return the steps between two validations and between two snapshots.
+
+        Snapshots are counted at least as often as validations, because a new best validation takes a snapshot, too.
+        """
         context = self.context
         validation = min(context.settings.validate_every_steps, context.batch_plan.steps)
         setting = context.machine.checkpoint_every
@@ -453,7 +469,7 @@ class _TrainingProfiler:
 
 def _select_median_step(measured: Sequence[StepMeasurement]) -> StepMeasurement:
     """Return the step of median size."""
-    return sorted(measured, key=lambda one: (one.timings.padded_tokens, one.step))[len(measured) // 2]
+    return sorted(measured, key=lambda step: (step.timings.padded_tokens, step.step))[len(measured) // 2]
 
 
 def _compute_mean(measured: Sequence[StepMeasurement], value: Callable[[StepMeasurement], float]) -> float:
@@ -461,27 +477,28 @@ def _compute_mean(measured: Sequence[StepMeasurement], value: Callable[[StepMeas
 
 
 def _build_parts(
-    measured: Sequence[StepMeasurement], periodic: PeriodicCosts, every: dict[PartName, float]
+    measured: Sequence[StepMeasurement], periodic: PeriodicCosts, intervals: dict[PartName, float]
 ) -> tuple[StepPart, ...]:
-    each: dict[PartName, float] = {
-        name: statistics.median(one.timings.spans.get(name, 0.0) for one in measured) for name in PARTS
+    """Return the duration of each part, and its share of the training time; `intervals`: steps between occurrences."""
+    durations_s: dict[PartName, float] = {
+        name: statistics.median(step.timings.spans.get(name, 0.0) for step in measured) for name in PARTS
     }
-    each["snapshot"], each["evaluation"] = periodic.snapshot_s, periodic.validation_s
-    each["waiting"] = statistics.median(one.timings.rest_s for one in measured)
-    total = sum(each[name] / every.get(name, 1.0) for name in PARTS)
+    durations_s["snapshot"], durations_s["evaluation"] = periodic.snapshot_s, periodic.validation_s
+    durations_s["waiting"] = statistics.median(step.timings.rest_s for step in measured)
+    total_s = sum(durations_s[name] / intervals.get(name, 1.0) for name in PARTS)
     return tuple(
         StepPart(
             name=name,
-            duration_s=each[name],
-            every_steps=every.get(name, 1.0),
-            share=each[name] / every.get(name, 1) / total,
+            duration_s=durations_s[name],
+            every_steps=intervals.get(name, 1.0),
+            share=durations_s[name] / intervals.get(name, 1) / total_s,
         )
         for name in PARTS
     )
 
 
 def _list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTime, ...]:
-    """Return the operators with the most time; names of spans (`record_function`) are left out."""
+    """Return the operators that took the most time, without spans (`record_function`)."""
 
     def self_s(event: Any) -> float:
         return float(event.self_device_time_total if is_gpu else event.self_cpu_time_total) * 1e-6
@@ -498,7 +515,7 @@ def _list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTi
 
 def _write_notes(context: TrainingContext) -> tuple[str, ...]:
     notes = [
-        "Operations are those that were executed: products and attention, with the adapter's, as torch counts them. It "
+        "Operations are the executed products and attention, including the adapter's, as torch counts them. torch "
         "counts attention of every position to every other; causal kernels skip up to half of it."
     ]
     if adapters.uses_activation_checkpointing(context.model):

@@ -23,9 +23,11 @@ def build_run_spec(layout: ProjectLayout, settings: Settings) -> RunSpec:
 
 
 def build_launch(layout: ProjectLayout, settings: Settings) -> TrainingLaunchSpec:
-    """Return how and where a worker runs it on this machine.
+    """Return the launch file of the run, which defines how and where a worker runs it on this machine.
 
-    Raises the errors of `build_run_spec`, and BaseModelError if the base is missing.
+    Raises:
+        DataError: an earlier stage has not run.
+        BaseModelError: the base, or the teacher of an online distillation, is missing.
     """
     base, distill = BaseCard.load(layout.base_card), settings.train.distill
     teacher = teacher_reference.teacher_directory(layout, settings.train) if distill.is_online else None

@@ -1,11 +1,11 @@
-"""Shards the base: each rank holds a share of every decoder layer's frozen matrices.
+"""Shards the base: each rank stores a share of every decoder layer's frozen matrices.
 
 torch's FSDP2 (`fully_shard`; Zhao et al. 2023, arXiv 2304.11277) gathers a layer when its forward or backward pass
-begins, and frees it when that ends. Only frozen weights are sharded. Trainable parameters are small and complete on
+begins, and frees it when the pass ends. Only frozen weights are sharded. Trainable parameters are small and complete on
 every rank, so gradients are summed, compressed and resumed as without sharding, and a checkpoint fits any number of
-ranks. The gathered bytes are those of the whole base: the adapter is the same, bit for bit, as without sharding.
+ranks. The gathered bytes equal the bytes of the base, so the adapter is the same, bit for bit, as without sharding.
 
-Embedding, head and vectors are complete on every rank too, and so are the quantisation constants of a 4-bit matrix (1/8
+Every rank also has the complete embedding, head and vectors, and the quantisation constants of each 4-bit matrix (1/8
 of its bytes, 1/32 with double quantisation).
 """
 
@@ -34,8 +34,8 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
     """Keep this rank's share of the base on its device, and gather each layer when it is needed.
 
     Args:
-        model: model with its adapter, in the host's memory; everything but the adapter is frozen. Changed in place:
-            from now on all ranks must run the same number of forward and backward passes, together.
+        model: model with its adapter, in the host's memory; everything but the adapter is frozen. It is changed in
+            place: afterwards, all ranks must run the same forward and backward passes together.
         ranks: two or more ranks.
         device: device of this rank.
 
@@ -53,9 +53,9 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
         unsharded = set(layer.parameters()) - set(rank_memory.iterate_shardable_matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         layer.set_custom_all_gather(all_gather)
-        weights.trim_heap()  # else the C library keeps the memory of the unsharded layer
-    _move_others(model, layers, device)
-    # The root, which runs the layers, has no share itself, but lets layers be gathered ahead in one stream.
+        weights.trim_heap()  # otherwise the C library keeps the memory of the unsharded layer
+    _move_outer_modules(model, layers, device)
+    # The module that runs the layers has no shards of its own. As FSDP's root it gathers layers ahead, in one stream.
     body = model.get_submodule(name.rpartition(".")[0])
     fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
     if device.type == "cuda":
@@ -74,8 +74,8 @@ def _find_layers(model: Model) -> tuple[str, list[Any]]:
     raise SettingsError(f"machine.shard_base: a {name} cannot be sharded: {reason}; set it to false")
 
 
-def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Move everything outside of the layers to the device."""
+def _move_outer_modules(model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Move the modules outside of the layers to the device."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) in inside:
@@ -87,7 +87,7 @@ def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device
 
 
 class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
-    """A 4-bit layer whose packed weights are gathered and freed; its quantisation constants stay."""
+    """A 4-bit layer whose packed weights FSDP gathers and frees; its quantisation constants stay in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute as bitsandbytes does, with the same kernel. x: [..., inputs]; returns [..., outputs]."""
@@ -98,27 +98,27 @@ class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has 
 
 
 def _shard_linear4bit(layer: Linear4bit) -> None:
-    """Move the constants from the parameter to the layer, because FSDP gathers plain parameters."""
+    """Move the quantisation constants from the parameter to the layer, because FSDP gathers plain parameters."""
     layer.quant_state = layer.weight.quant_state
     layer.weight = nn.Parameter(layer.weight.data.as_subclass(Tensor), requires_grad=False)
     layer.__class__ = _ShardedLinear4bit
 
 
 class _LayerAllGather:
-    """Gathers a layer; over gloo it sends heartbeats while it waits, so that only a stopped rank is silent."""
+    """Gathers a layer. Over gloo it sends heartbeats while it waits, so that only a stopped rank is silent."""
 
     def __init__(self, ranks: RankGroup, device: torch.device) -> None:
         self._ranks, self._waits = ranks, device.type == "cpu"
         self._gathered_bytes = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the whole layer, as FSDP does by default."""
+        """Allocate memory for the gathered layer, as FSDP does by default."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Start gathering, and wait unless `async_op`; on a GPU the stream waits, not the process."""
+        """Gather a layer. On a GPU, this only starts the operation, and the stream waits for it."""
         work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self._waits or async_op)
         if not self._waits:
             return work
@@ -127,10 +127,10 @@ class _LayerAllGather:
         return None
 
     def _trim_heap(self, count: int) -> None:
-        """Return freed memory to the system from time to time; there were two copies of each layer.
+        """Return freed memory to the system from time to time. Each layer was in memory twice.
 
-        glibc serves no request with a freed block of the same size (models/memory/trace.py), so it would keep all
-        layers that were ever gathered.
+        glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so it would keep
+        the memory of every layer that was ever gathered.
         """
         self._gathered_bytes += 2 * count
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:

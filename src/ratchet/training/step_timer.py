@@ -1,10 +1,10 @@
-"""Times the parts of a training step, span by span.
+"""Measures how fast a training step is: the time of its parts, and its operations compared with the GPU's peak rate.
 
-Without the profiler a training uses `StepSpans`, which measures nothing.
+`StepTimer` measures the parts of a step, span by span. Without the profiler, a training uses `StepSpans`, which
+measures nothing.
 
-Operations per token of a training, and the peak rate of a GPU by its data sheet.
-
-Their ratio gives the model FLOP utilisation (MFU; Chowdhery et al. 2022, appendix B).
+The operations per second of a training, divided by the peak rate in the GPU's data sheet, are the model FLOP
+utilisation (MFU; Chowdhery et al. 2022, appendix B).
 """
 
 import re
@@ -32,7 +32,8 @@ SHEETS: tuple[tuple[str, float], ...] = (
 """Dense products in bfloat16 or float16 by NVIDIA's data sheets, in operations per second, by name of the GPU."""
 
 MAX_UNKNOWN_SHARE = 0.1
-"""Above this share of frozen matrices in unknown layers (for example experts in one tensor) the count is unknown."""
+"""The operations are unknown if the matrices of unknown layers (such as experts in one tensor) have more than this
+share of the elements of the known layers."""
 
 
 def datasheet_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
@@ -44,7 +45,7 @@ def datasheet_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def iterate_matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
-    """Yield the linear layers of the frozen base: module, inputs, outputs."""
+    """Yield the linear layers of the frozen base, with their numbers of inputs and outputs."""
     for name, module in model.named_modules():
         if "lora_" in name:
             continue
@@ -57,26 +58,27 @@ def iterate_matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
 def flops_per_token(model: Model, trained_share: float, passes: Literal[1, 2] = 2) -> float | None:
     """Return the operations per input token in training, forward and backward, without recomputed activations.
 
-    A frozen matrix takes part in two products (its output, and the gradient of its input), a trainable one in three. A
-    product is two operations per element. Attention between tokens is left out, so the MFU is a lower bound.
+    A frozen matrix takes part in two products (its output, and the gradient of its input), a trainable matrix in three.
+    A product has two operations per element. Attention between tokens is not counted, so the MFU is a lower bound.
 
     Args:
-        model: with its adapter.
+        model: model with its adapter.
         trained_share: share of trained tokens; the head computes only these.
         passes: 2: forward and backward; 1: forward only, for a model without trainable parameters.
 
     Returns:
-        None if too many matrices are in unknown layers, such as experts in one tensor.
+        The operations; None if too many elements are in unknown layers, such as experts in one tensor.
     """
     head = model.get_output_embeddings()
-    elements, known, flops = 0, set[int](), 0.0
+    elements, counted, flops = 0, set[int](), 0.0
     for module, inputs, outputs in iterate_matrices(model):
         elements += inputs * outputs
-        known.add(id(module.weight))
+        counted.add(id(module.weight))
         flops += 2.0 * passes * inputs * outputs * (trained_share if module is head else 1.0)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and id(p) not in known | embeddings]
-    if sum(p.numel() for p in frozen) > MAX_UNKNOWN_SHARE * elements:
+    excluded = counted | embeddings
+    unknown = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and id(p) not in excluded]
+    if sum(p.numel() for p in unknown) > MAX_UNKNOWN_SHARE * elements:
         return None
     trainable = sum(int(p.numel()) for p in model.parameters() if p.requires_grad)
     return flops + 6.0 * trainable
@@ -86,14 +88,14 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 class StepSpans:
-    """Places at which a step can be measured; this class measures nothing."""
+    """Interface through which a step reports its spans. This class measures nothing."""
 
     def measure(self, name: str) -> AbstractContextManager[None]:
-        """Wrap work of this name. The time of an inner span does not count for the outer one."""
+        """Wrap work that belongs to the span `name`. The time of an inner span does not count for the outer span."""
         return _UNTIMED
 
     def count_micro_batch(self, padded_tokens: int) -> None:
-        """Count a micro-batch that is about to be computed, of so many tokens (sequences x longest)."""
+        """Count a micro-batch that is about to be computed; `padded_tokens`: sequences x longest."""
 
 
 @dataclass
@@ -101,15 +103,15 @@ class StepTimings:
     """Measurements between `StepTimer.start` and the next `stop`."""
 
     seconds: float = 0.0
-    """Total, inside and outside of spans."""
+    """Total time, inside and outside of spans."""
     spans: dict[str, float] = field(default_factory=dict)
-    """Seconds by name, without those of inner spans."""
+    """Seconds of each span by name, without the time of inner spans."""
     micro_batches: int = 0
     padded_tokens: int = 0
 
     @property
     def rest_s(self) -> float:
-        """Seconds outside all spans."""
+        """Seconds outside of all spans."""
         return self.seconds - sum(self.spans.values())
 
 
@@ -117,8 +119,8 @@ class StepTimer(StepSpans):
     """Measures spans.
 
     Args:
-        device: a GPU works asynchronously. It is waited for at the edge of every span while `synchronizes_spans`, and
-            always at `start` and `stop`.
+        device: device of the training. A GPU works asynchronously: the timer waits for it at `start` and `stop`, and if
+            `synchronizes_spans` is set also at the edges of every span.
         clock: monotonic seconds.
     """
 
@@ -138,14 +140,14 @@ class StepTimer(StepSpans):
         self._started_s = self._clock()
 
     def stop(self) -> StepTimings:
-        """Return what was measured since `start`."""
+        """Return the measurements since `start`."""
         self._synchronize()
         self._timings.seconds = self._clock() - self._started_s
         return self._timings
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """See `StepSpans.measure`; the time of work that fails counts too."""
+        """See `StepSpans.measure`. The time of failed work counts, too."""
         mark = torch.profiler.record_function(name) if self.marks_spans else _UNTIMED
         with mark:
             started_s = self._now()

@@ -1,4 +1,4 @@
-"""`python -m ratchet.training.tcp_store HOST:PORT SUPERVISOR_PID`: serves the store of torch's rendezvous."""
+"""Serves the store of torch's rendezvous: `python -m ratchet.training.tcp_store HOST:PORT SUPERVISOR_PID`."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     host, port = arguments[0].rsplit(":", 1)
     try:
         store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-    except DistNetworkError:  # another process serves it already
+    except DistNetworkError:  # another process already serves the store
         return 0
     while store.port:
         signal.pause()

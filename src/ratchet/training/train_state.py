@@ -10,22 +10,22 @@ from ratchet.training.microbatch_budget import MicrobatchBudget
 
 @dataclass(frozen=True)
 class TrainState:
-    """Counters and histories after `step` optimizer steps. Plain numbers only: it is JSON in a checkpoint."""
+    """Counters and histories after `step` optimizer steps: plain numbers, which a checkpoint stores as JSON."""
 
     step: int = 0
     validation_loss: dict[int, float] = field(default_factory=dict)
-    """By step, in nats per answer token."""
+    """Validation loss by step, in nats per answer token."""
     best_step: int = 0
     bad_validations: int = 0
-    """Validations since the best one."""
+    """Validations since the best validation."""
     train_loss: float = 0.0
-    """Loss of the last step that was applied."""
+    """Loss of the last applied step."""
     trained_tokens: int = 0
     input_tokens: int = 0
     skipped_steps: int = 0
     """Steps that were skipped, or undone by a rollback."""
     grad_norms: tuple[float, ...] = ()
-    """Gradient norms before clipping of the last good steps, at most `guards.window_steps`."""
+    """Gradient norms, before clipping, of the last `guards.window_steps` good steps."""
     bad_steps: tuple[int, ...] = ()
     """Bad steps among the last `guards.window_steps`."""
     learning_rate_scale: float = 1.0
@@ -33,13 +33,13 @@ class TrainState:
     rollback_step: int = 0
     """Step of the snapshot that the guards may roll back to."""
     loss_scale: float = 1.0
-    """Factor of the loss in the backward pass; other than 1 only in float16."""
+    """Factor of the loss in the backward pass; 1 except in float16."""
     loss_scale_steps: int = 0
     """Steps since the loss scale last changed."""
     module_norm_steps: tuple[int, ...] = ()
     """Steps at which the gradient norm of each module was recorded."""
     module_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """L2 norms before clipping at those steps, by module."""
+    """L2 norms of the gradients before clipping, at `module_norm_steps`, by module."""
     budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
     """Limit of training micro-batches."""
     validation_budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
@@ -60,7 +60,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "TrainState":
-        """Raises TypeError, KeyError or ValueError when the values are not those of a state."""
+        """Parse the values of `to_json`. Raises TypeError, KeyError or ValueError for other values."""
         parsed: dict[str, Any] = {
             "validation_loss": {int(step): float(loss) for step, loss in raw["validation_loss"].items()},
             "grad_norms": tuple(map(float, raw["grad_norms"])),
@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainSnapshot:
-    """A copy of all of a training at one step; later steps do not change it. All tensors are on the CPU."""
+    """Copy of a training's complete state at one step. Later steps do not change it; all tensors are on the CPU."""
 
     state: TrainState
     weights: dict[str, Tensor]
@@ -85,6 +85,6 @@ class TrainSnapshot:
     optimizer_values: dict[str, Any]
     """The optimizer's other values, as JSON."""
     adapter_tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the kind of adapter needs in addition to its matrices (adapters.extra_tensors)."""
+    """Tensors that this kind of adapter needs in addition to its matrices (adapters.extra_tensors)."""
     residuals: tuple[dict[str, Tensor], ...] = ()
     """Residuals of gradient compression, by rank (GradientReducer.state)."""

@@ -1,7 +1,7 @@
-"""One optimizer step, the validation pass, and the decisions that both take when something goes wrong.
+"""One optimizer step, the validation pass, and the decisions of both when something goes wrong.
 
-Every decision that depends on the machine (memory) is in the journal before it has effect. An attempt that repeats
-steps of an earlier attempt reads its decisions there and takes them again, so it gets the same bits.
+Every decision that depends on the machine (memory) is in the journal before it takes effect. An attempt that repeats
+steps of an earlier attempt reads the earlier decisions and applies them, so it gets the same bits.
 """
 
 import math
@@ -37,13 +37,16 @@ from ratchet.training.microbatch_budget import MicrobatchBudget
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 INITIAL_BUDGET_STEPS: tuple[tuple[Phase, int], ...] = (("train", 1), ("validation", 0))
-"""Phase and step under which the journal holds the budgets that a run begins with."""
+"""Phase and step under which the journal lists the first budgets of a run."""
 NEVER_GROW = 10**9
-"""Steps: a budget that the memory forecast has set is not enlarged."""
+"""`wait_steps` of a budget that the memory forecast has set, so that it never grows."""
 
 
 class StepExecutor:
-    """Weights, optimizer and state of one training. They belong to the same step while `state_lock` is held."""
+    """Executes the steps of one training, and owns its weights, optimizer and state.
+
+    A thread that has `state_lock` sees weights, optimizer and state of the same step.
+    """
 
     def __init__(self, context: TrainingContext) -> None:
         self.context = context
@@ -53,12 +56,12 @@ class StepExecutor:
         self.optimizer = optimizer.build(context.model, context.settings, context.device)
         self.state = TrainState(loss_scale=context.initial_loss_scale)
         self.state_lock = threading.Lock()
-        """Held while weights, optimizer and state change."""
+        """Lock under which weights, optimizer and state change."""
         self.recorded = RunDecisions()
         """Decisions of earlier attempts, from the journal."""
         self._straggler_monitor = StragglerMonitor(context.journal)
         self._reducer: GradientReducer | None = None
-        """Sums gradients over ranks. A single rank needs it as well if an earlier group of ranks left residuals."""
+        """Sums gradients over ranks. A single rank also needs it if earlier attempts with more ranks left residuals."""
         compression = context.settings.gradient_compression
         if not context.ranks.is_single or compression.method != "none":
             warmup_steps = compression.uncompressed_steps(self.plan.steps)
@@ -68,16 +71,16 @@ class StepExecutor:
             if self._reducer.warning:
                 context.journal.append("notice", text=self._reducer.warning)
         self._rollback_snapshot = self._take_snapshot() if context.settings.guards.uses_roll_back else None
-        """Snapshot that the guards may roll back to; None when no rule does."""
+        """Snapshot that the guards may roll back to; None if no rule rolls back."""
 
     # One step, from the batch to the weights.
 
     def step(self) -> None:
-        """Do one optimizer step over one global batch, or skip it; do nothing when a stop is requested.
+        """Do one optimizer step over one global batch, or skip it; do nothing if a stop is requested.
 
         Raises:
-            DivergenceError: more bad steps than `train.guards.max_bad_steps`.
-            NonFiniteStateError: a weight is not finite although no step made it so.
+            DivergenceError: there are more bad steps than `train.guards.max_bad_steps`.
+            NonFiniteStateError: a weight is not finite, although every applied step was finite.
             MemoryExhaustedError: a single row does not fit into memory.
             PeersLostError: the base is sharded and this rank ran out of memory in the middle of a pass.
         """
@@ -88,7 +91,7 @@ class StepExecutor:
         self._apply_recorded_budget("train", number)
         learning_rate = self._compute_learning_rate()
         is_repeated = has_shrunk = False
-        while True:  # again after out of memory, an overflow of the loss scale, or a loss that is not finite
+        while True:  # repeat after out of memory, an overflow of the loss scale, or a loss that is not finite
             self.optimizer.zero_grad(set_to_none=True)
             optimizer.seed_step(context.settings.seed, number - 1, context.ranks.environment.rank)
             model.train()
@@ -130,7 +133,7 @@ class StepExecutor:
             self._record_step(batch_pass, result, grad_norm, module_norms, learning_rate, started_s)
 
     def _forward_backward(self, batch_pass: BatchPass) -> None:
-        """Add the gradient of each micro-batch of this rank to those of the parameters."""
+        """Add the gradient of each micro-batch of this rank to the parameters' gradients."""
         for micro_batch in batch_pass.micro_batches():
             with batch_pass.catch_out_of_memory(micro_batch):
                 batch = batch_pass.load(micro_batch)
@@ -169,7 +172,7 @@ class StepExecutor:
         return rate * self.state.learning_rate_scale
 
     def _reduce_gradients(self) -> None:
-        """Make every gradient the sum over ranks, without the loss scale, and add AdaLoRA's penalty."""
+        """Remove the loss scale from the gradients, sum them over ranks, and add the gradient of AdaLoRA's penalty."""
         optimizer.unscale_gradients(self.parameters, self.state.loss_scale)
         if self._reducer:
             self._reducer.sum()
@@ -178,7 +181,7 @@ class StepExecutor:
             (self.context.settings.adalora.orth_reg_weight * penalty).backward()
 
     def _measure_module_norms(self, number: int) -> dict[str, float]:
-        """Return the gradient norm of each module before clipping; nothing at steps that the analysis leaves out."""
+        """Return the gradient norm of each module before clipping; none at steps that the analysis leaves out."""
         is_due = analysis.is_due(number, self.plan.steps)
         return analysis.compute_module_norms(self.context.model) if is_due else {}
 
@@ -233,7 +236,7 @@ class StepExecutor:
                 self.parameters[0].view(-1)[0] = float("nan")
 
     def _handle_bad_step(self, verdict: StepSkip | StepRollback | TrainingHalt) -> None:
-        """Skip the step or end the training."""
+        """Skip the step, or end the training."""
         number = self.state.step + 1
         if not checkpoint.is_finite(dict(adapters.trainable_parameters(self.context.model))):
             raise NonFiniteStateError(
@@ -245,7 +248,7 @@ class StepExecutor:
         self._skip_step("roll_back" if isinstance(verdict, StepRollback) else "skip", verdict.reason)
 
     def _skip_step(self, action: Literal["skip", "roll_back"], reason: str) -> None:
-        """Count a step as done without applying it; `roll_back`: continue with the weights of the last snapshot."""
+        """Count a step as done without applying it; with `roll_back`, also restore the weights of the last snapshot."""
         self.optimizer.zero_grad(set_to_none=True)
         self._discard_residuals()
         rows, snapshot = self._list_rows(), self._rollback_snapshot if action == "roll_back" else None
@@ -267,7 +270,7 @@ class StepExecutor:
     # Validation.
 
     def validate(self) -> bool | None:
-        """Compute the loss of the validation rows; return whether it is the best so far, None at a request to stop.
+        """Compute the loss of the validation rows; return whether it is the best so far, None if a stop is requested.
 
         Raises:
             DivergenceError: the loss is not finite.
@@ -318,7 +321,12 @@ class StepExecutor:
     # Snapshots.
 
     def restore(self, snapshot: TrainSnapshot, rollback_snapshot: TrainSnapshot) -> None:
-        """Continue from a checkpoint; `rollback_snapshot`: that of the step which the guards may roll back to."""
+        """Restore the training from a checkpoint.
+
+        Args:
+            snapshot: content of the checkpoint.
+            rollback_snapshot: the snapshot that the guards may roll back to.
+        """
         checkpoint.restore(snapshot, self.context.model, self.optimizer)
         self._restore_residuals(snapshot)
         self.state = snapshot.state
@@ -328,7 +336,7 @@ class StepExecutor:
     def snapshot(self) -> tuple[TrainSnapshot, float]:
         """Copy weights, optimizer and state; return the copy and the seconds that it took.
 
-        The copy becomes the snapshot that the guards may roll back to when one is due.
+        If a rollback snapshot is due, the guards may roll back to this copy.
         """
         started_s = time.monotonic()
         if self.is_rollback_snapshot_due():
@@ -339,38 +347,38 @@ class StepExecutor:
         return snapshot, time.monotonic() - started_s
 
     def is_rollback_snapshot_due(self) -> bool:
-        """Return whether the guards may roll back to this step's weights from now on."""
+        """Return whether the weights of this step must become the snapshot that the guards may roll back to."""
         guards, step = self.context.settings.guards, self.state.step
         is_due = step > 0 and step % guards.snapshot_every_steps == 0
         return guards.uses_roll_back and is_due and step not in self.state.bad_steps
 
     @property
     def has_residuals(self) -> bool:
-        """Whether ranks hold compression residuals of their own: then a snapshot needs all ranks."""
+        """Whether each rank has its own compression residuals, so that a snapshot needs all ranks."""
         return not self.context.ranks.is_single and self.context.settings.gradient_compression.method != "none"
 
     def _take_snapshot(self) -> TrainSnapshot:
         snapshot = checkpoint.take_snapshot(self.state, self.context.model, self.optimizer)
         if not self.has_residuals:
             return snapshot
-        own = self._reducer.state() if self._reducer else {}
-        return replace(snapshot, residuals=self.context.ranks.gather_tensors(own))
+        residuals = self._reducer.state() if self._reducer else {}
+        return replace(snapshot, residuals=self.context.ranks.gather_tensors(residuals))
 
     def _restore_residuals(self, snapshot: TrainSnapshot) -> None:
         if self._reducer:
             self._reducer.restore(snapshot.residuals)
 
     def _discard_residuals(self) -> None:
-        """Undo the last sum's change of the residuals, because its gradient is not applied."""
+        """Restore the residuals from before the last sum, because its gradient is not applied."""
         if self._reducer:
             self._reducer.undo()
 
     # Memory: the budgets of micro-batches.
 
     def limit_first_micro_batches(self, tokens: int | None) -> None:
-        """Limit micro-batches to so many padded tokens (None: no limit) from the first step on.
+        """Limit micro-batches to `tokens` padded tokens (None: no limit) from the first step on.
 
-        The limit of an earlier attempt, which is in the journal, has precedence.
+        A limit of an earlier attempt, which is in the journal, has precedence.
         """
         for phase, step in INITIAL_BUDGET_STEPS:
             self._apply_recorded_budget(phase, step)
@@ -380,23 +388,29 @@ class StepExecutor:
                 self._log_budget(phase, step, "shrink", largest)
 
     def shrink_after_oom_kill(self) -> None:
-        """Halve micro-batches: the system killed the previous attempt because of its memory."""
+        """Halve micro-batches, because the system killed the previous attempt when memory ran out."""
         largest = self._largest_micro_batch_tokens()
         phases: tuple[tuple[Phase, int], ...] = (("train", self.state.step + 1), ("validation", self.state.step))
         for phase, step in phases:
-            before = self._budget(phase)
-            failed_tokens = min(before.tokens or largest, largest)
+            budget = self._budget(phase)
+            failed_tokens = min(budget.tokens or largest, largest)
             if failed_tokens > int(self.context.train_rows.lengths.max()):  # a single row cannot be divided
-                self._set_budget(phase, before.shrink(failed_tokens, repeated=True))
+                self._set_budget(phase, budget.shrink(failed_tokens, repeated=True))
                 self._log_budget(phase, step, "shrink", failed_tokens)
                 self.recorded.budgets.pop((phase, step), None)
 
     def _shrink_micro_batches(self, phase: Phase, step: int, result: PassResult, has_shrunk: bool) -> None:
-        """Make micro-batches smaller after one did not fit; `has_shrunk`: they were made smaller in this step before.
+        """Make micro-batches smaller, because one did not fit.
+
+        Args:
+            phase: phase of the pass that failed.
+            step: step of the pass.
+            result: result of the pass.
+            has_shrunk: whether micro-batches were already made smaller in this step.
 
         Raises:
             MemoryExhaustedError: a single row does not fit.
-            PeersLostError: the base is sharded, so all ranks have to restart the step.
+            PeersLostError: the base is sharded, so all ranks must restart the step.
         """
         rows, tokens, is_sharded = result.failed_rows, result.failed_tokens, self.context.is_base_sharded
         self.optimizer.zero_grad(set_to_none=True)
@@ -411,16 +425,16 @@ class StepExecutor:
         self._set_budget(phase, self._budget(phase).shrink(tokens, has_shrunk))
         rank = self.context.ranks.environment.rank if is_sharded else None
         self._log_budget(phase, step, "shrink", tokens, rank)
-        if is_sharded:  # the other ranks are in the middle of a pass that cannot be completed
+        if is_sharded:  # the other ranks wait inside a pass that cannot be completed
             raise PeersLostError(
                 f"{rows} rows ({tokens} tokens) did not fit into memory at step {step}; the base is sharded, so all "
                 "ranks restart this step with smaller micro-batches"
             )
 
     def _enable_activation_checkpointing(self, phase: Phase, step: int, tokens: int) -> bool:
-        """Recompute activations from now on, if machine.activation_checkpointing is `auto`; return whether it changed.
+        """Recompute activations from now on, if `machine.activation_checkpointing` is `auto`; return whether it is new.
 
-        A validation pass keeps no activations, so it gains nothing.
+        A validation pass stores no activations, so recomputing them saves no memory.
         """
         model = self.context.model
         is_auto = self.context.machine.activation_checkpointing == "auto"
@@ -441,14 +455,14 @@ class StepExecutor:
             self.state = replace(self.state, validation_budget=budget)
 
     def _apply_recorded_budget(self, phase: Phase, step: int) -> None:
-        """Use the budget that an earlier attempt found at this step, so that sums are rounded the same way."""
+        """Use the budget of an earlier attempt at this step, so that sums are rounded the same way."""
         if recorded := self.recorded.budgets.get((phase, step)):
             self._set_budget(phase, MicrobatchBudget(**recorded["budget"]))
 
     def _log_budget(
         self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int, rank: int | None = None
     ) -> None:
-        """Write a budget to the journal; `rank`: the only rank that knows it."""
+        """Write a budget to the journal; `rank`: the rank that changed it alone, None if all ranks did."""
         self.context.journal.append(
             "microbatch_budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
             budget=asdict(self._budget(phase)), **({} if rank is None else {"rank": rank}),

@@ -1,6 +1,6 @@
-"""The training loop: steps, validation, checkpoints and the end of one attempt.
+"""The training loop of one attempt: steps, validation, checkpoints and the end.
 
-Starting is resuming from step 0: an attempt always begins with the newest valid checkpoint, if there is one.
+Starting is resuming from step 0: an attempt always begins with the newest valid checkpoint, if any.
 """
 
 import math
@@ -23,7 +23,7 @@ from ratchet.training.train_step import StepExecutor
 
 
 class TrainingLoop:
-    """One attempt at a training: from the newest valid checkpoint to the last step, an early stop or a request."""
+    """One attempt of a training: from the newest valid checkpoint to the last step, an early stop or a stop request."""
 
     def __init__(self, context: TrainingContext) -> None:
         self.context = context
@@ -59,10 +59,10 @@ class TrainingLoop:
             machine.checkpoint_every, step, time.monotonic(), max(0, progress.attempts - 1), progress.train_s
         )
         self._submitted = self.state
-        """The state that was last submitted for saving."""
+        """State of the last snapshot that was submitted for saving."""
         self._is_checkpoint_due = False
         self._exit_lock = threading.Lock()
-        """Taken for good by the thread that seals the run at a request to stop."""
+        """Lock that the thread which seals the run after a stop request takes and never releases."""
         context.faults.watch_disk(lambda: self.state.step + 1)
 
     @property
@@ -83,9 +83,9 @@ class TrainingLoop:
 
         Raises:
             InterruptedRunError: a stop was requested; the state is sealed.
-            PeersLostError: other ranks are gone, or were asked to stop; the state is sealed.
+            PeersLostError: other ranks have ended, or were asked to stop; the state is sealed.
             DivergenceError, NonFiniteStateError, MemoryExhaustedError: see `StepExecutor.step`.
-            SettingsError: rows are to be packed, but the model would mix them; no step was done.
+            SettingsError: rows are packed, but the model would mix them; no step was done.
             StorageError: the final state could not be saved within `machine.storage_timeout_s`.
         """
         context = self.context
@@ -96,7 +96,7 @@ class TrainingLoop:
         try:
             return self._train()
         except PeersLostError:
-            # Not if the ranks have sealed together, nor if a snapshot needs all ranks: the previous checkpoint counts.
+            # If the ranks have sealed together, or if a snapshot needs all ranks, the previous checkpoint counts.
             if not context.shutdown.is_handled and not self.executor.has_residuals:
                 self._seal("interrupted_by_peer")
             raise
@@ -127,7 +127,7 @@ class TrainingLoop:
             monitor.leave("first_step")
 
     def _synchronize_ranks(self) -> bool:
-        """Return whether any rank was asked to stop; learn from rank 0, whose clock counts, if a checkpoint is due."""
+        """Return whether any rank was asked to stop; let rank 0, whose clock counts, decide if a checkpoint is due."""
         ranks = self.context.ranks
         is_saving = self.checkpointer.is_saving
         is_due = ranks.is_first and self.interval.is_due(self.state.step, time.monotonic()) and not is_saving
@@ -150,7 +150,7 @@ class TrainingLoop:
         )
         if context.ranks.environment.is_writer:
             checkpoint.quarantine_newer(context.paths, path)
-        context.ranks.any(False)  # a barrier: all checkpoints are in their place before anything is read or written
+        context.ranks.any(False)  # a barrier: all checkpoints are copied and renamed before any rank reads or writes
         if path is None:
             return
         for difference in checkpoint.list_environment_differences(path, identity):
@@ -162,16 +162,16 @@ class TrainingLoop:
         self.executor.restore(snapshot, rollback_snapshot)
 
     def _is_submitted(self) -> bool:
-        """Return whether this very state was submitted for saving.
+        """Return whether the current state was submitted for saving.
 
-        The step alone does not tell: a state that was saved before its validation is saved again after it, or `best`
-        would differ. The budget does not count: it may have shrunk in a step that was then interrupted, and the
-        journal has it.
+        Comparing steps is not enough: a state that was saved before its validation must be saved again after it,
+        because the best step may differ. The budget is not compared: it may have shrunk in a step that was then
+        interrupted, and the journal contains it.
         """
         return replace(self.state, budget=self._submitted.budget) == self._submitted
 
     def _submit_checkpoint(self) -> None:
-        """Take a snapshot and submit it for saving, unless this state was submitted already."""
+        """Take a snapshot and submit it for saving, unless this state was already submitted."""
         if self._is_submitted():
             return
         snapshot, blocked_s = self.executor.snapshot()
@@ -180,7 +180,7 @@ class TrainingLoop:
         self.checkpointer.submit(snapshot, blocked_s)
 
     def _wait_until_saved(self) -> None:
-        """Wait for the disk: training has ended only when the final state is sealed."""
+        """Wait until the final state is sealed, because only then has training ended."""
         context, timeout_s = self.context, self.context.machine.storage_timeout_s
         context.heartbeat.beat("save")
         if not self.checkpointer.drain(timeout_s, lambda: context.heartbeat.beat("save")):
@@ -190,12 +190,12 @@ class TrainingLoop:
                 "then run the same command again"
             )
 
-    # The end at a request to stop.
+    # The end after a stop request.
 
     def _stop(self) -> None:
-        """Seal the last completed step, then end."""
+        """Seal the last completed step, then end the attempt."""
         self.context.shutdown.acknowledge()
-        self._exit_lock.acquire()  # blocks for ever if the other thread is sealing already: it ends the process
+        self._exit_lock.acquire()  # blocks forever if the signal thread is already sealing, which ends the process
         is_requested = self.context.shutdown.is_requested
         self._seal("interrupted" if is_requested else "interrupted_by_peer")
         if not is_requested:
@@ -203,14 +203,14 @@ class TrainingLoop:
         raise InterruptedRunError(f"stopped at step {self.checkpointer.sealed.step}")
 
     def _seal_from_signal_thread(self) -> None:
-        """Seal the last completed step and end the process: the training thread did not stop in time."""
+        """Seal the last completed step and end the process, because the training thread did not stop in time."""
         self._exit_lock.acquire()
         with self.executor.state_lock:
             self._seal("interrupted", without_peers=True)
         os._exit(EXIT_INTERRUPTED)
 
     def _seal(self, kind: Literal["interrupted", "interrupted_by_peer"], without_peers: bool = False) -> None:
-        """Save the state, and write the event `kind`; `without_peers`: do not save if that needs other ranks."""
+        """Save the state, and write the event `kind`; with `without_peers`, do not save if that needs other ranks."""
         if not self._is_submitted() and not (without_peers and self.executor.has_residuals):
             self._submit_checkpoint()
         context, grace_period_s = self.context, self.context.machine.grace_period_s
@@ -224,6 +224,6 @@ class TrainingLoop:
 
 
 def _minimum_tokens(ranks: RankGroup, tokens: int | None) -> int | None:
-    """Return the smallest limit of any rank; None when no rank has one."""
+    """Return the smallest limit of any rank; None if no rank has a limit."""
     smallest = min(limit for (limit,) in ranks.gather([math.inf if tokens is None else tokens]))
     return None if math.isinf(smallest) else int(smallest)

@@ -1,8 +1,7 @@
 """The work of a training process, from an opened run directory to a sealed result.
 
-It knows the run directory only: no MLflow, no Optuna, no DVC.
-
-Seals the result of a training: adapter, best and last checkpoint, report, analysis and model card.
+A worker checks its inputs, loads the model, trains, and seals the result: adapter, best and last checkpoint, report,
+analysis and model card. It uses only the run directory: no MLflow, no Optuna, no DVC.
 """
 
 import math
@@ -22,7 +21,7 @@ from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_OK, DamagedFileError, NonFiniteStateError, SettingsError, StorageError
 from ratchet.models import adapters, base_model, loading, model_card, model_spec, targets, vocabulary
-from ratchet.models.memory import parameters as storage
+from ratchet.models.memory import parameters as model_parameters
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
@@ -40,91 +39,23 @@ from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.trainer import TrainingLoop
 
 REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of weights, each counted once, however it is stored."""
-
-    trainable: int
-    total: int
-    quantized: int
-    """Weights stored in 4 bits."""
-
-
-def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
-    """Seal the result of a completed training; return the adapter's digest.
-
-    Args:
-        loop: the training loop; its model has the kept weights, see `analyse_kept_weights`.
-        adapter_analysis: analysis of these weights.
-        base: card of the base.
-        parameters: numbers of weights.
-
-    Raises:
-        OSError: the disk is full or failing.
-    """
-    context, state = loop.context, loop.state
-    with files.sealed_directory(context.paths.result, RESULT) as scratch:
-        adapters.save(context.model, scratch / "adapter", context.spec.base_digest)
-        for name, step in (("best", state.best_step), ("last", state.step)):
-            files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
-        report = _build_report(loop, scratch / "adapter", parameters)
-        report.save(scratch / REPORT)
-        adapter_analysis.save(scratch / ANALYSIS)
-        card = model_card.render_for_adapter(base, context.settings, report, adapter_analysis)
-        files.write_atomic(scratch / CARD, card)
-    return report.adapter_digest
-
-
-def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
-    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded.
-
-    Raises:
-        NonFiniteStateError: a checkpoint that belongs to the result was damaged since it was sealed.
-    """
-    context, state = loop.context, loop.state
-    for step in {state.best_step, state.step}:
-        try:
-            files.verify_sealed(context.paths.checkpoint(step), CHECKPOINT)
-        except DamagedFileError as error:  # the next attempt skips it and trains its steps again
-            raise NonFiniteStateError(str(error)) from None
-    checkpoint.load_weights(context.paths.checkpoint(_select_kept_step(loop)), context.model)
-    return analysis.analyse(context.model, state, context.settings)
-
-
-def _select_kept_step(loop: TrainingLoop) -> int:
-    return loop.state.best_step if loop.context.settings.final_checkpoint == "best" else loop.state.step
-
-
-def _build_report(loop: TrainingLoop, saved: Path, parameters: ParameterCounts) -> TrainReport:
-    spec, state = loop.context.spec, loop.state
-    return TrainReport(
-        run_id=spec.run_id,
-        adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),
-        base_digest=spec.base_digest,
-        data_digest=spec.data_digest,
-        steps=state.step,
-        planned_steps=loop.plan.steps,
-        best_step=state.best_step,
-        kept_step=_select_kept_step(loop),
-        validation_loss=state.validation_loss,
-        final_train_loss=state.train_loss,
-        trained_tokens=state.trained_tokens,
-        input_tokens=state.input_tokens,
-        trainable_parameters=parameters.trainable,
-        total_parameters=parameters.total,
-        quantized_parameters=parameters.quantized,
-    )
-
-
 MEMORY_ADVICE = (
     "Memory ran out for the model or the optimizer, not in a step, where micro-batches would have been made smaller: "
     "set train.quantization: nf4, a smaller train.rank, train.optimizer: adamw_8bit, or a smaller base; with a teacher "
     "in memory, train.distill.quantization: nf4, or train.distill.mode: offline"
 )
 SAMPLE_ROWS = 1000
-"""About so many rows are sampled for the share of trained tokens."""
+"""Approximate number of rows that are sampled to estimate the share of trained tokens."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of weights; each weight counts once, however it is stored."""
+
+    trainable: int
+    total: int
+    quantized: int
+    """Weights stored in 4 bits."""
 
 
 def run_worker(paths: RunPaths, attempt: int, shutdown: GracefulShutdown, heartbeat: Heartbeat) -> int:
@@ -139,7 +70,7 @@ def run_worker(paths: RunPaths, attempt: int, shutdown: GracefulShutdown, heartb
 
 
 class RankJournal(Journal):
-    """Journal of a rank that is not the writer: it writes its failure and events that only this rank knows."""
+    """Journal of a rank that is not its machine's writer: it writes only failures and events of this rank alone."""
 
     def append(self, kind: str, **data: Any) -> JournalEvent:
         if kind == "worker_error" or "rank" in data:
@@ -152,20 +83,21 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     hidden_size = base_model.read_hidden_size(Path(launch.base_path))
     loading.use_threads(launch.machine.threads, RankEnvironment.from_environment().local_world_size, hidden_size)
     torch.use_deterministic_algorithms(True)
-    # Else torch fills every new tensor with NaN, 2,000 times a step: 1 to 5 % of its time, and no kernel reads them.
+    # Otherwise torch fills every new tensor with NaN, 2,000 times per step. This takes 1 to 5 % of the step's time, and
+    # no kernel reads these values.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     heartbeat.beat("load")
     context = _build_context(spec, launch, WorkerServices(paths, journal, heartbeat, shutdown))
     if launch.profile_steps is not None:
-        from ratchet.training import profiler  # imports that training does not need
+        from ratchet.training import profiler  # imports libraries that training does not need
 
         profiler.profile_training(context, launch.profile_steps)
         return
     loop = TrainingLoop(context)
     ranks, is_sharded = context.ranks, context.is_base_sharded
     trainable = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(context.model))
-    quantized = storage.count_quantized_parameters(context.model)
+    quantized = model_parameters.count_quantized_parameters(context.model)
     parameters = ParameterCounts(trainable, launch.base.parameters + trainable, quantized)
     journal.append(
         "worker_ready", start_step=loop.state.step, planned_steps=loop.plan.steps,
@@ -178,16 +110,16 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     loop.run()
     heartbeat.beat("save")
     with ranks.collective_section(is_sharded):  # the analysis needs the shares of all ranks
-        analysis = analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
-    if analysis is None or not ranks.environment.is_writer:
+        adapter_analysis = analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
+    if adapter_analysis is None or not ranks.environment.is_writer:
         return
-    adapter_digest = _seal_with_retry(context, lambda: seal(loop, analysis, launch.base, parameters))
+    adapter_digest = _seal_with_retry(context, lambda: seal(loop, adapter_analysis, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=adapter_digest)
     journal.sync()
 
 
 def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
-    """Return the operations per token, and the peak rate of all devices together in operations per second."""
+    """Return the operations per token, and the total peak rate of all devices in operations per second."""
     rows = context.train_rows
     sample = range(len(rows))[:: max(1, len(rows) // SAMPLE_ROWS)]
     trained_share = rows.count_trained(sample) / rows.count_tokens(sample)
@@ -203,7 +135,7 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class WorkerServices:
-    """The process of a worker: run directory, journal, heartbeat and requests to stop."""
+    """Services of a worker process: run directory, journal, heartbeat and stop requests."""
 
     paths: RunPaths
     journal: Journal
@@ -260,7 +192,7 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
         if recompute:
             adapters.enable_activation_checkpointing(model)
         if is_sharded:
-            from ratchet.training import sharding  # a second of imports that most runs do without
+            from ratchet.training import sharding  # its imports take a second, and most runs do not need them
 
             sharding.shard_base(model, ranks, device)
         return model
@@ -323,7 +255,7 @@ def _load_model(
         device: device of this rank.
         steps: planned optimizer steps.
         monitor: gets the phases of loading.
-        on_host: load into the host's memory: a base that is sharded is loaded there as a whole first.
+        on_host: load into the host's memory, because a base must be complete there before it is sharded.
     """
     path = Path(launch.base_path)
     monitor.enter("loaded")
@@ -336,7 +268,7 @@ def _load_model(
 
 
 def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine, world_size: int) -> dict[str, str]:
-    """Return what a checkpoint's numbers depend on, in addition to the run's spec: results are exact if it is equal."""
+    """Return the environment that results depend on besides the run's spec: they are bit-exact only if it is equal."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
@@ -347,13 +279,16 @@ def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine,
     }  # fmt: skip
 
 
-def _seal_with_retry(context: TrainingContext, seal: Callable[[], str]) -> str:
-    """Seal the result; try again for up to `machine.storage_timeout_s` while the disk fails: training is done."""
+# The result.
+
+
+def _seal_with_retry(context: TrainingContext, seal_result: Callable[[], str]) -> str:
+    """Seal the result; if the disk fails, try again for up to `machine.storage_timeout_s`, because training is done."""
     started_s, delay_s = time.monotonic(), 1.0
     while True:
         context.heartbeat.beat("save")
         try:
-            return seal()
+            return seal_result()
         except OSError as error:
             left_s = started_s + context.machine.storage_timeout_s - time.monotonic()
             if left_s <= 0:
@@ -364,3 +299,69 @@ def _seal_with_retry(context: TrainingContext, seal: Callable[[], str]) -> str:
                 context.journal.append("alert", text=f"the result cannot be sealed ({error}); trying again")
         time.sleep(min(delay_s, left_s))
         delay_s = min(30.0, 2 * delay_s)
+
+
+def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
+    """Seal the result of a completed training; return the adapter's digest.
+
+    Args:
+        loop: the training loop; its model has the kept weights (see `analyse_kept_weights`).
+        adapter_analysis: analysis of the kept weights.
+        base: card of the base.
+        parameters: numbers of weights of the model.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    context, state = loop.context, loop.state
+    with files.sealed_directory(context.paths.result, RESULT) as scratch:
+        adapters.save(context.model, scratch / "adapter", context.spec.base_digest)
+        for name, step in (("best", state.best_step), ("last", state.step)):
+            files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
+        report = _build_report(loop, scratch / "adapter", parameters)
+        report.save(scratch / REPORT)
+        adapter_analysis.save(scratch / ANALYSIS)
+        card = model_card.render_for_adapter(base, context.settings, report, adapter_analysis)
+        files.write_atomic(scratch / CARD, card)
+    return report.adapter_digest
+
+
+def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
+    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded.
+
+    Raises:
+        NonFiniteStateError: a checkpoint that belongs to the result was damaged after it was sealed.
+    """
+    context, state = loop.context, loop.state
+    for step in {state.best_step, state.step}:
+        try:
+            files.verify_sealed(context.paths.checkpoint(step), CHECKPOINT)
+        except DamagedFileError as error:  # the next attempt skips this checkpoint and trains its steps again
+            raise NonFiniteStateError(str(error)) from None
+    checkpoint.load_weights(context.paths.checkpoint(_select_kept_step(loop)), context.model)
+    return analysis.analyse(context.model, state, context.settings)
+
+
+def _select_kept_step(loop: TrainingLoop) -> int:
+    return loop.state.best_step if loop.context.settings.final_checkpoint == "best" else loop.state.step
+
+
+def _build_report(loop: TrainingLoop, saved: Path, parameters: ParameterCounts) -> TrainReport:
+    spec, state = loop.context.spec, loop.state
+    return TrainReport(
+        run_id=spec.run_id,
+        adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),
+        base_digest=spec.base_digest,
+        data_digest=spec.data_digest,
+        steps=state.step,
+        planned_steps=loop.plan.steps,
+        best_step=state.best_step,
+        kept_step=_select_kept_step(loop),
+        validation_loss=state.validation_loss,
+        final_train_loss=state.train_loss,
+        trained_tokens=state.trained_tokens,
+        input_tokens=state.input_tokens,
+        trainable_parameters=parameters.trainable,
+        total_parameters=parameters.total,
+        quantized_parameters=parameters.quantized,
+    )

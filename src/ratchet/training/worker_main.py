@@ -1,10 +1,10 @@
 """Entry point of a worker: `python -m ratchet.training.worker_main RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
 
-This module trains; inference/worker_main.py uses the same `main` for generation. HEARTBEAT is a file descriptor, or
-the address of the heartbeats of several ranks (Heartbeat.address_of). The parent is the supervisor, or the agent that
-starts the ranks of a machine.
+This module starts a training; inference/worker_main.py uses the same `main` for generation. HEARTBEAT is a file
+descriptor, or the address of the heartbeats of several ranks (Heartbeat.address_of). The parent is the supervisor, or
+the agent that starts the ranks of a machine.
 
-The module imports no torch: it arranges to die with its parent seconds before torch is imported.
+The module does not import torch, which takes seconds: first it arranges that the process dies with its parent.
 """
 
 import faulthandler
@@ -21,20 +21,20 @@ from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.signals import GracefulShutdown, die_with_parent
 
 Work = Callable[[RunPaths, int, GracefulShutdown, Heartbeat], int]
-"""Takes run directory, number of the attempt, requests to stop and heartbeat; returns the exit code."""
+"""Function of run directory, attempt number, stop requests and heartbeat that returns the exit code."""
 
 
 def main(arguments: list[str], launch_type: type[LaunchSpec], load_work: Callable[[], Work]) -> int:
-    """Work, then end the process. Return an exit code only if the parent is gone.
+    """Do the work of a worker, then end the process. Return an exit code only if the parent has died.
 
     Args:
         arguments: arguments of the command line.
         launch_type: type of the run's launch.json.
-        load_work: imports the work, which takes seconds; called after the process is tied to its parent.
+        load_work: imports the work, which takes seconds. It is called when the process is sure to die with its parent.
     """
     paths, attempt, parent = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before `die_with_parent` took effect
         return EXIT_INTERRUPTED
     shutdown = GracefulShutdown().install()
     machine = launch_type.load(paths.launch).machine

@@ -1,8 +1,8 @@
-"""Pure functions of a study's history: budget, repeated failures, best trials, and the steps of the final round.
+"""Decides from a study's history: is the budget used up, does a failure repeat, which trials are best, what is next?
 
-The final round trains seed s of every finalist that is not dropped, so that all finalists have the same seeds when they
-are compared. Nothing is remembered between two calls: after a kill, or on another machine, the same history gives the
-same next step.
+The final round trains the best trials (the finalists) with further seeds. It trains each seed for all finalists that
+are not dropped, so that they have the same seeds when they are compared. All functions are pure except
+`write_objective`: after a kill, or on another machine, the same history gives the same next step.
 """
 
 import math
@@ -30,12 +30,19 @@ from ratchet.storage.records.evaluation import (
 from ratchet.storage.records.sweep import Finalist, FinalRound, SweepObjective, Trial
 
 STOPPED = "stopped"
-"""Note of a study that was stopped before its budget: the diagnosis; an empty text once it is resumed."""
+"""Note of a study that was stopped because of failures: the diagnosis; empty after the sweep was resumed."""
+
 FORGIVEN = "forgiven"
-"""Note: failures before this trial number do not count any more, because the sweep was started again."""
+"""Note: failures before this trial number do not count any more, because the user has resumed the sweep."""
 
 ALL_INFEASIBLE = 3
-"""A sweep stops after this many times `sweep.max_repeated_failures` trials of which none is feasible."""
+"""If no trial is feasible, a sweep stops after this number times `sweep.max_repeated_failures` trials."""
+
+SEED = "train.seed"
+"""Dotted key of the seed."""
+
+
+# Budget and failures.
 
 
 def count_trials(history: Iterable[Trial]) -> int:
@@ -44,21 +51,21 @@ def count_trials(history: Iterable[Trial]) -> int:
 
 
 def sum_costs(history: Sequence[Trial]) -> tuple[float, int]:
-    """Return the hours and answer tokens of all trainings; a continued one counts once."""
+    """Return the hours and answer tokens of all trainings; a continued training counts once."""
     superseded = {trial.continues for trial in history if trial.is_over}
     own = [trial for trial in history if trial.number not in superseded]
     return sum(t.cost.train_seconds for t in own) / 3600, sum(t.cost.trained_tokens for t in own)
 
 
 def check_budget(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Return why no further trial may begin; None if one may. Running trials are not affected."""
+    """Return the reason why no further trial may begin; None if it may. Running trials are not affected."""
     if count_trials(history) >= sweep.trials:
         return f"all {sweep.trials} trials"
     return check_limits(sweep, history)
 
 
 def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Return the limit of hours or tokens that is reached; then no pruned trial is continued either."""
+    """Return the limit of hours or tokens that is reached; None if none is. It also ends continuations of trials."""
     hours, tokens = sum_costs(history)
     if sweep.max_hours is not None and hours >= sweep.max_hours:
         return f"{hours:.2f} hours trained of {sweep.max_hours:g}"
@@ -68,7 +75,7 @@ def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 
 
 def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Return why the sweep has to stop: a repeated failure, or no feasible trial; None if it may continue.
+    """Return the reason to stop the sweep: a repeated failure, or no feasible trial; None if it may continue.
 
     Args:
         sweep: its max_repeated_failures is used.
@@ -91,7 +98,7 @@ def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 
 
 def _failure_signature(trial: Trial) -> tuple[str, str]:
-    """Return cause and first line, without numbers and run ids, which differ each time."""
+    """Return cause and first line of a failure, without numbers and run ids, which differ each time."""
     first = (trial.reason.splitlines() or [""])[0]
     return trial.cause, re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+(\.\d+)?", "#", first)
 
@@ -105,32 +112,37 @@ def sweep_objectives(sweep: Sweep) -> tuple[SweepObjective, ...]:
 
 
 def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
-    """Return trials that can be the best, each training once: complete, with finite objectives."""
-    found: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda one: one.number):
-        numbers = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
-        if trial.state == "complete" and trial.run_id is not None and numbers:
-            found.setdefault(trial.run_id, trial)
-    return list(found.values())
+    """Return the trials that can be the best: complete, with finite objectives, one for each training."""
+    by_run: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        is_finite = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
+        if trial.state == "complete" and trial.run_id is not None and is_finite:
+            by_run.setdefault(trial.run_id, trial)
+    return list(by_run.values())
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> list[Trial]:
-    """Return trials that no other trial dominates, by number."""
-    some = eligible_trials(trials)
-    values = {trial.number: _minimized_values(trial, objectives) for trial in some}
-    return [trial for trial in some if not any(_dominates(other, values[trial.number]) for other in values.values())]
+    """Return the trials that no other trial dominates, by number."""
+    candidates = eligible_trials(trials)
+    values = {trial.number: _minimized_values(trial, objectives) for trial in candidates}
+    return [
+        trial for trial in candidates if not any(_dominates(other, values[trial.number]) for other in values.values())
+    ]
 
 
 def best_trials(trials: Iterable[Trial], objectives: Sequence[SweepObjective], count: int) -> list[Trial]:
-    """Return the best trials by the first objective, from the Pareto front of several; of equal ones the earlier."""
-    some = pareto_front(trials, objectives) if len(objectives) > 1 else eligible_trials(trials)
-    return sorted(some, key=lambda trial: (_minimized_values(trial, objectives)[0], trial.number))[:count]
+    """Return the best trials by the first objective; with several objectives, only trials of the Pareto front.
+
+    Of equal trials, the earlier one is better.
+    """
+    candidates = pareto_front(trials, objectives) if len(objectives) > 1 else eligible_trials(trials)
+    return sorted(candidates, key=lambda trial: (_minimized_values(trial, objectives)[0], trial.number))[:count]
 
 
 def leader_numbers(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> tuple[int, ...]:
-    """Return the number of the best trial; with several objectives, those of the Pareto front."""
-    found = pareto_front(trials, objectives) if len(objectives) > 1 else best_trials(trials, objectives, 1)
-    return tuple(trial.number for trial in found)
+    """Return the number of the best trial; with several objectives, the numbers of the Pareto front."""
+    leaders = pareto_front(trials, objectives) if len(objectives) > 1 else best_trials(trials, objectives, 1)
+    return tuple(trial.number for trial in leaders)
 
 
 def _minimized_values(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
@@ -141,18 +153,17 @@ def _minimized_values(trial: Trial, objectives: Sequence[SweepObjective]) -> tup
     )
 
 
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def _dominates(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether the first values are at most the second ones, and not equal to them."""
+    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 
 # The final round.
 
-SEED = "train.seed"
-
 
 @dataclass(frozen=True)
 class FinalistTraining:
-    """A training of a finalist with a further seed, successful or not."""
+    """A completed or failed training of a finalist with a further seed."""
 
     number: int
     """Number of the trial."""
@@ -160,19 +171,20 @@ class FinalistTraining:
     """Index of the seed, from 1; 0 is the trial's own run."""
     run_id: str
     failed: str = ""
-    """Why there is no result, for example because it diverged; such a finalist is dropped."""
+    """Reason of a failure, for example that it diverged; the finalist is then dropped. Empty: successful."""
 
 
 @dataclass(frozen=True)
 class FinalistTrainingBatch:
-    """Trainings to do next, in this order; any number of them at the same time."""
+    """Trainings to do next, in this order; any number of them may run at the same time."""
 
     trainings: tuple[tuple[int, int], ...]
     """Pairs of trial number and seed index."""
 
 
 Step = FinalistTrainingBatch | ValidationJob | FinalRound
-"""A ValidationJob is to be scored (validation_scores.score_runs) and its results added to the scores."""
+"""The next step. The runs of a ValidationJob are scored (scheduler.score_runs), and the results are added to the
+scores."""
 
 
 def plan_next_step(
@@ -195,11 +207,13 @@ def plan_next_step(
         raise DataError(f"none of the {len(trials)} trials is complete; there are no finalists to compare")
     if len(chosen) == 1:
         return _decide_without_comparison(chosen[0], objectives[0], sweep)
-    return _FinalRound(sweep, chosen, {(one.number, one.index): one for one in trainings}, scores).next()
+    return _FinalRound(
+        sweep, chosen, {(training.number, training.index): training for training in trainings}, scores
+    ).next()
 
 
 def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepObjective]:
-    """Return the metric that finalists are compared by: the first objective if it is measured by row, else loss."""
+    """Return the metric that compares finalists: the first objective if it is measured by row, else the loss."""
     first = sweep.objectives[0]
     for metric in VALIDATION_METRICS:
         if metric == first.metric:
@@ -209,26 +223,26 @@ def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepOb
 
 def values_for_seed(settings: Settings, trial: Trial, index: int) -> dict[str, Any]:
     """Return the values of a finalist for a seed index: the trial's own seed plus the index."""
-    own = int(trial.values.get(SEED, settings.train.seed))
-    return {**trial.values, SEED: own + index} if index else dict(trial.values)
+    seed = int(trial.values.get(SEED, settings.train.seed))
+    return {**trial.values, SEED: seed + index} if index else dict(trial.values)
 
 
 def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> None:
-    """Record that models were selected by these rows, so that the gate refuses to judge by them; idempotent.
+    """Record that models were selected by these rows, so that the gate refuses to judge by them.
 
-    Rows recorded before stay. Raises DamagedFileError if the file is invalid.
+    The rows are added to the recorded ones. Raises DamagedFileError if the file is invalid.
     """
     path = layout.objectives / f"{study}.json"
     known = set(ObjectiveSet.load(path).sample_ids) if path.exists() else set[str]()
-    noted = ObjectiveSet(name=f"sweep {study}", sample_ids=tuple(sorted(known.union(ids))))
-    if len(noted.sample_ids) > len(known):
+    objective_set = ObjectiveSet(name=f"sweep {study}", sample_ids=tuple(sorted(known.union(ids))))
+    if len(objective_set.sample_ids) > len(known):
         files.make_directory(path.parent)
-        noted.save(path)
+        objective_set.save(path)
 
 
 def _decide_without_comparison(trial: Trial, objective: SweepObjective, sweep: Sweep) -> FinalRound:
     value = trial.objectives[0]
-    why = f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
+    reason = f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
     finalist = Finalist(
         number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
         cost=trial.cost,
@@ -236,7 +250,7 @@ def _decide_without_comparison(trial: Trial, objective: SweepObjective, sweep: S
     return FinalRound(
         metric=objective.metric, direction=objective.direction, rows=0, finalists=(finalist,), comparisons=(),
         winner=trial.number,
-        reason=f"trial {trial.number} is the best of the search; it was not compared because {why}",
+        reason=f"trial {trial.number} is the best of the search; it was not compared because {reason}",
     )  # fmt: skip
 
 
@@ -257,7 +271,7 @@ class _FinalRound:
             dropped = self._failed(index) | dropped
             alive = [trial for trial in self.chosen if trial.number not in dropped]
             if index and len(alive) < 2:
-                break  # one finalist is left and wins: further seeds would change nothing
+                break  # the only finalist that is left wins: further seeds would change nothing
             missing += [(trial.number, index) for trial in alive if self._run(trial, index) is None]
             if finalists.wilcoxon_p_threshold is None or index + 1 == finalists.seeds:
                 continue
@@ -271,7 +285,8 @@ class _FinalRound:
         return statistics.choose_winner(self._comparator, scores)
 
     def _failed(self, index: int) -> dict[int, str]:
-        trainings = [(one, self.trainings.get((one.number, index))) for one in self.chosen]
+        """Return the reasons to drop finalists whose training with a seed index failed, by trial number."""
+        trainings = [(trial, self.trainings.get((trial.number, index))) for trial in self.chosen]
         return {
             trial.number: f"could not be trained with another seed: {training.failed}"
             for trial, training in trainings
@@ -279,7 +294,7 @@ class _FinalRound:
         }
 
     def _run(self, trial: Trial, index: int) -> str | None:
-        """Return the run of a finalist with a seed index, if it was trained."""
+        """Return the run of a finalist with a seed index; None if it was not trained."""
         if index == 0:
             return trial.run_id
         training = self.trainings.get((trial.number, index))
@@ -291,24 +306,24 @@ class _FinalRound:
     def _find_missing_step(
         self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
     ) -> FinalistTrainingBatch | ValidationJob | None:
-        """Return what is missing to compare these trials by their first `seeds` seeds."""
+        """Return the step that a comparison of these trials by their first `seeds` seeds needs first; None if none."""
         if missing:
             return FinalistTrainingBatch(tuple(missing))
         metric, _ = select_comparison_objective(self.sweep)
         rows = self.sweep.finalists.rows
         runs = [run for trial in trials for run in self._runs(trial, seeds)]
-        known = {run for run, one in self.scores.items() if metric in one.values and one.rows == rows}
+        known = {run for run, scores in self.scores.items() if metric in scores.values and scores.rows == rows}
         unscored = tuple(dict.fromkeys(run for run in runs if run not in known))
         return ValidationJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
 
     @cached_property
     def _first(self) -> ValidationScores:
-        """Scores whose rows all others must have."""
+        """Scores of the first run; all other runs must have the same rows."""
         return self.scores[self._runs(self.chosen[0], 1)[0]]
 
     @cached_property
     def _scored_rows(self) -> list[int]:
-        """Rows with trained tokens; others have no loss."""
+        """Indices of rows with trained tokens; other rows have no loss."""
         return [row for row, tokens in enumerate(self._first.tokens) if tokens]
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Optuna's journal of all studies in one file that survives kill -9, a full disk and a torn last line.
+"""Stores Optuna's journal of all studies in one file that survives kill -9, a full disk and a torn last line.
 
-Optuna's own backend for such a file loses the whole study to one torn line, and keeps the lock of a killed process for
-30 s. Here the lock ends with its process, and each line has a checksum under the key `ratchet`, which Optuna's replay
-ignores: its own backend and optuna-dashboard can read the file. They write lines without that key (a note made in the
-dashboard), which are accepted if they are operations of a journal.
+With Optuna's own backend for such a file, one torn line makes the whole study unreadable, and the lock of a killed
+process remains for 30 s. Here the lock ends with its process, and each line has a checksum under the key `ratchet`.
+Optuna's replay ignores this key, so Optuna's own backend and optuna-dashboard can read the file. They write lines
+without the key (for example a note in the dashboard). Such a line is accepted if it is an operation of a journal.
 
-A line is complete or does not count: a killed writer leaves a line without an end, which no reader accepts and the next
-writer cuts off. A crash cannot damage an earlier line; such damage stops all processes until `repair`.
+A killed writer leaves a torn last line. Readers ignore it, and the next writer cuts it off. A crash cannot damage an
+earlier line. If an earlier line is damaged, all processes stop until `repair`.
 """
 
 import json
@@ -28,16 +28,19 @@ from ratchet.storage import files
 from ratchet.storage.files import FileLock
 
 FORMAT = 1
-"""Of lines; a higher one was written by a newer Ratchet."""
-APPEND_WAIT_S = 30.0  # an append takes milliseconds; who waits longer waits for a process that was stopped
-_OPERATIONS = range(11)  # codes of Optuna 5.0
+"""Format of lines; a newer Ratchet writes a higher one."""
+APPEND_WAIT_S = 30.0
+"""Maximum wait for another append, which takes milliseconds unless its process was stopped."""
+_OPERATIONS = range(11)
+"""Codes of operations in Optuna 5.0."""
 _SEAL = re.compile(rb',"ratchet":"(\d{1,9})-([0-9a-f]{8})"\}\n\Z')
 _SEAL_INSIDE = re.compile(rb'"ratchet":"\d{1,9}-[0-9a-f]{8}"\}[^\n]')
-_SEAL_BYTES = 64  # more than a seal can have
+_SEAL_BYTES = 64
+"""More bytes than a seal can have."""
 
 
 def make_study_lock(path: Path) -> FileLock:
-    """The lock of `StudyStorage.locked`. (Names that end in `.lock` belong to Optuna's own backend.)"""
+    """Return the lock of `StudyStorage.locked`. (Names that end in `.lock` belong to Optuna's own backend.)"""
     return FileLock(path.with_name(f"{path.name}.exclusive"), f"the studies of {path}")
 
 
@@ -46,13 +49,13 @@ def _make_append_lock(path: Path) -> FileLock:
 
 
 def encode_operation(log: dict[str, Any]) -> bytes:
-    """An operation as a line: Optuna's JSON, closed by format and CRC-32 of what Optuna would have written."""
+    """Return an operation as a line: Optuna's JSON, with the format and the CRC-32 of this JSON as the last entry."""
     body = json.dumps(log, separators=(",", ":")).encode()
     return b'%s,"ratchet":"%d-%08x"}\n' % (body[:-1], FORMAT, zlib.crc32(body))
 
 
 def _decode_operation(line: bytes) -> dict[str, Any]:
-    """The operation of a line. Raises ValueError saying what is wrong with it."""
+    """Return the operation of a line. Raises ValueError with the problem of the line."""
     if seal := _SEAL.search(line, max(0, len(line) - _SEAL_BYTES)):
         body = line[: seal.start()] + b"}"
         if zlib.crc32(body) != int(seal[2], 16):
@@ -72,75 +75,76 @@ def _decode_operation(line: bytes) -> dict[str, Any]:
 
 @dataclass
 class _JournalScan:
-    """Good lines of a stretch of the file, and what stopped the reading."""
+    """Valid lines of a part of the file, and the reason why the reading stopped."""
 
     end: int
-    """Offset behind the last good line."""
+    """Offset of the end of the last valid line."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    """Offset of each valid line."""
     damage: str = ""
-    """What is wrong with the line at `end`, where that is no torn tail."""
+    """Problem of the line at `end`; empty if the line is torn or missing."""
     newer: int = 0
-    """Its format, where a newer Ratchet wrote it."""
+    """Format of the line at `end` if a newer Ratchet wrote it; otherwise 0."""
 
 
 def _scan_lines(data: bytes, start: int) -> _JournalScan:
-    """Read lines of `data`, which begins at offset `start` of the file, up to the first bad one."""
-    found = _JournalScan(start)
+    """Read the lines of `data`, which begins at offset `start` of the file, up to the first invalid line."""
+    scan = _JournalScan(start)
     at = 0
     while (newline := data.find(b"\n", at)) >= 0:
         line = data[at : newline + 1]
         seal = _SEAL.search(line, max(0, len(line) - _SEAL_BYTES))
         if seal and int(seal[1]) > FORMAT:
-            found.newer = int(seal[1])
+            scan.newer = int(seal[1])
             break
         try:
             log = _decode_operation(line)
         except ValueError as error:
-            if newline + 1 < len(data):  # a last line that is bad is what a power loss left of it
-                found.damage = str(error)
+            if newline + 1 < len(data):  # a power loss may leave an invalid last line: it is torn, not damaged
+                scan.damage = str(error)
             break
-        found.logs.append(log)
-        found.starts.append(start + at)
+        scan.logs.append(log)
+        scan.starts.append(start + at)
         at = newline + 1
-        found.end = start + at
-    if not found.damage and _SEAL_INSIDE.search(
-        data, at
-    ):  # not a last line: two lines that lost the bytes between them
-        found.damage = "it is two lines in one"
-    return found
+        scan.end = start + at
+    # A seal inside of the last line: the end of this line and the start of the next one were lost.
+    if not scan.damage and _SEAL_INSIDE.search(data, at):
+        scan.damage = "it is two lines in one"
+    return scan
 
 
-def _raise_scan_error(path: Path, number: int, found: _JournalScan) -> None:
-    """Raise DamagedFileError for what stopped a scan at line `number`, unless it is a torn tail."""
-    if found.newer:
+def _raise_scan_error(path: Path, number: int, scan: _JournalScan) -> None:
+    """Raise DamagedFileError if a scan stopped at line `number` for another reason than a torn last line."""
+    if scan.newer:
         raise DamagedFileError(
-            f"{path}:{number}: written by a newer version of Ratchet (format {found.newer}, this one knows {FORMAT}); "
+            f"{path}:{number}: written by a newer version of Ratchet (format {scan.newer}, this one knows {FORMAT}); "
             "update Ratchet on this machine"
         )
-    if found.damage:
+    if scan.damage:
         raise DamagedFileError(
-            f"{path}:{number}: line is damaged: {found.damage}. Stop all workers and run `ratchet sweep --repair`; "
-            "it keeps what stands before. Trials that stand behind are proposed again, and their runs are "
-            "found again by their contents, so that nothing is trained twice"
+            f"{path}:{number}: line is damaged: {scan.damage}. Stop all workers and run `ratchet sweep --repair`; it "
+            "keeps the lines before it. Trials of the lines after it are proposed again, and completed runs are "
+            "reused, so that nothing is trained twice"
         )
 
 
-def _save_removed_bytes(path: Path, why: str, data: bytes) -> Path:
-    """Write bytes that will be cut from the journal into a new file in its directory."""
+def _save_removed_bytes(path: Path, reason: str, data: bytes) -> Path:
+    """Write bytes that will be removed from the journal to a new file in its directory, and return its path."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+    while (copy := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
-    files.write_atomic(aside, data)
-    return aside
+    files.write_atomic(copy, data)
+    return copy
 
 
 class StudyJournalBackend(BaseJournalBackend):
-    """One process's view of the file; JournalStorage asks it from one thread at a time.
+    """Backend of Optuna's JournalStorage, which calls it from one thread at a time.
 
-    Methods raise StorageError when the disk takes or gives nothing, or the file was replaced, removed or cut while
-    this process had it open; DamagedFileError for damage before the last line and for lines of a newer Ratchet;
-    LockHeldError when another process has been appending for APPEND_WAIT_S.
+    All methods may raise:
+        StorageError: the disk fails or is full, or the file was replaced, removed or cut while this process had it
+        open. DamagedFileError: a line before the last one is damaged, or a newer Ratchet wrote a line. LockHeldError:
+        another process has held the lock for appending for APPEND_WAIT_S.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,102 +153,103 @@ class StudyJournalBackend(BaseJournalBackend):
         self._end = 0
         try:
             files.make_directory(path.parent)
-            # Kept open: an inode that is in use is not given to a file that takes this one's place.
+            # Keep the file open, so that a file that replaces it cannot get the same inode number.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             files.fsync_directory(path.parent)
         except OSError as error:
             raise self._storage_error(error) from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """Whole good operations from this number on; what is torn at the end is left out."""
-        return self._read(log_number_from, alone=False)
+        """Return the operations from this number on, without a torn last line."""
+        return self._read(log_number_from, is_locked=False)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write operations, durably, or leave the file as it was."""
+        """Write operations durably, or leave the file unchanged."""
         lines = b"".join(map(encode_operation, logs))
-        with self._alone():
-            self._read(len(self._starts), alone=True)
-            with self._disk():
+        with self._append_lock():
+            self._read(len(self._starts), is_locked=True)
+            with self._convert_os_errors():
                 if (size := os.fstat(self._fd).st_size) > self._end:
                     self._cut_tail(size)
             self._write(lines)
 
-    def _read(self, number: int, alone: bool) -> list[dict[str, Any]]:
+    def _read(self, number: int, is_locked: bool) -> list[dict[str, Any]]:
+        """Read the operations from this number on; `is_locked`: this process holds the lock for appending."""
         known = min(number, len(self._starts))
         start = self._starts[known] if known < len(self._starts) else self._end
-        found = _scan_lines(self._bytes_from(start), start)
-        if found.damage and not alone:
-            # A torn tail may have been cut, and a line written in its place, while this was read.
-            with self._alone():
-                found = _scan_lines(self._bytes_from(start), start)
+        scan = _scan_lines(self._bytes_from(start), start)
+        if scan.damage and not is_locked:
+            # Another process may have replaced a torn line by a new one during the read: read again without writers.
+            with self._append_lock():
+                scan = _scan_lines(self._bytes_from(start), start)
         del self._starts[known:]
-        self._starts.extend(found.starts)
-        self._end = found.end
-        _raise_scan_error(self.path, len(self._starts) + 1, found)
-        return found.logs[number - known :]
+        self._starts.extend(scan.starts)
+        self._end = scan.end
+        _raise_scan_error(self.path, len(self._starts) + 1, scan)
+        return scan.logs[number - known :]
 
     def _bytes_from(self, start: int) -> bytes:
-        with self._disk():
-            ours = os.fstat(self._fd)
+        with self._convert_os_errors():
+            opened = os.fstat(self._fd)
             try:
-                there = self.path.stat()
+                current = self.path.stat()
             except FileNotFoundError:
-                there = None
-            if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+                current = None
+            if current is None or (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
                 raise StorageError(
-                    f"{self.path}: was {'replaced' if there else 'removed'} while this process used it (by a repair, a "
-                    "backup, or hand); the file is now another journal: stop this process and start it again"
+                    f"{self.path}: was {'replaced' if current else 'removed'} while this process used it (by a repair, "
+                    "a backup or a user); the file is now another journal: stop this process and start it again"
                 )
-            if ours.st_size < start:
+            if opened.st_size < start:
                 raise StorageError(
-                    f"{self.path}: was cut to {ours.st_size:,} bytes while this process had read {start:,}; "
-                    "its state does not match the file: stop it and start it again"
+                    f"{self.path}: was cut to {opened.st_size:,} bytes after this process had read {start:,}; the "
+                    "state of this process does not match the file: stop it and start it again"
                 )
             blocks = []
-            while start < ours.st_size and (block := os.pread(self._fd, ours.st_size - start, start)):
+            while start < opened.st_size and (block := os.pread(self._fd, opened.st_size - start, start)):
                 blocks.append(block)
                 start += len(block)
             return b"".join(blocks)
 
     def _cut_tail(self, size: int) -> None:
-        """Take off what a writer that died left of its line. No reader ever accepted it."""
-        aside = _save_removed_bytes(self.path, "torn", os.pread(self._fd, size - self._end, self._end))
+        """Cut off the torn line of a writer that died. No reader has accepted it."""
+        copy = _save_removed_bytes(self.path, "torn", os.pread(self._fd, size - self._end, self._end))
         os.ftruncate(self._fd, self._end)
         os.fsync(self._fd)
         print_message(
             f"{self.path}: the last line was torn when its writer died; its {size - self._end} bytes are in "
-            f"{aside.name}, and the journal continues after the line before it"
+            f"{copy.name}, and the journal continues after the line before it"
         )
 
     def _write(self, lines: bytes) -> None:
-        written = 0
+        count = 0
         try:
             files.before("write", self.path)
-            while written < len(lines):
-                written += os.write(self._fd, lines[written:])
+            while count < len(lines):
+                count += os.write(self._fd, lines[count:])
         except OSError as error:
-            failure = self._storage_error(error, "; nothing of what was to be written stays in it")
+            failure = self._storage_error(error, "; the lines were not stored")
             try:
-                # If it is longer than that, a dashboard wrote behind it; then the line stays, and is damage.
-                if written and os.fstat(self._fd).st_size == self._end + written:
+                # If the file is longer, a dashboard has written after the part of a line: that line is then damaged.
+                if count and os.fstat(self._fd).st_size == self._end + count:
                     os.ftruncate(self._fd, self._end)
             except OSError as second:
-                failure.add_note(f"{written} bytes of a line are left at its end, for the next writer to cut: {second}")
+                failure.add_note(f"its end has {count} bytes of a torn line, which the next writer cuts off: {second}")
             raise failure from error
-        with self._disk():  # readers may have taken the line: it is whole, and stays even if this fails
+        with self._convert_os_errors():  # the lines are complete, and stay if this fails: others may have read them
             files.before("fsync", self.path)
             os.fsync(self._fd)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other process of Ratchet appends during the block."""
-        with self._disk():
+    def _append_lock(self) -> Iterator[None]:
+        """Hold the lock for appending, so that no other process of Ratchet appends."""
+        with self._convert_os_errors():
             lock = _make_append_lock(self.path).acquire(APPEND_WAIT_S)
         try:
             yield
@@ -252,7 +257,7 @@ class StudyJournalBackend(BaseJournalBackend):
             lock.release()
 
     @contextmanager
-    def _disk(self) -> Iterator[None]:
+    def _convert_os_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -264,29 +269,36 @@ class StudyJournalBackend(BaseJournalBackend):
 
 
 def repair(path: Path) -> str:
-    """Cut a journal at its first damaged line, and write the rest into another file. Returns a sentence about it.
+    """Cut a journal at its first damaged line, and write the rest to another file.
 
-    The caller has made sure that no worker runs; one that does notices that its file was replaced. Raises LockHeldError
-    when another process holds the storage, DamagedFileError for lines of a newer Ratchet, StorageError for a bad disk.
+    No worker should run. If one runs, it detects that its file was replaced.
+
+    Returns:
+        A description of the result for the user.
+
+    Raises:
+        LockHeldError: another process holds the storage.
+        DamagedFileError: a newer Ratchet wrote a line.
+        StorageError: the disk fails or is full.
     """
     if not path.exists():
         return f"{path}: no such file; nothing to repair"
     with make_study_lock(path).acquire(), _make_append_lock(path).acquire():
         try:
             data = path.read_bytes()
-            found = _scan_lines(data, 0)
-            kept = len(found.logs)
-            if found.newer:
-                _raise_scan_error(path, kept + 1, found)
-            if found.end == len(data):
+            scan = _scan_lines(data, 0)
+            kept = len(scan.logs)
+            if scan.newer:
+                _raise_scan_error(path, kept + 1, scan)
+            if scan.end == len(data):
                 return f"{path}: {kept} lines, none damaged"
-            aside = _save_removed_bytes(path, "damaged", data[found.end :])
-            files.write_atomic(path, data[: found.end])
+            copy = _save_removed_bytes(path, "damaged", data[scan.end :])
+            files.write_atomic(path, data[: scan.end])
         except OSError as error:
             raise StorageError(f"{path}: not repaired: {error.strerror or error}; nothing was changed") from error
-    lost = data[found.end :].count(b"\n")
-    what = f"line {kept + 1} is damaged ({found.damage})" if found.damage else "the last line is torn"
+    lost = data[scan.end :].count(b"\n")
+    problem = f"line {kept + 1} is damaged ({scan.damage})" if scan.damage else "the last line is torn"
     return (
-        f"{path}: {what}; lines kept: {kept}, set aside in {aside.name}: {lost or 1}. Trials that stood there are "
-        "proposed again; their runs are found again by their contents, so that nothing is trained twice"
+        f"{path}: {problem}; lines kept: {kept}, set aside in {copy.name}: {lost or 1}. Trials of the latter are "
+        "proposed again, and completed runs are reused, so that nothing is trained twice"
     )

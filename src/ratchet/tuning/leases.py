@@ -1,9 +1,10 @@
-"""Leases of trials: which worker runs a trial, and how other workers detect that it has stopped.
+"""Leases of trials: they record which worker runs a trial, and show other workers that it has stopped.
 
-A running trial has a lease that lists all workers that have held it. The holder stores heartbeats, a counter under a
-key of its own execution, so a replaced holder cannot change its successor's. On the same machine, other workers check
-the holder's process directly. From another machine, the counter must not have changed for the duration of the lease, by
-the observer's own clock, because clocks of machines differ.
+The lease of a running trial lists all workers that have held the trial, with one execution for each. The holder stores
+heartbeats: a counter under the key of its execution, so that a replaced holder cannot change the counter of its
+successor. Workers on the same machine check the holder's process directly. A worker on another machine may take over
+the trial when the counter has not changed for the duration of the lease, by the worker's own clock, because clocks of
+machines differ.
 """
 
 import errno
@@ -21,15 +22,15 @@ from ratchet.storage.records.sweep import TrialExecution
 LEASE = "lease"
 """Attribute of a trial with its lease."""
 Heartbeat = tuple[int, int]
-"""Number of the execution, and of its heartbeats."""
+"""Index of the execution, and the counter of its heartbeats."""
 
 
 class TrialLeaseLostError(RatchetError):
-    """Another worker holds this trial, or it is over; this worker must not store anything more about it."""
+    """Another worker holds this trial, or the trial is over; this worker must not store anything more about it."""
 
 
 def _read_process(pid: int | str) -> tuple[str, int]:
-    """Return state letter and start (clock ticks since boot) of a process (proc(5), fields 3 and 22 of stat)."""
+    """Return state letter and start (in clock ticks since boot) of a process (proc(5), fields 3 and 22 of stat)."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
@@ -56,10 +57,10 @@ class SweepWorker:
     host: str
     """Name of the machine, for display."""
     boot: str
-    """Boot and process namespace; if they are equal, process ids can be compared."""
+    """Boot and process namespace; workers with the same value can compare process ids."""
     pid: int
     started: int
-    """Start of the process in clock ticks after boot, because process ids are reused."""
+    """Start of the process in clock ticks after boot; it distinguishes processes, because ids are reused."""
 
     @classmethod
     def current(cls) -> "SweepWorker":
@@ -68,11 +69,11 @@ class SweepWorker:
 
     @property
     def name(self) -> str:
-        """Such as `node7/4711`."""
+        """Name for display, such as `node7/4711`."""
         return f"{self.host}/{self.pid}"
 
     def is_gone(self, seen_from: "SweepWorker") -> bool:
-        """Return whether its process has certainly ended; False if the other worker cannot see that."""
+        """Return whether its process has certainly ended; False if the observing worker cannot check it."""
         if self.boot != seen_from.boot:
             return False
         try:
@@ -90,7 +91,7 @@ class TrialLease:
     started: tuple[float, ...]
     """Unix time at which each worker took the trial."""
     released: bool = False
-    """Whether the holder has released it, so that any worker may take it at once."""
+    """Whether the holder has released the trial, so that any worker may take it at once."""
 
     @classmethod
     def first(cls, worker: SweepWorker) -> "TrialLease":
@@ -110,7 +111,7 @@ class TrialLease:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the stored form."""
+        """Return the lease as JSON, as it is stored."""
         executions = [
             {"worker": asdict(w), "started": started} for w, started in zip(self.workers, self.started, strict=True)
         ]
@@ -157,7 +158,7 @@ def next_heartbeat(heartbeat: Heartbeat) -> tuple[int, float]:
 
 
 class TrialLeaseMonitor:
-    """Measures, by this process's own clock, for how long each trial's heartbeat has not changed."""
+    """Observer of heartbeats, which measures by its own clock for how long each has not changed."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[Heartbeat, float]] = {}
@@ -165,7 +166,7 @@ class TrialLeaseMonitor:
     def unchanged_s(self, number: int, heartbeat: Heartbeat) -> float:
         """Return for how many seconds this process has seen the same heartbeat of a trial."""
         now = time.monotonic()
-        known = self._since.get(number)
-        if known is None or known[0] != heartbeat:
-            known = self._since[number] = (heartbeat, now)
-        return now - known[1]
+        last_change = self._since.get(number)
+        if last_change is None or last_change[0] != heartbeat:
+            last_change = self._since[number] = (heartbeat, now)
+        return now - last_change[1]

@@ -1,7 +1,7 @@
-"""Studies in a Postgres database: Optuna's tables, and an advisory lock of the session (Postgres 17 docs, 13.3.5).
+"""Stores studies in a Postgres database: Optuna's tables, and an advisory lock (Postgres 17 docs, 13.3.5).
 
-The server releases the lock when the connection ends with its process or machine. So the address must be that of the
-server itself, or of a pool that keeps sessions (PgBouncer's `session` mode).
+The lock belongs to a session: the server releases it when the connection ends with its process or machine. So the
+address must be that of the server itself, or of a pool that keeps sessions (PgBouncer's `session` mode).
 """
 
 import re
@@ -22,28 +22,29 @@ from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, Stora
 from ratchet.tuning.leases import SweepWorker
 
 _KEY = (0x52617463, 0x68657401)
-"""Of the advisory lock: `Ratchet`, 1. Locks belong to one database."""
+"""Key of the advisory lock: the text `Ratchet` and the number 1. The lock is valid within one database."""
 _SESSION = {
-    "tcp_keepalives_idle": "20",  # the server notices after 50 s that a machine is gone, and frees its locks
+    "tcp_keepalives_idle": "20",  # the server detects a lost machine after 50 s, and releases its locks
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",
-    "idle_in_transaction_session_timeout": "60s",  # a process that was stopped in a transaction blocks the others
+    "idle_in_transaction_session_timeout": "60s",  # a process that is stopped in a transaction would block others
     "statement_timeout": "120s",  # above the wait for the advisory lock
 }
 FAILURES = (StorageInternalError, SQLAlchemyError, psycopg.Error)
-"""What Optuna's storage raises where the server does not answer."""
+"""Exceptions of Optuna's storage if the server does not answer."""
 _OTHERS = {
-    "sqlite": "SQLite locks the whole file for each writer; of 8 workers on one, 5 died of it",
+    "sqlite": "SQLite locks the whole file for each writer; 5 of 8 workers on one file died of it",
     "mysql": "only Postgres is tested",
-    "redis": "only Postgres is tested, and Redis may lose what it was told",
+    "redis": "only Postgres is tested, and Redis may lose stored data",
 }
+"""Reasons against other databases."""
 
 
 def parse_address(url: str) -> URL:
-    """Check `machine.study_storage`. Raises SettingsError; no message repeats a password."""
+    """Parse `machine.study_storage`. Raises SettingsError if it is invalid; messages do not contain the password."""
     scheme = url.partition(":")[0].lower()
     if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
-        reason = _OTHERS.get(scheme.partition("+")[0], "no such storage is known")
+        reason = _OTHERS.get(scheme.partition("+")[0], "unknown kind of storage")
         raise SettingsError(
             f"params.yaml: machine.study_storage: {scheme}: {reason}; expected postgresql://USER@HOST/DATABASE, or "
             "null for a journal in experiments/sweeps, which needs no server and serves all workers of one machine"
@@ -52,7 +53,7 @@ def parse_address(url: str) -> URL:
         address = make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
     except (ArgumentError, ValueError):
         raise SettingsError(
-            "params.yaml: machine.study_storage: this is no address; it has the form postgresql://USER@HOST:PORT/DATABASE"
+            "params.yaml: machine.study_storage: invalid address; expected postgresql://USER@HOST:PORT/DATABASE"
         ) from None
     if address.password is not None or "password" in address.query:
         raise SettingsError(
@@ -61,20 +62,20 @@ def parse_address(url: str) -> URL:
         )
     if not address.database:
         raise SettingsError(
-            "params.yaml: machine.study_storage: no database is named; write postgresql://USER@HOST/DATABASE"
+            "params.yaml: machine.study_storage: found no database; expected postgresql://USER@HOST/DATABASE"
         )
     return address
 
 
 def format_address(address: URL) -> str:
-    """The address, for messages."""
+    """Return the address without password, for messages."""
     return address.set(drivername="postgresql").render_as_string(hide_password=True)
 
 
 def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
-    """Opens connections that notice within a minute that the server is gone, as the server does with us."""
-    given = address.query.get("options", "")
-    options = [given if isinstance(given, str) else " ".join(given), *(f"-c {k}={v}" for k, v in _SESSION.items())]
+    """Return a function that opens connections. Client and server detect within a minute that the other is gone."""
+    own = address.query.get("options", "")
+    options = [own if isinstance(own, str) else " ".join(own), *(f"-c {k}={v}" for k, v in _SESSION.items())]
     return partial(
         psycopg.connect,
         address.set(drivername="postgresql").render_as_string(hide_password=False),
@@ -83,39 +84,40 @@ def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
         keepalives_interval=10,
         keepalives_count=3,
         tcp_user_timeout=30_000,  # milliseconds
-        application_name=f"ratchet {SweepWorker.current().name}"[:63],  # the server cuts longer ones, and says so
+        application_name=f"ratchet {SweepWorker.current().name}"[:63],  # the server cuts longer names, with a warning
         options=" ".join(filter(None, options)),
     )
 
 
 class AdvisoryLock:
-    """Held by a session of its own; the server lets go of it when the session ends."""
+    """Lock of all processes that use the database. It has its own session; the server releases it when that ends.
+
+    Args:
+        connect: opens a connection to the database.
+        where: address of the database, for messages.
+    """
 
     def __init__(self, connect: "Callable[[], psycopg.Connection[Any]]", where: str) -> None:
-        """Args:
-        connect: opens a connection to the database.
-        where: it is, for messages.
-        """
         self.where = where
         self._connect = connect
         self._session: psycopg.Connection[Any] | None = None
 
     def acquire(self, wait_s: float) -> None:
-        """Raises LockHeldError naming the holder, StorageError when the server does not answer."""
-        with self._answering():
-            self._see_that_it_lives()
-            session = self._connected()
+        """Acquire the lock. Raises LockHeldError with the holder, StorageError if the server does not answer."""
+        with self._convert_errors():
+            self._close_dead_session()
+            session = self._open_session()
             session.execute("SELECT set_config('lock_timeout', %s, false)", (f"{max(1, round(wait_s * 1000))}ms",))
             try:
                 session.execute("SELECT pg_advisory_lock(%s, %s)", _KEY)
             except psycopg.errors.LockNotAvailable:
                 raise LockHeldError(
-                    f"{self.where}: the studies are locked by {self._holder()} for more than {wait_s:g} s; "
-                    "see whether that process hangs or was stopped, end it (kill), and repeat"
+                    f"{self.where}: the studies have been locked by {self._holder()} for more than {wait_s:g} s; if "
+                    "that process hangs or was stopped, kill it; then run the same command again"
                 ) from None
 
     def release(self) -> None:
-        """Raises StorageError when the session ended earlier: another process may have had the lock as well."""
+        """Release the lock. Raises StorageError if the session has ended: another process may have taken the lock."""
         try:
             row = (
                 None
@@ -127,42 +129,43 @@ class AdvisoryLock:
         if row != (True,):
             self.close()
             raise StorageError(
-                f"{self.where}: the connection was lost while the studies were locked; run the command again, "
+                f"{self.where}: the connection was lost while the studies were locked; run the same command again, "
                 "which reads the database again"
             )
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Answers to a query, in the session of the lock. Raises StorageError when the server does not answer."""
-        with self._answering():
-            return self._connected().execute(query.encode()).fetchall()
+        """Return the rows of a query in the session of the lock. Raises StorageError if the server does not answer."""
+        with self._convert_errors():
+            return self._open_session().execute(query.encode()).fetchall()
 
     def close(self) -> None:
-        """End the session, and with it the lock."""
+        """End the session, which releases the lock."""
         if self._session is not None:
             self._session.close()
             self._session = None
 
-    def _connected(self) -> "psycopg.Connection[Any]":
+    def _open_session(self) -> "psycopg.Connection[Any]":
         if self._session is None:
             self._session = self._connect()
             self._session.autocommit = True
         return self._session
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.close()  # interrupted while it waited, it may hold the lock and not know
+            self.close()  # an interrupted wait may have acquired the lock
             if not isinstance(error, psycopg.Error):
                 raise
             raise StorageError(
-                f"{self.where}: Postgres does not answer: {' '.join(str(error).split())[:300]}; see that the server "
-                "runs, and that user, database and password (PGPASSWORD, ~/.pgpass) are right, then repeat the command"
+                f"{self.where}: Postgres does not answer: {' '.join(str(error).split())[:300]}; check that the server "
+                "runs, and that user, database and password (PGPASSWORD, ~/.pgpass) are correct; then run the same "
+                "command again"
             ) from error
 
-    def _see_that_it_lives(self) -> None:
-        """A session that was idle may be gone: the server was started again."""
+    def _close_dead_session(self) -> None:
+        """Close an idle session that has ended, for example because the server was restarted."""
         if self._session is not None:
             try:
                 self._session.execute("SELECT 1")
@@ -171,7 +174,7 @@ class AdvisoryLock:
 
     def _holder(self) -> str:
         rows = (
-            self._connected()
+            self._open_session()
             .execute(
                 "SELECT application_name, client_addr FROM pg_locks JOIN pg_stat_activity USING (pid) "
                 "WHERE locktype = 'advisory' AND granted AND (classid, objid, objsubid) = (%s, %s, 2) "
@@ -185,26 +188,26 @@ class AdvisoryLock:
 
 @dataclass(frozen=True)
 class PostgresDatabase:
-    """A database with Optuna's tables in it."""
+    """A database with Optuna's tables."""
 
     optuna: BaseStorage
     where: str
-    """Its address, for messages; no password in it."""
+    """Address without password, for messages."""
     lock: AdvisoryLock
     close: Callable[[], None]
 
 
 def open_database(url: str, wait_s: float) -> PostgresDatabase:
-    """Connect, and create Optuna's tables if they are missing: one process creates them while the others wait.
+    """Connect, and create Optuna's tables if they are missing. One process creates them while others wait.
 
     Raises:
         SettingsError: see `parse_address`.
-        StorageError: the server does not answer, or this user may not make tables.
-        DamagedFileError: the tables are those of another version of Optuna.
+        StorageError: the server does not answer, or this user has no right to create tables.
+        DamagedFileError: another version of Optuna created the tables.
         LockHeldError: another process has held the lock for `wait_s` seconds.
     """
     address = parse_address(url)
-    creator: Any = make_connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise
+    creator: Any = make_connector(address)  # SQLAlchemy accepts connections of psycopg, but its types do not
     lock = AdvisoryLock(creator, format_address(address))
     pool = QueuePool(creator, pre_ping=True, timeout=30)
 
@@ -213,7 +216,7 @@ def open_database(url: str, wait_s: float) -> PostgresDatabase:
         lock.close()
 
     try:
-        if _has_tables(lock):  # who only opens does not wait for who holds the lock
+        if _has_tables(lock):  # opening existing tables needs no lock
             tables = _open_tables(lock.where, pool)
         else:
             lock.acquire(wait_s)
@@ -227,13 +230,13 @@ def open_database(url: str, wait_s: float) -> PostgresDatabase:
 
 
 def _has_tables(lock: AdvisoryLock) -> bool:
-    """Whether Optuna's tables are there; noting the version of the schema is the last thing that making them does."""
-    there = lock.rows("SELECT 1 WHERE to_regclass('alembic_version') IS NOT NULL")
-    return bool(there and lock.rows("SELECT version_num FROM alembic_version"))
+    """Return whether Optuna's tables exist. Optuna creates them first, and then stores the version of the schema."""
+    version_table = lock.rows("SELECT 1 WHERE to_regclass('alembic_version') IS NOT NULL")
+    return bool(version_table and lock.rows("SELECT version_num FROM alembic_version"))
 
 
 def _open_tables(where: str, pool: QueuePool) -> RDBStorage:
-    """Optuna's storage, its tables made where they are missing."""
+    """Return Optuna's storage; missing tables are created."""
     try:
         return RDBStorage("postgresql+psycopg://", engine_kwargs={"pool": pool}, skip_compatibility_check=True)
     except FAILURES as error:
@@ -245,18 +248,18 @@ def _open_tables(where: str, pool: QueuePool) -> RDBStorage:
 
 
 def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
-    """Raises DamagedFileError unless the tables are as the installed Optuna makes them."""
-    there, ours = tables.get_current_version(), tables.get_head_version()
-    if there == ours:
+    """Raise DamagedFileError unless the tables have the schema of the installed Optuna."""
+    schema, installed = tables.get_current_version(), tables.get_head_version()
+    if schema == installed:
         return
     writers = lock.rows("SELECT library_version FROM version_info")
     writer = " and ".join(str(version) for (version,) in writers) or "an unknown version"
     cure = (
-        f"bring them up to date with `optuna storage upgrade --storage {lock.where.replace(':', '+psycopg:', 1)}`"
-        if there in tables.get_all_versions()
-        else "install that version of Optuna here, or take another database"
+        f"update them with `optuna storage upgrade --storage {lock.where.replace(':', '+psycopg:', 1)}`"
+        if schema in tables.get_all_versions()
+        else "install that version of Optuna here, or use another database"
     )
     raise DamagedFileError(
-        f"{lock.where}: the tables were created by Optuna {writer} (schema {there}); the Optuna installed here writes "
-        f"schema {ours}; {cure}"
+        f"{lock.where}: the tables were created by Optuna {writer} (schema {schema}); the Optuna installed here writes "
+        f"schema {installed}; {cure}"
     )

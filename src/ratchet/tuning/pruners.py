@@ -1,11 +1,12 @@
 """Pruners: asynchronous successive halving (Li et al. 2020, Algorithm 2), Hyperband and the median rule.
 
-In the paper, workers pause each training at a rung and promote the best of those paused. Here a training that is among
-the best when it reaches a rung continues at once, so that the model stays in memory. A training that is not is paused,
-and promoted later if enough worse ones have reached that rung. As in the paper, one of `reduction` continues, so the
-first ones are paused until there are others. (Optuna's pruner promotes no training later, so it lets the best so far
-continue while fewer than `reduction` have come: in a simulated search with TPE, which keeps finding new bests, ten of
-24 trainings ran to the end, and a search cost twice as much.) Rungs count processed rows.
+A rung is a number of processed rows at which trainings are compared. In the paper, workers pause each training at a
+rung, and promote the best of the paused ones. Here, a training that is among the best when it reaches a rung continues
+at once, so that the model stays in memory. Any other training is paused, and promoted later if enough worse ones have
+reached the rung. As in the paper, one of `reduction` trainings continues, so the first ones are paused until others
+have reached the rung. (Optuna's pruner promotes no training later. So it lets the best training continue while fewer
+than `reduction` have reached the rung. In a simulated search with TPE, which keeps finding new bests, ten of 24
+trainings then ran to the end, and the search cost twice as much.)
 """
 
 import math
@@ -28,152 +29,25 @@ from ratchet.tuning.samplers import (
 )
 
 LAST_RUNG = 0.9
-"""Share of the longest training above which there is no rung: it would save almost nothing and end a training that is
-nearly complete. (Without it, 0.11 with reduction 3 would end two of three trainings after 99 % of their rows.)"""
+"""Share of the longest training above which there is no rung, because pruning there would save almost nothing. (Without
+this limit, a first rung at 0.11 with reduction 3 would end two of three trainings after 99 % of their rows.)"""
 
 DECIMALS = 6
 """Decimals of rungs, in rows and in shares of the longest training."""
 
 BRACKETS_OF = "ratchet"
-"""Hashed with a trial's number to choose its bracket."""
-
-
-@dataclass(frozen=True)
-class RungPosition:
-    """Rank of a training among all that reached a rung."""
-
-    rank: int
-    """From 1, the best."""
-    count: int
-    """Number of trainings that reached the rung."""
-    loss: float
-    """Validation loss there, in nats per token."""
-    rows: int
-    """Rows processed when it was measured."""
-
-
-@dataclass(frozen=True)
-class HyperbandBracket:
-    """Rungs and the trainings that are compared at them."""
-
-    rungs: tuple[float, ...]
-    """Processed rows, ascending."""
-    reduction: int
-    """One training in so many continues."""
-    field: tuple[TrialLineage, ...]
-
-    def rank(self, line: TrialLineage, rung: float) -> RungPosition:
-        """Return the rank of a training that has reached a rung.
-
-        The first validation at or after the rung is compared. A loss that is not finite is the worst; of equal losses
-        the training that began first is better.
-        """
-        own = _first_validation_at(line.curve, rung)
-        if own is None:
-            raise ValueError(f"trial {line.first} has not reached {rung:g} rows")
-        values = [
-            (found[1], other.first)
-            for other in self.field
-            if (found := _first_validation_at(other.curve, rung)) is not None
-        ]
-        rank = 1 + sum(value < (own[1], line.first) for value in values if value[1] != line.first)
-        count = len({first for _, first in values} | {line.first})
-        return RungPosition(rank, count, own[1], own[0])
-
-    def find_losing_position(self, trial: Trial) -> RungPosition | None:
-        """Return the position for which this training is pruned: at a rung that it just reached, not among the best.
-
-        Rungs that it was promoted from do not count again.
-        """
-        line = self._line(trial.number)
-        for rung in self._just_reached(line, trial):
-            position = self.rank(line, rung)
-            if position.rank > position.count // self.reduction:
-                return position
-        return None
-
-    def find_promotable(self) -> int | None:
-        """Return the pruned trial that is now among the best of its rung; of several the best at the highest rung."""
-        found = []
-        for line in self.field:
-            last = line.trials[-1]
-            rungs = self._just_reached(line, last) if last.state == "pruned" else []
-            positions = [self.rank(line, rung) for rung in rungs]
-            if positions and all(one.rank <= one.count // self.reduction for one in positions):
-                found.append((-rungs[-1], positions[-1].rank, last.number))
-        return min(found)[2] if found else None
-
-    def _line(self, number: int) -> TrialLineage:
-        return next(line for line in self.field if number in line.numbers)
-
-    def _just_reached(self, line: TrialLineage, trial: Trial) -> list[float]:
-        """Return rungs between the trial's last two validations, without those that it was promoted from."""
-        before = [rows for earlier in line.trials if earlier.number < trial.number for rows in earlier.curve]
-        now = max(trial.curve, default=0)
-        past = max([*before, *(rows for rows in line.curve if rows < now)], default=0)
-        return [rung for rung in self.rungs if past < rung <= now]
-
-
-def compute_rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
-    """Return the rows at which trainings are compared: `first` x `longest`, times `reduction` from rung to rung.
-
-    All are below `LAST_RUNG`. They are rounded: 3 x 0.05 x 15,000 is 2250.0000000000005 in floating point, and a
-    validation after 2,250 rows would miss it.
-    """
-    shares = [first]
-    while round(shares[-1], DECIMALS) < LAST_RUNG:
-        shares.append(shares[-1] * reduction)
-    return tuple(round(share * longest, DECIMALS) for share in shares[:-1])
-
-
-def bracket_index(number: int, levels: int, reduction: int) -> int:
-    """Return the Hyperband bracket of a training, from 0, by the number of its first trial.
-
-    A training in bracket s skips the lowest s of `levels` rungs; the last bracket prunes nothing, in case the start of
-    a curve says little about its end. Each gets its share of n = ceil((levels + 1) / (s + 1) *
-    reduction^s) trainings (Li et al. 2018, Algorithm 1; there s counts the other way), distributed by a checksum,
-    as in Optuna.
-    """
-    count = levels + 1
-    shares = [ceil(count * reduction ** (count - 1 - s) / (count - s)) for s in range(count)]
-    left = crc32(f"{BRACKETS_OF}_{number}".encode()) % sum(shares)
-    for s, share in enumerate(shares):
-        if left < share:
-            return s
-        left -= share
-    raise AssertionError("unreachable: the remainder is below the sum of all shares")
-
-
-def build_brackets(all_rungs: Sequence[float], reduction: int, field: Sequence[TrialLineage]) -> list[HyperbandBracket]:
-    """Return the brackets of asynchronous Hyperband with their trainings."""
-    levels = len(all_rungs)
-    belong = [(bracket_index(line.first, levels, reduction), line) for line in field]
-    return [
-        HyperbandBracket(tuple(all_rungs[s:]), reduction, tuple(line for s_of, line in belong if s_of == s))
-        for s in range(levels + 1)
-    ]
-
-
-def _first_validation_at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
-    """Return rows and loss of the first validation at or after a rung."""
-    found = next(((rows, loss) for rows, loss in curve.items() if rows >= rung), None)
-    if found is None:
-        return None
-    return found if math.isfinite(found[1]) else (found[0], math.inf)
-
-
-# Decisions: pruning and promotion, as functions of the curves so far.
+"""Text that is hashed with a trial's number to choose its bracket."""
 
 
 def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Trial, longest_rows: int) -> str | None:
-    """Return why to prune this training now; None: continue. Call it after each validation.
+    """Return the reason to prune this training now; None to continue it. Call this function after each validation.
 
-    The same history gives the same result. A complete training is not pruned: one that has processed `longest_rows`, or
-    done all of its `cost.planned_steps`.
+    The same history gives the same result. A complete training is not pruned: it has processed `longest_rows`, or done
+    all of its `cost.planned_steps`.
 
     Args:
         pruner: section sweep.pruner.
-        history: all trials of the study; the record of this one may be older than `trial`.
+        history: all trials of the study; its record of this trial may be older than `trial`.
         trial: the trial with its curve up to the last validation.
         longest_rows: rows of the longest training of the study.
     """
@@ -186,45 +60,41 @@ def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Tria
         competes = any(trial.number in line.numbers for line in bracket.field)
         if competes and (position := bracket.find_losing_position(trial)) is not None:
             promoted = position.count // pruner.reduction_factor
-            which = (
-                "the best"
-                if promoted == 1
-                else f"the best {promoted}"
-                if promoted
-                else f"one in {pruner.reduction_factor}"
-            )
+            winners = f"the best {promoted}" if promoted > 1 else "the best"
+            if not promoted:
+                winners = f"one in {pruner.reduction_factor}"
             return (
                 f"validation loss {position.loss:.4g} after {position.rows} rows is number {position.rank} of "
-                f"{position.count}; {pruner.kind} continues {which}"
+                f"{position.count}; {pruner.kind} continues {winners}"
             )
     return None
 
 
 def find_promotable(pruner: PrunerSettings, history: Sequence[Trial], longest_rows: int) -> int | None:
-    """Return the number of a pruned trial that is now among the best of its rung, to be continued.
+    """Return the number of a pruned trial to continue, because it is now among the best at its rung; None without one.
 
-    A trial that was continued is not returned again. `median` never promotes.
+    A continued trial is not returned again. The median rule promotes no trial.
     """
     if pruner.kind in ("none", "median"):
         return None
-    found = [
+    numbers = [
         bracket.find_promotable() for bracket in _make_brackets(pruner, _competing_lineages(history), longest_rows)
     ]
-    return next((number for number in found if number is not None), None)
+    return next((number for number in numbers if number is not None), None)
 
 
 def find_most_promising(history: Sequence[Trial]) -> int | None:
-    """Return the number of the pruned trial with the most rows, the best of those, to be continued as a last resort.
+    """Return the number of a pruned trial to continue as a last resort: the most rows, then the best; None without one.
 
-    A trial whose continuation failed is not returned again.
+    If the continuation of a trial has failed, the trial is not returned again.
     """
-    found = []
+    candidates = []
     for line in group_by_lineage(history):
         last = line.trials[-1]
         if last.state == "pruned" and (curve := replace_non_finite(line.curve)):
             rows = max(curve)
-            found.append((-rows, curve[rows], last.number))
-    return min(found)[2] if found else None
+            candidates.append((-rows, curve[rows], last.number))
+    return min(candidates)[2] if candidates else None
 
 
 def describe(pruner: PrunerSettings) -> str:
@@ -244,8 +114,128 @@ def _is_fully_trained(trial: Trial, longest_rows: int) -> bool:
 
 
 def _competing_lineages(history: Sequence[Trial]) -> list[TrialLineage]:
-    """Return the trainings that are compared; a failed one would occupy a rank at each rung that it passed."""
+    """Return the trainings that are compared, without failed and infeasible ones, which would occupy ranks."""
     return [line for line in group_by_lineage(history) if line.competes]
+
+
+# Successive halving and Hyperband: rungs, brackets and ranks.
+
+
+@dataclass(frozen=True)
+class RungPosition:
+    """Rank of a training among all that reached a rung."""
+
+    rank: int
+    """Rank from 1, the best."""
+    count: int
+    """Number of trainings that reached the rung."""
+    loss: float
+    """Validation loss there, in nats per token."""
+    rows: int
+    """Rows processed when it was measured."""
+
+
+@dataclass(frozen=True)
+class HyperbandBracket:
+    """Rungs, and the trainings that are compared at them."""
+
+    rungs: tuple[float, ...]
+    """Processed rows, ascending."""
+    reduction: int
+    """One of this number of trainings continues."""
+    field: tuple[TrialLineage, ...]
+    """The trainings."""
+
+    def rank(self, line: TrialLineage, rung: float) -> RungPosition:
+        """Return the rank of a training that has reached a rung.
+
+        The first validation at or after the rung is compared. A loss that is not finite is the worst. If losses are
+        equal, the training that began first is better.
+        """
+        own = _first_validation_at(line.curve, rung)
+        if own is None:
+            raise ValueError(f"trial {line.first} has not reached {rung:g} rows")
+        values = [
+            (validation[1], other.first)
+            for other in self.field
+            if (validation := _first_validation_at(other.curve, rung)) is not None
+        ]
+        rank = 1 + sum(value < (own[1], line.first) for value in values if value[1] != line.first)
+        count = len({first for _, first in values} | {line.first})
+        return RungPosition(rank, count, own[1], own[0])
+
+    def find_losing_position(self, trial: Trial) -> RungPosition | None:
+        """Return the position because of which to prune a trial: at a rung that it just reached, not among the best.
+
+        None if there is none. Rungs from which the trial was promoted do not count again.
+        """
+        line = self._line(trial.number)
+        for rung in self._just_reached(line, trial):
+            position = self.rank(line, rung)
+            if position.rank > position.count // self.reduction:
+                return position
+        return None
+
+    def find_promotable(self) -> int | None:
+        """Return the pruned trial that is now among the best at its rung; of several, the best at the highest rung."""
+        promotable = []
+        for line in self.field:
+            last = line.trials[-1]
+            rungs = self._just_reached(line, last) if last.state == "pruned" else []
+            positions = [self.rank(line, rung) for rung in rungs]
+            if positions and all(position.rank <= position.count // self.reduction for position in positions):
+                promotable.append((-rungs[-1], positions[-1].rank, last.number))
+        return min(promotable)[2] if promotable else None
+
+    def _line(self, number: int) -> TrialLineage:
+        return next(line for line in self.field if number in line.numbers)
+
+    def _just_reached(self, line: TrialLineage, trial: Trial) -> list[float]:
+        """Return the rungs between the trial's last two validations, without those from which it was promoted."""
+        before = [rows for earlier in line.trials if earlier.number < trial.number for rows in earlier.curve]
+        now = max(trial.curve, default=0)
+        past = max([*before, *(rows for rows in line.curve if rows < now)], default=0)
+        return [rung for rung in self.rungs if past < rung <= now]
+
+
+def compute_rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
+    """Return the rows at which trainings are compared: `first` x `longest`, times `reduction` from rung to rung.
+
+    All are below `LAST_RUNG`. They are rounded, because 3 x 0.05 x 15,000 is 2250.0000000000005 in floating point, and
+    a validation after 2,250 rows would be too early.
+    """
+    shares = [first]
+    while round(shares[-1], DECIMALS) < LAST_RUNG:
+        shares.append(shares[-1] * reduction)
+    return tuple(round(share * longest, DECIMALS) for share in shares[:-1])
+
+
+def bracket_index(number: int, levels: int, reduction: int) -> int:
+    """Return the Hyperband bracket of a training, from 0, by the number of its first trial.
+
+    A training in bracket s skips the lowest s of `levels` rungs. The last bracket prunes nothing, in case the start of
+    a curve does not predict its end. The share of a bracket is n = ceil((levels + 1) / (s + 1) * reduction^s) trainings
+    (Li et al. 2018, Algorithm 1; there s counts in the other direction). A checksum distributes trainings to brackets,
+    as in Optuna.
+    """
+    count = levels + 1
+    shares = [ceil(count * reduction ** (count - 1 - s) / (count - s)) for s in range(count)]
+    remainder = crc32(f"{BRACKETS_OF}_{number}".encode()) % sum(shares)
+    for s, share in enumerate(shares):
+        if remainder < share:
+            return s
+        remainder -= share
+    raise AssertionError("unreachable: the remainder is below the sum of all shares")
+
+
+def build_brackets(all_rungs: Sequence[float], reduction: int, field: Sequence[TrialLineage]) -> list[HyperbandBracket]:
+    """Return the brackets of asynchronous Hyperband with their trainings."""
+    levels = len(all_rungs)
+    with_bracket = [(bracket_index(line.first, levels, reduction), line) for line in field]
+    return [
+        HyperbandBracket(tuple(all_rungs[s:]), reduction, tuple(line for s_of, line in with_bracket if s_of == s))
+        for s in range(levels + 1)
+    ]
 
 
 def _make_brackets(pruner: PrunerSettings, field: Sequence[TrialLineage], longest_rows: int) -> list[HyperbandBracket]:
@@ -255,11 +245,22 @@ def _make_brackets(pruner: PrunerSettings, field: Sequence[TrialLineage], longes
     return [HyperbandBracket(levels, pruner.reduction_factor, tuple(field))]
 
 
-def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: Trial, longest_rows: int) -> str | None:
-    """Apply Optuna's median rule: the best loss is worse than the median of complete trainings after as many rows.
+def _first_validation_at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
+    """Return rows and loss of the first validation at or after a rung; None if there is none yet."""
+    validation = next(((rows, loss) for rows, loss in curve.items() if rows >= rung), None)
+    if validation is None:
+        return None
+    return validation if math.isfinite(validation[1]) else (validation[0], math.inf)
 
-    Optuna compares equal steps only, but trainings validate at rows that depend on their batch size, so the other
-    curves are interpolated linearly.
+
+# The median rule.
+
+
+def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: Trial, longest_rows: int) -> str | None:
+    """Prune by Optuna's median rule: the best loss is worse than the median of complete trainings after as many rows.
+
+    Optuna compares only equal steps, but the rows of a validation depend on the batch size, so the curves of the other
+    trainings are interpolated linearly.
     """
     rows = max(trial.curve)
     study = create_empty_study(1)
@@ -281,7 +282,7 @@ def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: 
 
 
 def _interpolate(curve: Mapping[int, float], rows: int) -> float | None:
-    """Return a curve's value at a number of rows; the last one after its end, None before its first validation."""
+    """Return a curve's value at a number of rows: after its end the last value, before its first validation None."""
     if not curve or rows < min(curve):
         return None
     before = max(at for at in curve if at <= rows)

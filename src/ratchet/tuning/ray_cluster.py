@@ -1,9 +1,9 @@
 """Starts sweep workers on a Ray cluster; the only module that imports Ray.
 
-Ray chooses the node, adds and removes nodes. On the node, an actor starts the same worker process as elsewhere and
-waits for it. The study and its leases decide which worker has which trial, also when a node is lost, so correctness
-does not depend on Ray. Each node needs Ratchet and the project under the same path (a shared disk, or a copy with its
-prepared data); the study must be in a database.
+Ray adds and removes nodes, and chooses the node of each worker. On the node, an actor starts the same worker process as
+without Ray, and waits for it. The study and its leases decide which worker has which trial, also after the loss of a
+node, so correctness does not depend on Ray. Each node needs Ratchet, and the project under the same path (on a shared
+disk, or a copy with its prepared data). The study must be in a database.
 """
 
 import os
@@ -23,21 +23,22 @@ from ratchet.storage.digests import code_version
 from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
 
 REPORT_WAIT_AFTER_S = 30.0
-"""A worker that waits for a node is reported after so long."""
+"""Time after which a message reports a worker that waits for a node."""
 CONNECT_TIMEOUT_S = 10.0
-"""Timeout for the head of a cluster."""
+"""Timeout for a connection to the head of a cluster."""
 MAX_OUTPUT_BYTES = 65536
-"""The end of a worker's output is copied to the command when the worker has ended."""
+"""Size of the end of a worker's output, which is copied to the sweep command after the worker has ended."""
 INSTALL = "pip install -c constraints.txt -e '.[ray]'"
+"""Command that installs Ray."""
 
 
 def adapt_machine_to_nodes(machine: Machine) -> Machine:
-    """Return the machine settings of each worker: as many threads as it has CPUs on its node, unless they are set."""
+    """Return the machine settings of each worker: as many threads as it has CPUs, unless `threads` is set."""
     return machine.model_copy(update={"threads": machine.threads or max(1, int(machine.ray.cpus))})
 
 
 class RayWorkerActor:
-    """Actor on a node: starts a worker and waits for it. Its methods run in separate threads."""
+    """Actor on a node that starts a worker and waits for it. Its methods run in separate threads."""
 
     def __init__(self, project: str, settings: str, code: str) -> None:
         self._project, self._settings, self._code = project, settings, code
@@ -45,17 +46,17 @@ class RayWorkerActor:
         self._is_stop_requested = False
 
     def node_name(self) -> str:
-        """Return the name of this node; an answer shows that the actor was placed."""
+        """Return the name of this node. A result shows that the actor has a node."""
         return socket.gethostname()
 
     def run_worker(self) -> tuple[int, str]:
-        """Run the worker; return its exit code and the end of its output."""
+        """Run the worker, and return its exit code and the end of its output."""
         if problem := self._find_problem():
             return EXIT_INPUT, f"node {socket.gethostname()}: {problem}\n"
         with tempfile.TemporaryDirectory(prefix="ratchet-worker-") as folder, tempfile.TemporaryFile() as output:
             settings = Path(folder) / "params.yaml"
             settings.write_text(self._settings, encoding="utf-8")
-            # The worker is stopped when the thread that started it ends, so this thread waits for it.
+            # The worker stops when the thread that started it ends, so this thread must wait for it.
             self._process = subprocess.Popen(
                 [sys.executable, *WORKER[1:], self._project, str(settings), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -67,7 +68,7 @@ class RayWorkerActor:
             return code, output.read().decode(errors="replace")
 
     def _find_problem(self) -> str:
-        """Return why no worker can be started on this node; empty if one can."""
+        """Return the reason why no worker can start on this node; empty if it can."""
         if (version := code_version()) != self._code:
             return f"has Ratchet {version}, the command has {self._code}; install the same version on every node"
         if not (Path(self._project) / "params.yaml").is_file():
@@ -90,8 +91,8 @@ class RayWorkerProcess:
     Args:
         ray: the library.
         actor: the actor.
-        log: gets the worker's output once it has ended.
-        on_wait: called if no node has been found after REPORT_WAIT_AFTER_S.
+        log: file to which the worker's output is appended after it has ended.
+        on_wait: called if the worker has no node after REPORT_WAIT_AFTER_S.
     """
 
     def __init__(self, ray: Any, actor: Any, log: Path, on_wait: Callable[[], None]) -> None:
@@ -113,7 +114,7 @@ class RayWorkerProcess:
         return self._code
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code; raises subprocess.TimeoutExpired if it still runs after so many seconds."""
+        """Return the exit code. Raises subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
         if self._code is None and not self._is_ready(self._result, timeout):
             raise subprocess.TimeoutExpired(WORKER[-1], timeout)
         if (code := self.poll()) is None:
@@ -121,19 +122,19 @@ class RayWorkerProcess:
         return code
 
     def terminate(self) -> None:
-        """Ask it to end; kill it if it still waits for a node."""
+        """Ask the worker to end; kill it if it still waits for a node."""
         if self._is_ready(self._node_name):
             self._actor.stop.remote()
         else:
             self.kill()
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
         self._is_killed = True
         self._ray.kill(self._actor)
 
-    def _is_ready(self, answer: Any, timeout_s: float = 0) -> bool:
-        return bool(self._ray.wait([answer], timeout=timeout_s)[0])
+    def _is_ready(self, result: Any, timeout_s: float = 0) -> bool:
+        return bool(self._ray.wait([result], timeout=timeout_s)[0])
 
     def _conclude(self) -> None:
         output = ""
@@ -145,19 +146,19 @@ class RayWorkerProcess:
                 self._code = -signal.SIGKILL
             elif isinstance(error, self._ray.exceptions.RayActorError) and not error.actor_init_failed:
                 self.lost = f"node {self._node()} was lost"
-        self._ray.kill(self._actor)  # otherwise it keeps its share of the node
+        self._ray.kill(self._actor)  # otherwise it keeps its resources of the node
         with self._log.open("a", encoding="utf-8") as log:
             log.write(output)
 
     def _node(self) -> str:
         try:
             return str(self._ray.get(self._node_name, timeout=0))
-        except self._ray.exceptions.RayError:  # it was not placed yet
+        except self._ray.exceptions.RayError:  # the actor has no node yet
             return "without a name yet"
 
 
 class RayWorkerLauncher:
-    """Starts workers on the cluster of `machine.ray` (a WorkerLauncher).
+    """WorkerLauncher on the cluster of `machine.ray`.
 
     Args:
         ray_settings: section machine.ray.
@@ -165,7 +166,8 @@ class RayWorkerLauncher:
         settings: params.yaml of the sweep, for the workers.
         on_progress: gets messages.
 
-    Raises SettingsError like `connect`.
+    Raises:
+        SettingsError: see `connect`.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class RayWorkerLauncher:
             )
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
-        """Ask the cluster for a node, and start the worker there."""
+        """Ask the cluster for a node, and start the worker on it."""
         log.touch()
         actor = self._actor_class.remote(self._project, self._settings, code_version())
         return RayWorkerProcess(
@@ -216,17 +218,17 @@ class RayWorkerLauncher:
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError if no process listens at the address: Ray would try for many minutes. Ray resolves `auto`."""
+    """Raise OSError if no process listens at the address, because Ray would try for many minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def connect(address: str) -> Any:
-    """Connect to the cluster if Ray is not connected; return the library.
+    """Connect to the cluster if Ray is not connected yet, and return the library.
 
     Raises:
-        SettingsError: Ray is not installed, no cluster answers, or its versions differ.
+        SettingsError: Ray is not installed, no cluster answers, or it has other versions of Python or Ray.
     """
     try:
         import ray

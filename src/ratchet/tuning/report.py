@@ -1,4 +1,4 @@
-"""Report of a study, importances of its parameters, and adoption of a trial's values into params.yaml."""
+"""Builds the report of a study with importances of its parameters, and writes a trial's values into params.yaml."""
 
 import difflib
 from collections import Counter
@@ -31,10 +31,41 @@ from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_val
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
-"""A random forest needs at least so many trials."""
+"""Trials that a random forest needs at least."""
 
 TRIALS_PER_PARAMETER = 2
-"""Trials that each hyperparameter needs."""
+"""Trials that a random forest needs at least for each hyperparameter."""
+
+
+def build_report(
+    store: TrialStore, settings: Settings, space: SearchSpace, identity: dict[str, Any], with_importances: bool = True
+) -> SweepReport:
+    """Return the current report of a study. Importances take seconds."""
+    history, objectives, notes = store.trials(), final_round.sweep_objectives(settings.sweep), store.notes()
+    finals = FinalRound.model_validate(notes[FINAL_ROUND_NOTE]) if FINAL_ROUND_NOTE in notes else None
+    return SweepReport(
+        study=store.study,
+        storage=store.storage.kind,
+        objectives=objectives,
+        axes=space.axes(),
+        sampler=samplers.describe(settings.sweep.sampler, space),
+        pruner=pruners.describe(settings.sweep.pruner),
+        versions=samplers.library_versions(),
+        data_digest=str(identity["data"])[: digests.SHORT],
+        base_digest=str(identity["base"])[: digests.SHORT],
+        planned_trials=settings.sweep.trials + store.carried,
+        trials=tuple(history),
+        importances=compute_importances(space, objectives, history, settings.sweep.sampler.seed)
+        if with_importances
+        else {},
+        best=final_round.leader_numbers(history, objectives),
+        final_round=finals,
+        winner=finals.winner if finals and all(trial.is_over for trial in history) else None,
+        stopped=str(notes.get(STOPPED, "")),
+    )
+
+
+# Importances of the parameters.
 
 
 def compute_importances(
@@ -42,27 +73,27 @@ def compute_importances(
 ) -> dict[str, float]:
     """Return the share of the variance of the first objective that each parameter explains, largest first; sum 1.
 
-    Functional analysis of variance over a random forest (Hutter et al. 2014), of complete trials, each training once,
-    every range on its own scale (a learning rate by its logarithm: on the plain scale nine tenths of the space would
-    be its last decade). Parameters that some of these trials did not have are left out, and so are derived ones. If
-    pruning has left too few complete trials, and validation loss is the objective, the loss of the first validation is
-    used, of all trials that had it after the same number of rows. Empty if there are still too few trials, or if all
-    have the same result.
+    Functional analysis of variance over a random forest (Hutter et al. 2014) of complete trials, each training once.
+    Every range has its own scale (a learning rate its logarithm: on the plain scale, its last decade would be nine
+    tenths of the space). Derived parameters are left out, and those that some of these trials did not have. If too few
+    trials are complete because of pruning, and validation loss is the objective, the loss of the first validation is
+    used, of all trials that validated after the same number of rows. The result is empty if there are still too few
+    trials, or if all have the same loss.
     """
-    found = _explained_variance(space, _completed_losses(objectives, history), seed)
-    if not found and objectives[0].metric == "validation_loss":
-        found = _explained_variance(space, _first_losses(history), seed)
-    return found
+    importances = _explained_variance(space, _completed_losses(objectives, history), seed)
+    if not importances and objectives[0].metric == "validation_loss":
+        importances = _explained_variance(space, _first_losses(history), seed)
+    return importances
 
 
 def _completed_losses(objectives: Sequence[SweepObjective], history: Sequence[Trial]) -> list[tuple[Trial, float]]:
     decisive = [line.decisive for line in group_by_lineage(history)]
-    over = [trial for trial in decisive if trial.state == "complete" and not is_infeasible(trial)]
-    return [(trial, minimized_objectives(trial, objectives)[0]) for trial in over]
+    complete = [trial for trial in decisive if trial.state == "complete" and not is_infeasible(trial)]
+    return [(trial, minimized_objectives(trial, objectives)[0]) for trial in complete]
 
 
 def _first_losses(history: Sequence[Trial]) -> list[tuple[Trial, float]]:
-    """Return the loss of the first validation of trials that had it after the most common number of rows."""
+    """Return trials and their first validation losses, if the number of rows before it is the most common one."""
     firsts = [
         (line.trials[0], *min(curve.items()))
         for line in group_by_lineage(history)
@@ -74,18 +105,18 @@ def _first_losses(history: Sequence[Trial]) -> list[tuple[Trial, float]]:
     return [(trial, loss) for trial, at, loss in firsts if at == rows]
 
 
-def _explained_variance(space: SearchSpace, known: Sequence[tuple[Trial, float]], seed: int) -> dict[str, float]:
-    free = [space.select_drawn(trial.values) for trial, _ in known]
-    dimensions = [space.dimension(name) for name in free[0] if all(name in one for one in free)] if free else []
-    if len(known) < max(MIN_TRIALS, TRIALS_PER_PARAMETER * len(dimensions)) or not dimensions:
+def _explained_variance(space: SearchSpace, results: Sequence[tuple[Trial, float]], seed: int) -> dict[str, float]:
+    free = [space.select_drawn(trial.values) for trial, _ in results]
+    dimensions = [space.dimension(name) for name in free[0] if all(name in drawn for drawn in free)] if free else []
+    if len(results) < max(MIN_TRIALS, TRIALS_PER_PARAMETER * len(dimensions)) or not dimensions:
         return {}
-    values = [value for _, value in known]
-    if len(set(values)) == 1 or all(len({repr(one[parameter.name]) for one in free}) == 1 for parameter in dimensions):
+    values = [value for _, value in results]
+    if len(set(values)) == 1 or all(len({repr(drawn[d.name]) for drawn in free}) == 1 for d in dimensions):
         return {}
     study = create_empty_study(1)
     distributions = {dimension.name: _scaled_distribution(dimension) for dimension in dimensions}
-    for one, value in zip(free, values, strict=True):
-        params = {dimension.name: _scaled_value(dimension, one[dimension.name]) for dimension in dimensions}
+    for drawn, value in zip(free, values, strict=True):
+        params = {dimension.name: _scaled_value(dimension, drawn[dimension.name]) for dimension in dimensions}
         study.add_trial(create_trial(value=value, params=params, distributions=distributions))
     return get_param_importances(study, evaluator=FanovaImportanceEvaluator(n_trees=64, max_depth=64, seed=seed))
 
@@ -98,38 +129,7 @@ def _scaled_value(dimension: SearchDimension, value: Any) -> Any:
     return encode_value(value) if dimension.kind == "choice" else min(max(to_unit(dimension, value), 0.0), 1.0)
 
 
-# The report.
-
-
-def build_report(
-    store: TrialStore, settings: Settings, space: SearchSpace, identity: dict[str, Any], with_importances: bool = True
-) -> SweepReport:
-    """Return the current report of a study; importances take seconds."""
-    history, judged, notes = store.trials(), final_round.sweep_objectives(settings.sweep), store.notes()
-    finals = FinalRound.model_validate(notes[FINAL_ROUND_NOTE]) if FINAL_ROUND_NOTE in notes else None
-    return SweepReport(
-        study=store.study,
-        storage=store.storage.kind,
-        objectives=judged,
-        axes=space.axes(),
-        sampler=samplers.describe(settings.sweep.sampler, space),
-        pruner=pruners.describe(settings.sweep.pruner),
-        versions=samplers.library_versions(),
-        data_digest=str(identity["data"])[: digests.SHORT],
-        base_digest=str(identity["base"])[: digests.SHORT],
-        planned_trials=settings.sweep.trials + store.carried,
-        trials=tuple(history),
-        importances=compute_importances(space, judged, history, settings.sweep.sampler.seed)
-        if with_importances
-        else {},
-        best=final_round.leader_numbers(history, judged),
-        final_round=finals,
-        winner=finals.winner if finals and all(trial.is_over for trial in history) else None,
-        stopped=str(notes.get(STOPPED, "")),
-    )
-
-
-# Adoption: a minimal diff of params.yaml, to be reviewed and committed.
+# Adoption: a minimal diff of params.yaml, which the user reviews and commits.
 
 
 class AdoptedTrial(Record):
@@ -141,9 +141,9 @@ class AdoptedTrial(Record):
     is_trained_here: bool
     """Whether the trial's run is complete on this machine, so that `dvc repro` does not train it again."""
     diff: tuple[str, ...]
-    """Lines of a unified diff of params.yaml; empty when it had these values."""
+    """Lines of a unified diff of params.yaml; empty if it already had these values."""
     conditional: tuple[str, ...]
-    """Hyperparameters that now apply to trials that did not have them."""
+    """Changed hyperparameters that trials set only under a condition; in params.yaml they apply without it."""
 
 
 def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, number: int | None) -> AdoptedTrial:
@@ -151,13 +151,13 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
 
     Args:
         layout: the project.
-        settings: the present content of its params.yaml.
+        settings: the current content of its params.yaml.
         report: the study's report.
-        number: the trial; None: the winner.
+        number: number of the trial; None: the winner.
 
     Raises:
-        DataError: there is no winner yet, or no complete trial of that number.
-        SettingsError: the file cannot be changed without touching other keys.
+        DataError: there is no winner yet, or no complete trial with this number.
+        SettingsError: the file cannot be changed without a change of other keys.
     """
     path, trial = layout.params, _select_trial(report, number)
     text = path.read_text(encoding="utf-8")
@@ -182,16 +182,16 @@ def _select_trial(report: SweepReport, number: int | None) -> Trial:
     if number is None:
         if report.winner is not None:
             return report.trials[report.winner]
-        over = final_round.count_trials(trial for trial in report.trials if trial.is_over)
+        ended = final_round.count_trials(trial for trial in report.trials if trial.is_over)
         if len(report.best) > 1:
             front = ", ".join(map(str, report.best))
             advice = f"with several objectives there is no winner; choose a trial of the Pareto front: {front}"
         elif not report.best:
-            advice = f"no trial is complete ({over} are over); run `ratchet sweep` again"
+            advice = f"no trial is complete ({ended} are over); run `ratchet sweep` again"
         else:
             advice = (
-                f"the sweep is not over ({over} of {report.planned_trials} trials; finalists are compared at its end); "
-                f"run `ratchet sweep` again, or give a trial number (the best so far is {report.best[0]})"
+                f"the sweep is not over ({ended} of {report.planned_trials} trials; finalists are compared at the "
+                f"end); run `ratchet sweep` again, or give a trial number (the best so far is {report.best[0]})"
             )
         raise DataError(f"--adopt: {advice}")
     complete = [trial.number for trial in report.trials if trial.state == "complete"]

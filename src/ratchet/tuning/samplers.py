@@ -1,10 +1,7 @@
-"""Samplers: values of the next trial as a function of settings, history and trial number.
+"""Samplers: propose the values of the next trial, as a function of settings, history and trial number.
 
-Nothing is remembered between calls. CMA-ES is rebuilt from the history for every proposal.
-
-Builds an Optuna study in memory from trial records, for Optuna's samplers and pruners.
-
-Trials that share one training (a pruned or failed trial and its continuations) count once.
+Nothing is remembered between calls: Optuna's samplers get a study in memory that is built from the history, and CMA-ES
+is rebuilt from the history. Trials that share one training (a pruned or failed trial and its continuations) count once.
 """
 
 import importlib.metadata
@@ -40,269 +37,30 @@ from ratchet.tuning.search_space import (
     to_unit,
 )
 
+ATTEMPTS = {"tpe": 20, "gp": 3, "random": 20, "cmaes": 20}
+"""Attempts of a sampler to propose untried values. A Gaussian process needs a second for each, and they hardly
+differ."""
 
-@dataclass(frozen=True)
-class TrialLineage:
-    """One training: the trial that began it, and the trials that continued it after it was pruned or had failed."""
+MAX_LISTED_POINTS = 4096
+"""Limit of points of a finite space that are listed, to draw an untried one uniformly."""
 
-    trials: tuple[Trial, ...]
-    """Trials by number."""
-
-    @property
-    def first(self) -> int:
-        """Number of the trial that began the training."""
-        return self.trials[0].number
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Numbers of its trials."""
-        return tuple(trial.number for trial in self.trials)
-
-    @cached_property
-    def curve(self) -> dict[int, float]:
-        """Validation loss in nats per token by processed rows, of all its trials, in order of rows."""
-        return dict(sorted(point for trial in self.trials for point in trial.curve.items()))
-
-    @property
-    def decisive(self) -> Trial:
-        """The trial with the result: the last one that was completed, pruned or infeasible.
-
-        While a pruned training is being continued, its result is still that it was pruned. A continuation that failed
-        does not say anything about the values.
-        """
-        settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
-        return settled[-1] if settled else self.trials[-1]
-
-    @property
-    def competes(self) -> bool:
-        """Whether others are compared with it; a failed or infeasible training is not, however good its curve was."""
-        return self.trials[-1].state not in ("failed", "infeasible")
-
-
-def group_by_lineage(history: Iterable[Trial]) -> list[TrialLineage]:
-    """Return the trainings of a study, by the number of the trial that began them."""
-    found: dict[int, list[Trial]] = {}
-    first: dict[int, int] = {}
-    for trial in sorted(history, key=lambda trial: trial.number):
-        first[trial.number] = trial.number if trial.continues is None else first[trial.continues]
-        found.setdefault(first[trial.number], []).append(trial)
-    return [TrialLineage(tuple(trials)) for trials in found.values()]
-
-
-# The study in memory.
+MAX_DRAWS = 200
+"""If so many random values in a row were tried before, the space counts as used up, or is searched in order."""
 
 WORST = 1e300
-"""Replaces a loss that is not finite: worse than any other, and medians with it are still numbers."""
+"""Replaces a loss that is not finite: it is worse than any other, but medians with it are finite."""
 
 INFEASIBLE = "infeasible"
-"""Name of the constraint for a Gaussian process: above 0 if something was violated."""
-
-
-def create_empty_study(objectives: int) -> optuna.Study:
-    """Return an empty study in memory that minimises all objectives; Optuna does not log."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=["minimize"] * objectives)
-
-
-def replace_non_finite(curve: Mapping[int, float]) -> dict[int, float]:
-    """Return the curve with `WORST` for values that are not finite."""
-    return {rows: value if math.isfinite(value) else WORST for rows, value in curve.items()}
-
-
-def minimized_objectives(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Return the objectives of a complete trial with a sign so that less is better."""
-    pairs = zip(trial.objectives, objectives, strict=True)
-    return tuple(value if objective.direction == "minimize" else -value for value, objective in pairs)
-
-
-def is_infeasible(trial: Trial) -> bool:
-    """Return whether the values cannot be trained with; a result that is not finite counts as infeasible."""
-    unusable = trial.state == "complete" and not all(map(math.isfinite, trial.objectives))
-    return trial.state == "infeasible" or unusable
-
-
-def constraint_violations(trial: Trial) -> dict[str, float]:
-    """Return how much an infeasible trial violated each constraint; 1.0 if it is unknown."""
-    found = {name: value for name, value in trial.constraints.items() if value > 0}
-    return found or {"unknown": 1.0}
-
-
-def build_in_memory_study(
-    space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], kind: str
-) -> optuna.Study:
-    """Return the trials of `history` as a study for a sampler of this kind (`tpe` or `gp`).
-
-    A training that several trials share counts once (`TrialLineage`). Failed trials are left out, because they say
-    nothing about their values. Running trials are RUNNING with their values, so that no other worker tries the same
-    (Ginsbourger et al. 2010, "constant liar"). Less is better for all objectives, as for the curves.
-
-    For TPE, a pruned trial is PRUNED with its curve, and an infeasible one PRUNED with its violated constraints. A
-    Gaussian process would ignore both, so they are COMPLETE with their last loss, or (other objectives, infeasible
-    trials) with the worst value of any trial; 0 if there is none. An infeasible trial also violates a constraint, a
-    surface of its own at +1 and -1 (Gardner et al. 2014), which keeps proposals away. While no trial is feasible that
-    surface would be flat, so the sum of violations is minimised first.
-    """
-    study = create_empty_study(len(objectives))
-    known = [line for line in group_by_lineage(history) if line.decisive.state != "failed"]
-    over = [line for line in known if line.decisive.state != "running"]
-    results = [values for line in over if (values := _final_objectives(line, objectives)) is not None]
-    worst = tuple(max(column) for column in zip(*results, strict=True)) if results else (0.0,) * len(objectives)
-    nothing_feasible = all(is_infeasible(line.decisive) for line in over)
-    has_infeasible = any(is_infeasible(line.decisive) for line in over)
-    for line in known:
-        params, distributions = _split_params(space, line.decisive.values)
-        if line.decisive.state == "running":
-            content: dict[str, Any] = {"state": TrialState.RUNNING}
-        elif kind == "tpe":
-            content = _tpe_trial_fields(line, objectives)
-        elif nothing_feasible:
-            content = {
-                "state": TrialState.COMPLETE,
-                "values": [sum(constraint_violations(line.decisive).values())] * len(objectives),
-            }
-        else:
-            content = {"state": TrialState.COMPLETE, "values": _final_objectives(line, objectives) or worst}
-            if has_infeasible:
-                content["constraints"] = {INFEASIBLE: 1.0 if is_infeasible(line.decisive) else -1.0}
-        study.add_trial(create_trial(params=params, distributions=distributions, **content))
-    return study
-
-
-def _split_params(space: SearchSpace, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    """Return the searched values as Optuna stores them, and their distributions."""
-    free = space.select_drawn(values)
-    distributions = {name: to_distribution(space.dimension(name)) for name in free}
-    return {name: encode_value(value) for name, value in free.items()}, distributions
-
-
-def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) -> dict[str, Any]:
-    """Return the fields of a trial that is over, for TPE, which ranks pruned trials by their progress, infeasible last.
-
-    With several objectives Optuna rejects curves.
-    """
-    if is_infeasible(line.decisive):
-        return {"state": TrialState.PRUNED, "constraints": constraint_violations(line.decisive)}
-    if line.decisive.state == "complete":
-        return {"state": TrialState.COMPLETE, "values": minimized_objectives(line.decisive, objectives)}
-    return {
-        "state": TrialState.PRUNED,
-        "intermediate_values": replace_non_finite(line.curve) if len(objectives) == 1 else {},
-    }
-
-
-def _final_objectives(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...] | None:
-    """Return the result of a training that is over, in the unit of the objectives; None if there is none.
-
-    The result of a pruned training is its last validation loss, if that is the objective. Further training would have
-    lowered it, so it is not too optimistic.
-    """
-    if is_infeasible(line.decisive):
-        return None
-    if line.decisive.state == "complete":
-        return minimized_objectives(line.decisive, objectives)
-    is_loss = [(objective.metric, objective.direction) for objective in objectives] == [("validation_loss", "minimize")]
-    last = next(reversed(line.curve.values()), math.nan)
-    return (last,) if is_loss and math.isfinite(last) else None
-
+"""Name of the constraint for a Gaussian process; above 0 if any constraint of the trial was violated."""
 
 SIGMA = 0.3
 """Standard deviation of the first generation, in widths of the ranges (Hansen 2016, section B)."""
 
 MIN_CMA_DIMENSIONS = 2
-"""CMA-ES needs at least two numeric parameters."""
-
-
-def numeric_dimensions(space: SearchSpace) -> list[SearchDimension]:
-    """Return the dimensions that CMA-ES searches: ranges that every trial has. Others are drawn at random."""
-    ranges = [axis.name for axis in space.axes() if axis.kind in ("float", "int") and not axis.conditional]
-    dimensions = [space.dimension(parameter) for parameter in ranges]
-    return [dimension for dimension in dimensions if dimension.high > dimension.low and dimension.points != 1]
-
-
-def draw_cma_point(
-    space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], seed: int
-) -> dict[str, Any]:
-    """Draw a point from the distribution after the completed generations.
-
-    Ranges are searched on their own scales as 0 to 1, and rounded. The first generation starts at the study's first
-    trial, which is the middle of all ranges unless it was given.
-    """
-    dimensions = numeric_dimensions(space)
-    ordered = sorted(history, key=lambda trial: trial.number)
-    if ordered:
-        optimizer = _replay_optimizer(
-            dimensions, _unit_vector(dimensions, ordered[0]), objectives, group_by_lineage(ordered)
-        )
-        optimizer.reseed_rng(seed)
-        point = optimizer.ask()
-    else:
-        point = np.full(len(dimensions), 0.5)
-    positions = {dimension.name: float(position) for dimension, position in zip(dimensions, point, strict=True)}
-    return space.draw(partial(_pick_value, positions, random.Random(seed)))
-
-
-def population_size(dimensions: int) -> int:
-    """Return the trials of a generation: 4 + 3 ln d (Hansen 2016, equation 48)."""
-    return 4 + int(3 * np.log(dimensions))
-
-
-def _pick_value(positions: dict[str, float], source: random.Random, dimension: SearchDimension) -> Any:
-    if dimension.name in positions:
-        return from_unit(dimension, positions[dimension.name])
-    return draw_value(dimension, source)
-
-
-def _unit_vector(dimensions: Sequence[SearchDimension], trial: Trial) -> np.ndarray:
-    return np.array([min(max(to_unit(one, trial.values[one.name]), 0.0), 1.0) for one in dimensions])
-
-
-def _replay_optimizer(
-    dimensions: Sequence[SearchDimension],
-    start: np.ndarray,
-    objectives: Sequence[SweepObjective],
-    known: Sequence[TrialLineage],
-) -> CMA:
-    """Return the optimizer after all completed generations, in the order in which trials began.
-
-    Trials belong to generations by number. A generation that is not complete ends the replay: trials that begin
-    meanwhile are drawn from the distribution before it. Failed trials belong to no generation.
-    """
-    bounds = np.array([[0.0, 1.0]] * len(dimensions))
-    optimizer = CMA(mean=start, sigma=SIGMA, bounds=bounds, population_size=population_size(len(dimensions)), seed=0)
-    counted = [line for line in known if line.decisive.state != "failed"]
-    size = optimizer.population_size
-    for begin in range(0, len(counted) - size + 1, size):
-        generation = counted[begin : begin + size]
-        if any(line.decisive.state == "running" for line in generation):
-            break
-        ranked = sorted(generation, key=lambda line: _ranking_key(line, objectives))
-        # CMA-ES uses the order only, which also exists between trials whose results have different units.
-        optimizer.tell([(_unit_vector(dimensions, line.decisive), float(rank)) for rank, line in enumerate(ranked)])
-    return optimizer
-
-
-def _ranking_key(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Return a key that sorts the best first: complete trials by loss, pruned by rows, infeasible by violation."""
-    if is_infeasible(line.decisive):
-        return (2.0, sum(constraint_violations(line.decisive).values()), 0.0)
-    if line.decisive.state == "complete":
-        return (0.0, minimized_objectives(line.decisive, objectives)[0], 0.0)
-    rows, loss = next(reversed(replace_non_finite(line.curve).items()), (0, 0.0))
-    return (1.0, -float(rows), loss)
-
-
-# Proposals.
+"""Numeric parameters that CMA-ES needs at least."""
 
 Values = dict[str, Any]
-
-ATTEMPTS = {"tpe": 20, "gp": 3, "random": 20, "cmaes": 20}
-"""Attempts of a sampler to propose untried values; a Gaussian process takes a second for each and hardly varies."""
-
-MAX_LISTED_POINTS = 4096
-"""Up to this size, the untried points of a finite space are listed to draw one uniformly."""
-
-MAX_DRAWS = 200
-"""Random values in a row that have all been tried, before a space counts as used up (or is searched in order)."""
+"""Values of a trial by dotted key."""
 
 
 def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and which trial it is for)
@@ -314,10 +72,10 @@ def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and whi
     is_tried: Callable[[Mapping[str, Any]], bool],
     current: Mapping[str, Any] | None = None,
 ) -> Values | None:
-    """Return the values of trial `number`, derived ones included; None if a grid or a finite space is used up.
+    """Return the values of trial `number`, including derived ones; None if a grid or a finite space is used up.
 
-    The same arguments give the same values in any process. Values that were tried are not proposed again while there
-    are others.
+    The same arguments give the same values in any process. Tried values are not proposed again while there are untried
+    ones.
 
     Args:
         space: the search space.
@@ -326,8 +84,8 @@ def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and whi
         history: all trials of the study, in any order.
         number: number of the next trial, from 0; it determines the random numbers together with the seed.
         is_tried: returns whether values have been tried.
-        current: values of params.yaml by dotted key. They are the first trial of all samplers but the grid, if the
-            space contains them, as a baseline.
+        current: values of params.yaml by dotted key. If the space contains them, they are the first trial, as a
+            baseline (not for a grid).
     """
     if sampler.kind == "grid":
         return next((values for values in space.grid(sampler.grid_points) if not is_tried(values)), None)
@@ -372,7 +130,7 @@ def _current_values(space: SearchSpace, current: Mapping[str, Any]) -> Values | 
     """Return the values of params.yaml with derived ones; None if the space does not contain them."""
     try:
         values = space.draw(lambda dimension: current[dimension.name])
-    except (KeyError, ValueError):  # one of them is missing or outside of its range
+    except (KeyError, ValueError):  # a value is missing or outside of its range
         return None
     return values if all(current.get(name, value) == value for name, value in values.items()) else None
 
@@ -387,7 +145,7 @@ def _iterate_proposals(
     """Yield the proposals of the sampler, attempt by attempt."""
     seeds = [derive_seed(sampler.seed, number, attempt) for attempt in range(ATTEMPTS[sampler.kind])]
     if sampler.kind in ("tpe", "gp"):
-        # One study for all attempts: rejected proposals are running trials in it, so they are avoided the next time.
+        # All attempts use the same study, in which rejected proposals are running trials, so that they are avoided.
         study = build_in_memory_study(space, objectives, history, sampler.kind)
         for seed in seeds:
             study.sampler = _create_sampler(sampler, space, seed)
@@ -401,11 +159,11 @@ def _iterate_proposals(
 def _create_sampler(sampler: SamplerSettings, space: SearchSpace, seed: int) -> BaseSampler:
     """Return Optuna's sampler with all arguments that affect values, because defaults change between versions.
 
-    Conditional parameters are sampled jointly with those that occur with them (`group`). That argument is experimental,
-    but tests pin its interface, so the warning is suppressed.
+    Conditional parameters are sampled jointly with parameters of the same condition (`group`). The argument is
+    experimental, but tests check its interface, so the warning is suppressed.
     """
     if sampler.kind == "gp":
-        # It warns that local searches run sequentially without greenlet; a proposal takes 0.3 s anyway.
+        # Suppress a warning that local searches run sequentially without greenlet: a proposal takes only 0.3 s.
         logging.getLogger("optuna._gp.batched_lbfgsb").setLevel(logging.ERROR)
         return GPSampler(
             seed=seed,
@@ -449,9 +207,250 @@ def _draw_untried(
     size = space.size()
     if size is None or size > MAX_LISTED_POINTS:
         drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
-        found = next((values for values in drawn if not is_tried(values)), None)
-        if found is not None or size is None:
-            return found
+        untried = next((values for values in drawn if not is_tried(values)), None)
+        if untried is not None or size is None:
+            return untried
         return next((values for values in iterate_points(space) if not is_tried(values)), None)
-    left = [values for values in iterate_points(space) if not is_tried(values)]
-    return source.choice(left) if left else None
+    remaining = [values for values in iterate_points(space) if not is_tried(values)]
+    return source.choice(remaining) if remaining else None
+
+
+# Trainings, and the study in memory for Optuna's samplers and pruners.
+
+
+@dataclass(frozen=True)
+class TrialLineage:
+    """One training: the trial that began it, and the trials that continued it after it was pruned or had failed."""
+
+    trials: tuple[Trial, ...]
+    """Trials, ordered by number."""
+
+    @property
+    def first(self) -> int:
+        """Number of the trial that began the training."""
+        return self.trials[0].number
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of its trials."""
+        return tuple(trial.number for trial in self.trials)
+
+    @cached_property
+    def curve(self) -> dict[int, float]:
+        """Validation loss in nats per token by processed rows, over all its trials, in order of rows."""
+        return dict(sorted(point for trial in self.trials for point in trial.curve.items()))
+
+    @property
+    def decisive(self) -> Trial:
+        """The trial with the result: the last one that is complete, pruned or infeasible.
+
+        While a trial continues a pruned one, the result is still the pruned trial. A failed continuation is no result,
+        because it is no evidence about the values.
+        """
+        settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
+        return settled[-1] if settled else self.trials[-1]
+
+    @property
+    def competes(self) -> bool:
+        """Whether other trainings are compared with it; False if it is failed or infeasible, even with a good curve."""
+        return self.trials[-1].state not in ("failed", "infeasible")
+
+
+def group_by_lineage(history: Iterable[Trial]) -> list[TrialLineage]:
+    """Return the trainings of a study, by the number of the trial that began them."""
+    by_first: dict[int, list[Trial]] = {}
+    first: dict[int, int] = {}
+    for trial in sorted(history, key=lambda trial: trial.number):
+        first[trial.number] = trial.number if trial.continues is None else first[trial.continues]
+        by_first.setdefault(first[trial.number], []).append(trial)
+    return [TrialLineage(tuple(trials)) for trials in by_first.values()]
+
+
+def create_empty_study(objectives: int) -> optuna.Study:
+    """Return an empty study in memory that minimises all objectives; Optuna does not log."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=["minimize"] * objectives)
+
+
+def replace_non_finite(curve: Mapping[int, float]) -> dict[int, float]:
+    """Return the curve with `WORST` for values that are not finite."""
+    return {rows: value if math.isfinite(value) else WORST for rows, value in curve.items()}
+
+
+def minimized_objectives(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
+    """Return the objectives of a complete trial with a sign so that less is better."""
+    pairs = zip(trial.objectives, objectives, strict=True)
+    return tuple(value if objective.direction == "minimize" else -value for value, objective in pairs)
+
+
+def is_infeasible(trial: Trial) -> bool:
+    """Return whether training with these values is impossible, or its result is not finite."""
+    is_not_finite = trial.state == "complete" and not all(map(math.isfinite, trial.objectives))
+    return trial.state == "infeasible" or is_not_finite
+
+
+def constraint_violations(trial: Trial) -> dict[str, float]:
+    """Return how much an infeasible trial violated each constraint; 1.0 if it is unknown."""
+    violated = {name: value for name, value in trial.constraints.items() if value > 0}
+    return violated or {"unknown": 1.0}
+
+
+def build_in_memory_study(
+    space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], kind: str
+) -> optuna.Study:
+    """Return the trials of `history` as a study for a sampler of this kind (`tpe` or `gp`).
+
+    A training that several trials share counts once (`TrialLineage`). Failed trials are left out, because they are no
+    evidence about their values. Running trials are RUNNING with their values, so that no other worker tries the same
+    values (Ginsbourger et al. 2010, "constant liar"). Less is better for all objectives, as for the curves.
+
+    For TPE, a pruned trial is PRUNED with its curve, and an infeasible one is PRUNED with its violated constraints. A
+    Gaussian process would ignore both, so they are COMPLETE. A pruned trial then has its last loss if that is the
+    objective; all others have the worst value of any trial, or 0 if there is none. An infeasible trial also violates a
+    constraint, which is +1 for infeasible and -1 for feasible trials (Gardner et al. 2014) and keeps proposals away.
+    While no trial is feasible, this constraint would be the same everywhere, so the sum of violations is minimised.
+    """
+    study = create_empty_study(len(objectives))
+    counted = [line for line in group_by_lineage(history) if line.decisive.state != "failed"]
+    ended = [line for line in counted if line.decisive.state != "running"]
+    results = [values for line in ended if (values := _final_objectives(line, objectives)) is not None]
+    worst = tuple(max(column) for column in zip(*results, strict=True)) if results else (0.0,) * len(objectives)
+    are_all_infeasible = all(is_infeasible(line.decisive) for line in ended)
+    has_infeasible = any(is_infeasible(line.decisive) for line in ended)
+    for line in counted:
+        params, distributions = _split_params(space, line.decisive.values)
+        if line.decisive.state == "running":
+            content: dict[str, Any] = {"state": TrialState.RUNNING}
+        elif kind == "tpe":
+            content = _tpe_trial_fields(line, objectives)
+        elif are_all_infeasible:
+            content = {
+                "state": TrialState.COMPLETE,
+                "values": [sum(constraint_violations(line.decisive).values())] * len(objectives),
+            }
+        else:
+            content = {"state": TrialState.COMPLETE, "values": _final_objectives(line, objectives) or worst}
+            if has_infeasible:
+                content["constraints"] = {INFEASIBLE: 1.0 if is_infeasible(line.decisive) else -1.0}
+        study.add_trial(create_trial(params=params, distributions=distributions, **content))
+    return study
+
+
+def _split_params(space: SearchSpace, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    """Return the searched values as Optuna stores them, and their distributions."""
+    free = space.select_drawn(values)
+    distributions = {name: to_distribution(space.dimension(name)) for name in free}
+    return {name: encode_value(value) for name, value in free.items()}, distributions
+
+
+def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) -> dict[str, Any]:
+    """Return the fields of a trial that is over, for TPE.
+
+    TPE ranks pruned trials by their progress, and infeasible trials last. With several objectives, Optuna rejects
+    curves.
+    """
+    if is_infeasible(line.decisive):
+        return {"state": TrialState.PRUNED, "constraints": constraint_violations(line.decisive)}
+    if line.decisive.state == "complete":
+        return {"state": TrialState.COMPLETE, "values": minimized_objectives(line.decisive, objectives)}
+    return {
+        "state": TrialState.PRUNED,
+        "intermediate_values": replace_non_finite(line.curve) if len(objectives) == 1 else {},
+    }
+
+
+def _final_objectives(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...] | None:
+    """Return the result of a training that is over, in the unit of the objectives; None if there is none.
+
+    The result of a pruned training is its last validation loss, if that is the objective. Further training would have
+    lowered it, so it is not too optimistic.
+    """
+    if is_infeasible(line.decisive):
+        return None
+    if line.decisive.state == "complete":
+        return minimized_objectives(line.decisive, objectives)
+    is_loss = [(objective.metric, objective.direction) for objective in objectives] == [("validation_loss", "minimize")]
+    last = next(reversed(line.curve.values()), math.nan)
+    return (last,) if is_loss and math.isfinite(last) else None
+
+
+# CMA-ES.
+
+
+def numeric_dimensions(space: SearchSpace) -> list[SearchDimension]:
+    """Return the dimensions that CMA-ES searches: ranges that every trial has. It draws others at random."""
+    ranges = [axis.name for axis in space.axes() if axis.kind in ("float", "int") and not axis.conditional]
+    dimensions = [space.dimension(parameter) for parameter in ranges]
+    return [dimension for dimension in dimensions if dimension.high > dimension.low and dimension.points != 1]
+
+
+def draw_cma_point(
+    space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], seed: int
+) -> dict[str, Any]:
+    """Draw the values of a trial from the distribution of CMA-ES after the completed generations.
+
+    CMA-ES searches positions from 0 to 1 on the scale of each range; values are rounded. The distribution starts at the
+    study's first trial. Without trials, the values are the middle of all ranges.
+    """
+    dimensions = numeric_dimensions(space)
+    ordered = sorted(history, key=lambda trial: trial.number)
+    if ordered:
+        optimizer = _replay_optimizer(
+            dimensions, _unit_vector(dimensions, ordered[0]), objectives, group_by_lineage(ordered)
+        )
+        optimizer.reseed_rng(seed)
+        point = optimizer.ask()
+    else:
+        point = np.full(len(dimensions), 0.5)
+    positions = {dimension.name: float(position) for dimension, position in zip(dimensions, point, strict=True)}
+    return space.draw(partial(_pick_value, positions, random.Random(seed)))
+
+
+def population_size(dimensions: int) -> int:
+    """Return the number of trials of a generation: 4 + 3 ln d (Hansen 2016, equation 48)."""
+    return 4 + int(3 * np.log(dimensions))
+
+
+def _pick_value(positions: dict[str, float], source: random.Random, dimension: SearchDimension) -> Any:
+    if dimension.name in positions:
+        return from_unit(dimension, positions[dimension.name])
+    return draw_value(dimension, source)
+
+
+def _unit_vector(dimensions: Sequence[SearchDimension], trial: Trial) -> np.ndarray:
+    return np.array([min(max(to_unit(d, trial.values[d.name]), 0.0), 1.0) for d in dimensions])
+
+
+def _replay_optimizer(
+    dimensions: Sequence[SearchDimension],
+    start: np.ndarray,
+    objectives: Sequence[SweepObjective],
+    trainings: Sequence[TrialLineage],
+) -> CMA:
+    """Return the optimizer after all completed generations.
+
+    Consecutive trials form a generation; failed trials belong to none. The first incomplete generation ends the replay:
+    until it is complete, trials are drawn from the distribution before it.
+    """
+    bounds = np.array([[0.0, 1.0]] * len(dimensions))
+    optimizer = CMA(mean=start, sigma=SIGMA, bounds=bounds, population_size=population_size(len(dimensions)), seed=0)
+    counted = [line for line in trainings if line.decisive.state != "failed"]
+    size = optimizer.population_size
+    for begin in range(0, len(counted) - size + 1, size):
+        generation = counted[begin : begin + size]
+        if any(line.decisive.state == "running" for line in generation):
+            break
+        ranked = sorted(generation, key=lambda line: _ranking_key(line, objectives))
+        # CMA-ES uses only the order, which also exists between trials whose results have different units.
+        optimizer.tell([(_unit_vector(dimensions, line.decisive), float(rank)) for rank, line in enumerate(ranked)])
+    return optimizer
+
+
+def _ranking_key(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
+    """Return a key that sorts the best first: complete trials by loss, pruned by rows, infeasible by violation."""
+    if is_infeasible(line.decisive):
+        return (2.0, sum(constraint_violations(line.decisive).values()), 0.0)
+    if line.decisive.state == "complete":
+        return (0.0, minimized_objectives(line.decisive, objectives)[0], 0.0)
+    rows, loss = next(reversed(replace_non_finite(line.curve).items()), (0, 0.0))
+    return (1.0, -float(rows), loss)

@@ -1,6 +1,7 @@
-"""Decides what a sweep worker does next, under the study's lock and from the history of trials alone.
+"""Decides what a sweep worker does next: a trial of the search, or a step of the final round.
 
-Scores completed runs on validation rows in a separate process. Imports no torch.
+A decision depends only on the history of trials, and is made under the study's lock. Completed runs are scored on
+validation rows in a separate process (`score_runs`), because this module does not import torch.
 """
 
 import os
@@ -46,140 +47,33 @@ from ratchet.tuning.study import TrialStore, select_searched
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
+"""Command of the process that scores."""
+
 POLL_S = 0.1
+"""Interval of checks for a request to stop."""
+
 STOP_TIMEOUT_S = 30.0
-"""Time for the process to end after a request; it may be in the middle of a batch."""
+"""Time for the scoring process to end after a request; it may be in the middle of a batch."""
+
 MAX_ERROR_LENGTH = 400
 """Characters of an unexpected error message."""
 
-
-def _ignore_wait() -> None:
-    """Do nothing."""
-
-
-def score_runs(
-    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None] = _ignore_wait
-) -> list[ValidationScores]:
-    """Return the scores of the job's runs, in its order; no process is started if all scores are cached.
-
-    Args:
-        layout: the project.
-        settings: `machine` (device, threads, evaluation_batch_size) and evaluate.max_new_tokens are read.
-        job: runs, metrics and rows.
-        check_stop: called several times a second; if it raises, the process is ended, and no file is incomplete.
-
-    Raises:
-        RatchetError: the failure of the process, in the class that it reported; InterruptedRunError if it was stopped.
-    """
-    # The address of the database may contain a password, and all users can see a process's arguments.
-    machine = settings.machine.model_copy(update={"study_storage": None})
-    launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
-    launch.require_measurable(DatasetCard.load(layout.dataset_card))
-    found = _read_kept_scores(layout, launch)
-    if None in found:
-        _run_scorer(layout, launch, check_stop)
-        found = _read_kept_scores(layout, launch)
-    if missing := [run_id for run_id, one in zip(job.run_ids, found, strict=True) if one is None]:
-        raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")
-    return [one for one in found if one is not None]
-
-
-def score_run(
-    layout: ProjectLayout,
-    settings: Settings,
-    run_id: str,
-    metrics: Sequence[str],
-    check_stop: Callable[[], None] = _ignore_wait,
-) -> Mapping[str, float]:
-    """Return metrics of one run on sweep.generation_rows validation rows.
-
-    Raises the errors of `score_runs`, and SettingsError for unknown metrics.
-    """
-    job = ValidationJob(
-        run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.generation_rows
-    )
-    [found] = score_runs(layout, settings, job, check_stop)
-    return {str(metric): value for metric, value in found.metrics.items()}
-
-
-def parse_row_metric(metric: str) -> ValidationMetric:
-    """Return the metric if it can be measured row by row. Raises SettingsError for others."""
-    for known in VALIDATION_METRICS:
-        if known == metric:
-            return known
-    raise SettingsError(f"{metric}: cannot be measured by row; expected one of {', '.join(VALIDATION_METRICS)}")
-
-
-def _read_kept_scores(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores | None]:
-    request_digest = launch.request_digest(DatasetCard.load(layout.dataset_card))
-    found = []
-    for run_id in launch.job.run_ids:
-        paths = RunPaths(layout.runs / run_id)
-        if not paths.result.is_dir():
-            raise DataError(f"run {run_id}: no result in {paths.root}; only completed runs can be scored")
-        report = TrainReport.load(paths.result / "train.json")
-        found.append(load_validation_scores(paths.root, request_digest, report.adapter_digest))
-    return found
-
-
-def _run_scorer(layout: ProjectLayout, launch: ValidationLaunch, check_stop: Callable[[], None]) -> None:
-    # A file, not a pipe: output of libraries must not block.
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            [*SCORER, str(layout.root), launch.model_dump_json(), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
-        )  # fmt: skip
-        try:
-            while (code := _wait(process, POLL_S)) is None:
-                check_stop()
-        finally:
-            _terminate(process)
-        if code:
-            raise _read_failure(code, stderr, launch.job)
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process to end, and kill it if it does not."""
-    try:
-        process.terminate()
-        _wait(process, STOP_TIMEOUT_S)
-    finally:  # also after a second request while waiting
-        process.kill()
-        process.wait()
-
-
-def _read_failure(code: int, stderr: IO[bytes], job: ValidationJob) -> RatchetError:
-    """Return the exception that the last line on stderr describes."""
-    stderr.seek(0)
-    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    last = lines[-1] if lines else "nothing on stderr"
-    name, _, text = last.partition(": ")
-    if code < 0:
-        return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:MAX_ERROR_LENGTH]}")
-    if code == EXIT_INTERRUPTED:
-        return InterruptedRunError(f"scoring of {', '.join(job.run_ids)}: stopped; run it again")
-    error_class = getattr(errors, name, None)
-    if isinstance(error_class, type) and issubclass(error_class, RatchetError):
-        return error_class(text)
-    return RatchetError(f"scoring of {', '.join(job.run_ids)}: exit code {code}: {last[:MAX_ERROR_LENGTH]}")
-
-
 EPOCHS = "train.epochs"
+"""Dotted key of the number of epochs."""
+
+FINAL_ROUND_NOTE = "final_round"
+"""Note of a study with its FinalRound, after it was decided."""
 
 AnswerScorer = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
 """Scores a trained run by its answers to validation rows; takes settings, run id and metrics."""
 
+WorkItem = Callable[[], None]
+"""Work outside the study's lock, before the next decision."""
+
 
 @dataclass
 class TrialScheduler:
-    """Schedules the trials of a study's search."""
+    """Scheduler of the trials of a study's search."""
 
     layout: ProjectLayout
     settings: Settings
@@ -189,6 +83,7 @@ class TrialScheduler:
 
     @cached_property
     def space(self) -> SearchSpace:
+        """Search space of the study."""
         return SearchSpace.from_settings(self.settings)
 
     @cached_property
@@ -203,35 +98,34 @@ class TrialScheduler:
 
     @cached_property
     def longest_rows(self) -> int:
-        """Rows that the longest possible training processes, with the most epochs in the space."""
-        drawn = [
-            self.space.draw(partial(_extreme_value, side)) for side in (0, -1)
-        ]  # a derived parameter has its extremes where its source has them
-        found = [values.get(EPOCHS, self.settings.train.epochs) for values in drawn]
-        found += [_extreme_value(-1, one) for one in self.space.dimensions() if one.name == EPOCHS]
-        epochs = max(map(float, found))
+        """Rows that the longest training processes: the one with the most epochs in the space."""
+        # A derived parameter has its extremes where its source has them.
+        extremes = [self.space.draw(partial(_extreme_value, side)) for side in (0, -1)]
+        candidates = [values.get(EPOCHS, self.settings.train.epochs) for values in extremes]
+        candidates += [_extreme_value(-1, d) for d in self.space.dimensions() if d.name == EPOCHS]
+        epochs = max(map(float, candidates))
         return max(1, round(epochs * len(self.lengths)))
 
     def next(self) -> TrialTask | Idle:
         """Take over a trial, continue a pruned one, or begin a new one."""
         with self.store.locked():
-            if (left := self.store.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
-                return self._make_task(left)
+            if (trial := self.store.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
+                return self._make_task(trial)
             while True:
                 history = self.store.trials()
-                found = self._decide(history)
-                if found is not None:
-                    return found
+                decision = self._decide(history)
+                if decision is not None:
+                    return decision
 
     def _decide(self, history: list[Trial]) -> TrialTask | Idle | None:
-        """Decide from the history; None if a trial ended at once, so that the decision must be repeated."""
-        sweep, own = self.settings.sweep, history[self.store.carried :]
+        """Decide from the history; None if the new trial was infeasible, so that the decision must be repeated."""
+        sweep, added = self.settings.sweep, history[self.store.carried :]
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
         notes = self.store.notes()
         if notes.get(final_round.STOPPED):
             return idle
         if text := final_round.diagnose_failures(
-            sweep, own[max(0, notes.get(final_round.FORGIVEN, 0) - self.store.carried) :]
+            sweep, added[max(0, notes.get(final_round.FORGIVEN, 0) - self.store.carried) :]
         ):
             self.store.note(final_round.STOPPED, text)
             return idle
@@ -246,9 +140,9 @@ class TrialScheduler:
         return self._begin_trial(history[earlier].values, history[earlier].run_id, continues=earlier)
 
     def _find_resumable(self, history: list[Trial], forgiven: int) -> int | None:
-        """Return a failed trial to retry, or else a pruned one that may be promoted by now.
+        """Return the number of a failed trial to retry, or else of a pruned trial to promote.
 
-        None if the limit of hours or tokens is reached.
+        None if there is none, or the limit of hours or tokens is reached.
         """
         if final_round.check_limits(self.settings.sweep, history[self.store.carried :]):
             return None
@@ -257,7 +151,7 @@ class TrialScheduler:
         return pruners.find_promotable(self.settings.sweep.pruner, history, self.longest_rows)
 
     def _propose_values(self, history: list[Trial]) -> dict[str, Any] | None:
-        """Return values of the next trial; None if the budget is used up, or a finite space is tried completely."""
+        """Return the values of the next trial; None if the budget is used up, or all values of the space were tried."""
         sweep = self.settings.sweep
         if final_round.check_budget(sweep, history[self.store.carried :]):
             return None
@@ -272,11 +166,13 @@ class TrialScheduler:
         )
 
     def _needs_more(self, history: list[Trial]) -> bool:
-        """Return whether too few trials are or may become complete for a final round."""
+        """Return whether too few trials for a final round are complete or running."""
         sweep = self.settings.sweep
-        wanted = 1 if final_round.check_limits(sweep, history[self.store.carried :]) else max(1, sweep.finalists.top_k)
-        under_way = sum(not trial.is_over for trial in history)
-        return len(final_round.eligible_trials(history)) + under_way < wanted
+        required = (
+            1 if final_round.check_limits(sweep, history[self.store.carried :]) else max(1, sweep.finalists.top_k)
+        )
+        running = sum(not trial.is_over for trial in history)
+        return len(final_round.eligible_trials(history)) + running < required
 
     @cached_property
     def current(self) -> dict[str, Any]:
@@ -289,7 +185,7 @@ class TrialScheduler:
         return build_run_spec(self.layout, self.settings)
 
     def run_id(self, values: Mapping[str, Any]) -> str | None:
-        """Return the run id of these values; None if the settings reject them."""
+        """Return the run id of these values; None if they are invalid settings."""
         try:
             train = apply_values(self.settings, values).train
             return self._spec.model_copy(update={"train": train}).run_id
@@ -297,9 +193,9 @@ class TrialScheduler:
             return None
 
     def _is_tried(self, history: list[Trial], values: Mapping[str, Any]) -> bool:
-        """Return whether values were tried; rejected values have no run, so they are compared themselves."""
-        run_id, wanted = self.run_id(values), dict(values)
-        return any(trial.values == wanted if trial.run_id is None else trial.run_id == run_id for trial in history)
+        """Return whether values were tried. Invalid values have no run, so they are compared directly."""
+        run_id, plain = self.run_id(values), dict(values)
+        return any(trial.values == plain if trial.run_id is None else trial.run_id == run_id for trial in history)
 
     def _begin_trial(
         self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None
@@ -334,10 +230,10 @@ class TrialScheduler:
         return TrialTask(self.store, trial, settings, compute_objectives, self._rows_per_step(settings), decide_pruning)
 
     def _trains_to_the_end(self, trial: Trial) -> bool:
-        """Return whether the trial continues another one that was not promoted, because nothing else was left to try.
+        """Return whether the trial continues a trial that was not promoted, because no other values were left.
 
-        It is decided from the history before the trial, so another worker that takes it over decides the same, unless
-        trials that were running then have reported more. In that case either decision is fine.
+        This is decided from the history before the trial, so that a worker that takes it over decides the same. The
+        decision may differ if trials that were running then have reported more; both decisions are correct.
         """
         earlier = self.store.trials()[: trial.number]
         forgiven = self.store.notes().get(final_round.FORGIVEN, 0)
@@ -346,7 +242,7 @@ class TrialScheduler:
         return self._propose_values(earlier) is None
 
     def _compute_objectives(self, settings: Settings, report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
-        """Return the objectives in order; those that the run does not report are measured in a separate process."""
+        """Return the objectives in order; a separate process measures those that the run does not report."""
         sweep = self.settings.sweep
         reported = {aim.metric: objective_value(aim, report, cost) for aim in sweep.objectives}
         missing = [metric for metric, value in reported.items() if value is None]
@@ -362,7 +258,7 @@ def _find_retryable_trial(history: Sequence[Trial], before: int) -> int | None:
 
 
 def _extreme_value(side: int, dimension: SearchDimension) -> Any:
-    """Return the smallest (side 0) or largest (side -1) value; the first or last of texts."""
+    """Return the smallest (side 0) or largest (side -1) value of a dimension; of texts, the first or last one."""
     if dimension.kind != "choice":
         return (dimension.low, dimension.high)[side]
     numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -370,7 +266,7 @@ def _extreme_value(side: int, dimension: SearchDimension) -> Any:
 
 
 def _make_infeasible_trial(values: Mapping[str, Any], error: SettingsError) -> Trial:
-    """Return an infeasible trial: the sampler learns from rejected values too."""
+    """Return an infeasible trial, because the sampler learns from invalid values too."""
     now = time.time()
     return Trial(
         number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
@@ -380,15 +276,9 @@ def _make_infeasible_trial(values: Mapping[str, Any], error: SettingsError) -> T
 
 # The final round of a study: further seeds of the best trials, their scores, and the winner.
 
-FINAL_ROUND_NOTE = "final_round"
-"""Note of a study with its FinalRound, once it is decided."""
-
-WorkItem = Callable[[], None]
-"""Work outside the study's lock, before the next decision."""
-
 
 def final_study_name(study: str) -> str:
-    """Return the name of the study with further seeds of this study's finalists."""
+    """Return the name of the study for trainings of this study's finalists with further seeds."""
     return f"{study}.finals"
 
 
@@ -397,13 +287,13 @@ def open_final_store(
 ) -> TrialStore:
     """Open the study for trainings of finalists with further seeds."""
     _, objective = final_round.select_comparison_objective(settings.sweep)
-    own = {**identity, "finals_of": search.study, "objectives": [[objective.metric, objective.direction]]}
-    return TrialStore.open(search.storage, final_study_name(search.study), own, space)
+    final_identity = {**identity, "finals_of": search.study, "objectives": [[objective.metric, objective.direction]]}
+    return TrialStore.open(search.storage, final_study_name(search.study), final_identity, space)
 
 
 @dataclass
 class FinalRoundScheduler:
-    """Schedules further seeds of the best trials, until the winner is known."""
+    """Scheduler of the final round: trainings with further seeds of the best trials, until the winner is known."""
 
     layout: ProjectLayout
     settings: Settings
@@ -411,17 +301,17 @@ class FinalRoundScheduler:
     seeds: TrialStore
     worker: SweepWorker
     check_stop: Callable[[], None]
-    """Called while a process scores; raises at a request to stop."""
+    """Called while a process scores; raises an exception after a request to stop."""
     _scores: dict[str, ValidationScores] = field(default_factory=dict)
 
     def next(self) -> TrialTask | WorkItem | Idle:
-        """Take over a training, begin the next one, score runs, or note the winner."""
+        """Take over a training, begin the next one, score runs, or store the winner."""
         with self.search.locked():
             history = self.search.trials()
             if (idle := self._check_idle(history)) is not None:
                 return idle
-            if (left := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
-                return self._make_task(left)
+            if (trial := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
+                return self._make_task(trial)
             step = final_round.plan_next_step(self.settings.sweep, history, self._trainings(history), self._scores)
             if isinstance(step, FinalRound):
                 self.search.note(FINAL_ROUND_NOTE, step.model_dump(mode="json"))
@@ -436,34 +326,34 @@ class FinalRoundScheduler:
             return "wait"
         if len(self.settings.sweep.objectives) > 1:  # a Pareto front has no winner: the user chooses
             return "over"
-        complete = any(trial.state == "complete" for trial in history)
-        return "over" if self.search.notes().get(final_round.STOPPED) or not complete else None
+        has_complete = any(trial.state == "complete" for trial in history)
+        return "over" if self.search.notes().get(final_round.STOPPED) or not has_complete else None
 
     def _begin_trial(self, step: final_round.FinalistTrainingBatch, history: list[Trial]) -> TrialTask | Idle:
-        """Begin the first training that no worker has begun."""
-        under_way = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
+        """Begin the first training that no worker runs; `wait` if other workers run all of them."""
+        running = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
         for number, index in step.trainings:
             values = final_round.values_for_seed(self.settings, history[number], index)
             run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
-            if run_id not in under_way:
-                place = self.seeds.begin(values, {}, run_id, self.worker)
-                return self._make_task(self.seeds.trials()[place])
+            if run_id not in running:
+                seed_trial = self.seeds.begin(values, {}, run_id, self.worker)
+                return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 
     def _trainings(self, history: list[Trial]) -> list[final_round.FinalistTraining]:
-        """Return trainings with further seeds, including those that failed."""
-        over = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
-        found = []
+        """Return the trainings with further seeds that are over, including failed ones."""
+        by_run = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
+        trainings = []
         for trial in history:
             if trial.state != "complete":
                 continue
             for index in range(1, self.settings.sweep.finalists.seeds):
                 values = final_round.values_for_seed(self.settings, trial, index)
-                seed = over.get(build_run_spec(self.layout, apply_values(self.settings, values)).run_id)
+                seed = by_run.get(build_run_spec(self.layout, apply_values(self.settings, values)).run_id)
                 if seed is not None and seed.run_id is not None:
                     failed = "" if seed.state == "complete" else seed.reason or seed.state
-                    found.append(final_round.FinalistTraining(trial.number, index, seed.run_id, failed))
-        return found
+                    trainings.append(final_round.FinalistTraining(trial.number, index, seed.run_id, failed))
+        return trainings
 
     def _make_task(self, trial: Trial) -> TrialTask:
         settings = apply_values(self.settings, trial.values)
@@ -472,11 +362,11 @@ class FinalRoundScheduler:
     def _compute_objectives(self, report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
         metric, _ = final_round.select_comparison_objective(self.settings.sweep)
         job = ValidationJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
-        [found] = score_runs(self.layout, self.settings, job, self.check_stop)
-        return (found.metrics[metric],)
+        [scores] = score_runs(self.layout, self.settings, job, self.check_stop)
+        return (scores.metrics[metric],)
 
     def _score(self, job: ValidationJob, history: list[Trial]) -> None:
-        """Score runs, on one worker of this machine at a time; the others then read its scores."""
+        """Score runs. Only one worker of this machine scores at a time; the other workers then read its scores."""
         lock = FileLock(self.layout.stage_lock(f"scores-{self.search.study}"), f"the scores of {self.search.study}")
         while True:
             try:
@@ -487,19 +377,141 @@ class FinalRoundScheduler:
         try:
             for run_id in job.run_ids:
                 self._ensure_trained_here(run_id, history)
-            for one in score_runs(self.layout, self.settings, job, self.check_stop):
-                self._scores[one.run_id] = one
+            for scores in score_runs(self.layout, self.settings, job, self.check_stop):
+                self._scores[scores.run_id] = scores
         finally:
             lock.release()
 
     def _ensure_trained_here(self, run_id: str, history: list[Trial]) -> None:
-        """Train a run again that another machine has trained: it is the same run."""
+        """Train a run that another machine has trained again on this machine; the result is the same."""
         if RunPaths(self.layout.runs / run_id).is_finished():
             return
-        trial = next(one for one in (*history, *self.seeds.trials()) if one.run_id == run_id)
+        trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
         settings = apply_values(self.settings, trial.values)
         run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
         try:
             supervise(run, build_launch(self.layout, settings), [], code_version())
         finally:
             run.close()
+
+
+# Scores of completed runs on validation rows.
+
+
+def _ignore_wait() -> None:
+    """Do nothing."""
+
+
+def score_runs(
+    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None] = _ignore_wait
+) -> list[ValidationScores]:
+    """Return the scores of the job's runs, in its order; no process is started if all scores are cached.
+
+    Args:
+        layout: the project.
+        settings: `machine` (device, threads, evaluation_batch_size) and evaluate.max_new_tokens are read.
+        job: runs, metrics and rows.
+        check_stop: called several times a second. If it raises, the process is ended; no file is incomplete.
+
+    Raises:
+        RatchetError: the process failed; the exception has the class that the process reported.
+        InterruptedRunError: the process was stopped.
+    """
+    # The address of the database may contain a password, and all users can see a process's arguments.
+    machine = settings.machine.model_copy(update={"study_storage": None})
+    launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
+    launch.require_measurable(DatasetCard.load(layout.dataset_card))
+    results = _read_stored_scores(layout, launch)
+    if None in results:
+        _run_scorer(layout, launch, check_stop)
+        results = _read_stored_scores(layout, launch)
+    if missing := [run_id for run_id, scores in zip(job.run_ids, results, strict=True) if scores is None]:
+        raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")
+    return [scores for scores in results if scores is not None]
+
+
+def score_run(
+    layout: ProjectLayout,
+    settings: Settings,
+    run_id: str,
+    metrics: Sequence[str],
+    check_stop: Callable[[], None] = _ignore_wait,
+) -> Mapping[str, float]:
+    """Return metrics of one run on sweep.generation_rows validation rows.
+
+    Raises the errors of `score_runs`, and SettingsError for unknown metrics.
+    """
+    job = ValidationJob(
+        run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.generation_rows
+    )
+    [scores] = score_runs(layout, settings, job, check_stop)
+    return {str(metric): value for metric, value in scores.metrics.items()}
+
+
+def parse_row_metric(metric: str) -> ValidationMetric:
+    """Return the metric as a type. Raises SettingsError if it cannot be measured row by row."""
+    for known in VALIDATION_METRICS:
+        if known == metric:
+            return known
+    raise SettingsError(f"{metric}: cannot be measured by row; expected one of {', '.join(VALIDATION_METRICS)}")
+
+
+def _read_stored_scores(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores | None]:
+    request_digest = launch.request_digest(DatasetCard.load(layout.dataset_card))
+    results = []
+    for run_id in launch.job.run_ids:
+        paths = RunPaths(layout.runs / run_id)
+        if not paths.result.is_dir():
+            raise DataError(f"run {run_id}: no result in {paths.root}; only completed runs can be scored")
+        report = TrainReport.load(paths.result / "train.json")
+        results.append(load_validation_scores(paths.root, request_digest, report.adapter_digest))
+    return results
+
+
+def _run_scorer(layout: ProjectLayout, launch: ValidationLaunch, check_stop: Callable[[], None]) -> None:
+    # Use a file, not a pipe: a full pipe would block the process.
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            [*SCORER, str(layout.root), launch.model_dump_json(), str(os.getpid())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while (code := _wait(process, POLL_S)) is None:
+                check_stop()
+        finally:
+            _terminate(process)
+        if code:
+            raise _read_failure(code, stderr, launch.job)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process to end, and kill it if it does not."""
+    try:
+        process.terminate()
+        _wait(process, STOP_TIMEOUT_S)
+    finally:  # also if a second request interrupts the wait
+        process.kill()
+        process.wait()
+
+
+def _read_failure(code: int, stderr: IO[bytes], job: ValidationJob) -> RatchetError:
+    """Return the exception that the last line on stderr describes."""
+    stderr.seek(0)
+    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing on stderr"
+    name, _, text = last.partition(": ")
+    if code < 0:
+        return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:MAX_ERROR_LENGTH]}")
+    if code == EXIT_INTERRUPTED:
+        return InterruptedRunError(f"scoring of {', '.join(job.run_ids)}: stopped; run it again")
+    error_class = getattr(errors, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, RatchetError):
+        return error_class(text)
+    return RatchetError(f"scoring of {', '.join(job.run_ids)}: exit code {code}: {last[:MAX_ERROR_LENGTH]}")

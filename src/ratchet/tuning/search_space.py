@@ -1,8 +1,8 @@
 """The search space of a sweep: ranges, choices, parameters derived from others (`tie`), and conditions (`when`).
 
-Single settings of params.yaml: the values each accepts, and which of them a sweep may search.
-
-Converts hyperparameter values to positions from 0 to 1, to indices, and to Optuna's distributions.
+The sections of this module build on each other: settings of params.yaml and the values that they accept; dimensions,
+from which values are drawn; derived parameters; reading of `sweep.space`; SearchSpace. The last section converts values
+to positions from 0 to 1, and to Optuna's distributions.
 """
 
 import difflib
@@ -36,20 +36,37 @@ from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
 from ratchet.storage.records.sweep import ParameterAxis
 
-Kind = Literal["int", "float", "map", "other"]
-
 LEARNING = "train."
 """Prefix of the settings that a sweep may search."""
 
 SEED = "train.seed"
+"""Dotted key of the seed, which cannot be searched."""
 
 MAX_NAMES = 8
-"""Names in a message."""
+"""Maximum number of names in a message."""
+
+MAX_POINTS = 100_000
+"""Limit of points in a grid, and of points that are counted one by one."""
+
+STEP_TOLERANCE = 1e-9
+"""Tolerance of floating-point arithmetic, in steps."""
+
+ROUNDING = 1e-9
+"""Tolerance for values of samplers, relative to the value or to a step."""
+
+_NUMBER = r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+(?:[eE][+-]?\d{1,2})?"
+_SETTING = r"[A-Za-z_][A-Za-z0-9_.]*"
+_PRODUCT = re.compile(rf"(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<setting>{_SETTING})")
+_QUOTIENT = re.compile(rf"(?P<setting>{_SETTING})\s*(?P<sign>[*/])\s*(?P<factor>{_NUMBER})")
+Kind = Literal["int", "float", "map", "other"]
+
+
+# Settings of params.yaml: the values that each accepts, and which of them a sweep may search.
 
 
 @dataclass(frozen=True)
 class SettingField:
-    """One setting of params.yaml, without its value."""
+    """A setting of params.yaml, without its value."""
 
     key: str
     """Dotted key, such as `train.adalora.target_rank`."""
@@ -57,7 +74,7 @@ class SettingField:
 
     @property
     def kind(self) -> Kind:
-        """`map`: names with values. `other`: texts, lists of texts, booleans."""
+        """Kind of its values. `map`: names with values; `other`: texts, lists of texts, booleans."""
         annotation = self.field.annotation
         if get_origin(annotation) is dict:
             return "map"
@@ -67,7 +84,7 @@ class SettingField:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """All values of a boolean or literal; else empty."""
+        """All values of a boolean or a literal; empty for other settings."""
         annotation = self.field.annotation
         if annotation is bool:
             return (False, True)
@@ -79,12 +96,12 @@ class SettingField:
         return TypeAdapter(kind, config=ConfigDict(strict=True))
 
     def validate(self, value: Any) -> Any:
-        """Return the value as settings store it (a list as a tuple, a whole number as a float if it is one).
+        """Return the value as settings store it: a list as a tuple, a whole number of a float setting as a float.
 
-        Only this setting is checked; combinations are checked when all values are known.
+        Only this setting is checked. Combinations are checked when all values are known.
 
         Raises:
-            ValueError: this setting does not accept the value.
+            ValueError: the setting does not accept the value.
         """
         try:
             return self._adapter.validate_python(value)
@@ -92,7 +109,7 @@ class SettingField:
             raise ValueError(f"found {format_value(value)}: {describe_error(error)}") from None
 
     def get(self, settings: Settings) -> Any:
-        """Return its value in these settings."""
+        """Return the value of this setting in `settings`."""
         node: Any = settings
         for name in self.key.split("."):
             node = getattr(node, name)
@@ -109,7 +126,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_error(error: ValueError) -> str:
-    """Return a validation error on one line, each problem with its setting or section."""
+    """Return a validation error as one line, with the setting or section of each problem."""
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(dict.fromkeys(_describe_problem(dict(problem)) for problem in error.errors(include_url=False)))
@@ -117,14 +134,14 @@ def describe_error(error: ValueError) -> str:
 
 def _describe_problem(problem: dict[str, Any]) -> str:
     known, place = {*_all_settings(), *_section_names()}, ""
-    for part in problem["loc"]:  # it ends in tags of unions, which are not in params.yaml
+    for part in problem["loc"]:  # it ends with tags of unions, which are not in params.yaml
         longer = f"{place}.{part}" if place else str(part)
         if longer not in known:
             break
         place = longer
     message = str(problem["msg"]).removeprefix("Value error, ")
     if place in _section_names() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
-        return f"{place}.{message}"  # a message about a whole section names its keys
+        return f"{place}.{message}"  # a message about a section names its keys
     message = message if problem["type"] == "value_error" else _lower_first(message)
     return f"{place}: {message}" if place else message
 
@@ -142,7 +159,7 @@ def find_searchable_setting(key: str) -> SettingField:
     """Return the setting with this key.
 
     Raises:
-        SettingsError: it does not exist, or cannot be searched; the message has the reason.
+        SettingsError: the setting does not exist, or cannot be searched; the message has the reason.
     """
     section = key.split(".", maxsplit=1)[0]
     if section in Settings.model_fields and not f"{key}.".startswith(LEARNING):
@@ -157,10 +174,10 @@ def find_searchable_setting(key: str) -> SettingField:
         raise make_space_error(
             key, "a seed cannot be searched: a lucky seed is no better model; finalists are trained with several seeds"
         )
-    found = _all_settings()[key]
-    if found.kind == "map":
+    setting = _all_settings()[key]
+    if setting.kind == "map":
         raise make_space_error(key, "has a value for each name and cannot be searched")
-    return found
+    return setting
 
 
 def _explain_unsearchable(section: str, key: str) -> str:
@@ -178,7 +195,7 @@ def find_train_setting(name: str) -> SettingField:
     """Return a setting of section train by its key, with or without `train.`.
 
     Raises:
-        ValueError: it does not exist.
+        ValueError: the setting does not exist.
     """
     for key in (name, f"{LEARNING}{name}"):
         if key.startswith(LEARNING) and key in _all_settings():
@@ -187,16 +204,16 @@ def find_train_setting(name: str) -> SettingField:
 
 
 def _suggest_name(name: str, within: str = "") -> str:
-    """Return similar settings as a question; settings of section train come first."""
+    """Return a question with similar settings; settings of section train come first."""
     keys = sorted(
         (key for key in _all_settings() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING)
     )
-    last = name.rpartition(".")[2]
-    found = [key for key in keys if key.endswith(f".{last}")]
-    by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    found = found or [by_last[one] for one in difflib.get_close_matches(last, by_last, n=3)]
-    found = found or difflib.get_close_matches(name, keys, n=3)
-    return f"did you mean {' or '.join(found[:3])}?" if found else "only settings of section train can be searched"
+    leaf = name.rpartition(".")[2]
+    similar = [key for key in keys if key.endswith(f".{leaf}")]
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    similar = similar or [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=3)]
+    similar = similar or difflib.get_close_matches(name, keys, n=3)
+    return f"did you mean {' or '.join(similar[:3])}?" if similar else "only settings of section train can be searched"
 
 
 @cache
@@ -223,24 +240,23 @@ def _iterate_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, 
 
 # One dimension of a search space.
 
-STEP_TOLERANCE = 1e-9
-"""Tolerance of floating-point arithmetic, in steps."""
-
 
 @dataclass(frozen=True)
 class SearchDimension:
-    """Values of one searched setting."""
+    """The values of one searched setting."""
 
     name: str
     """Dotted key, such as `train.rank`."""
     kind: Literal["float", "int", "choice"]
     low: float = 0.0
     high: float = 0.0
-    """Both inclusive; whole numbers if kind is int. Used for ranges only."""
+    """Ends of a range, inclusive; whole numbers if kind is int."""
     log: bool = False
+    """Whether the scale of a range is logarithmic."""
     step: float | None = None
+    """Distance between two values of a range; None: 1 if kind is int, otherwise the range is continuous."""
     choices: tuple[Any, ...] = ()
-    """None, booleans, numbers, texts, or tuples of texts. Used if kind is choice."""
+    """Values if kind is choice: None, booleans, numbers, texts, or tuples of texts."""
 
     @property
     def points(self) -> int | None:
@@ -254,7 +270,7 @@ class SearchDimension:
     def contains(self, value: Any) -> bool:
         """Return whether this is one of the values."""
         if self.kind == "choice":
-            return any(value == one and type(value) is type(one) for one in self.choices)
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             return False
         if self.kind == "int" and value != int(value):
@@ -265,28 +281,25 @@ class SearchDimension:
         return abs(steps - round(steps)) < STEP_TOLERANCE
 
 
-ROUNDING = 1e-9
-"""Tolerance for values of samplers, relative to the value or to a step."""
-
-
 def snap_value(dimension: SearchDimension, value: Any) -> Any:
-    """Return the value of the dimension that is closest, as settings store it.
+    """Return the closest value of the dimension, as settings store it.
 
-    Samplers compute in floating point and on logarithms (0.30000000000000004 for the third step of 0.1), and JSON has
-    lists only. The same value must have the same text everywhere, because it is part of a RunId.
+    Samplers compute in floating point and with logarithms (0.30000000000000004 for the third step of 0.1), and JSON has
+    no tuples. The same value must have the same text everywhere, because it is part of a RunId.
 
     Raises:
-        ValueError: the dimension has no such value.
+        ValueError: no value of the dimension is close enough.
     """
-    found = _match_choice(dimension, value) if dimension.kind == "choice" else (_snap_number(dimension, value),)
-    if not found or not dimension.contains(found[0]):
+    values = _match_choice(dimension, value) if dimension.kind == "choice" else (_snap_number(dimension, value),)
+    if not values or not dimension.contains(values[0]):
         raise ValueError(f"{dimension.name}: found {format_value(value)}; expected {describe_dimension(dimension)}")
-    return found[0]
+    return values[0]
 
 
 def _match_choice(dimension: SearchDimension, value: Any) -> tuple[Any, ...]:
     value = tuple(value) if isinstance(value, list) else value
-    return tuple(one for one in dimension.choices if one == value and isinstance(one, bool) == isinstance(value, bool))
+    is_bool = isinstance(value, bool)
+    return tuple(choice for choice in dimension.choices if choice == value and isinstance(choice, bool) == is_bool)
 
 
 def _snap_number(dimension: SearchDimension, value: Any) -> Any:
@@ -312,12 +325,12 @@ def stepped_value(dimension: SearchDimension, index: int) -> int | float:
 
 
 def to_decimal_fraction(number: float) -> Fraction:
-    """Return the exact decimal number: 3 times 0.3 is 0.9, unlike in floating point."""
+    """Return the exact decimal number, so that 3 times 0.3 is 0.9, unlike in floating point."""
     return Fraction(repr(number))
 
 
 def is_exactly_stepped(low: float, high: float, step: float) -> bool:
-    """Return whether steps lead exactly from one end to the other, in decimals as Optuna counts."""
+    """Return whether the range is a whole number of steps, computed in decimals as Optuna does."""
     first, last, size = (Decimal(repr(float(number))) for number in (low, high, step))
     return (last - first) % size == 0
 
@@ -326,16 +339,16 @@ def describe_dimension(dimension: SearchDimension) -> str:
     """Return the dimension as text: `4 to 64`, `lora, dora`."""
     if dimension.kind == "choice":
         return ", ".join(map(format_value, dimension.choices))
-    whole = "whole numbers " if dimension.kind == "int" else ""
+    prefix = "whole numbers " if dimension.kind == "int" else ""
     step = f" in steps of {format_value(dimension.step)}" if dimension.step not in (None, 1) else ""
-    return f"{whole}{format_value(dimension.low)} to {format_value(dimension.high)}{step}"
+    return f"{prefix}{format_value(dimension.low)} to {format_value(dimension.high)}{step}"
 
 
 def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
     """Return values for a grid, smallest first: all of a finite dimension, else `points` evenly spaced ones.
 
-    They are even on the dimension's scale. Values between the ends are rounded to twelve digits, so that logarithms of
-    all machines agree. A range of whole numbers with an explicit step is used completely.
+    They are evenly spaced on the dimension's scale. Values between the ends are rounded to twelve digits, because
+    logarithms may differ between machines. All values of a range with an explicit step are used.
     """
     count = dimension.points
     if dimension.kind == "choice":
@@ -359,17 +372,17 @@ class ParameterDomain:
     """Values that a setting may have in the trials of a sweep."""
 
     dimension: SearchDimension | None = None
-    """Dimension that the values are drawn from, possibly that of another setting that this one is derived from."""
+    """Dimension from which the values are drawn; for a derived setting, the dimension of its source."""
     factor: Fraction = Fraction(1)
     """Factor between this setting and the drawn value."""
     ends: tuple[Any, ...] = ()
-    """Representative drawn values: a derived parameter that is valid for them is valid for all."""
+    """Representative values: a derived parameter that is valid for them is valid for all values."""
     others: tuple[Any, ...] = ()
     """Values of params.yaml, for trials in which it is not searched."""
 
     @property
     def is_continuous(self) -> bool:
-        """Whether it has values between any two others, so that no whole number can be derived exactly."""
+        """Whether it is a continuous range, from which no whole number can be derived exactly."""
         drawn = self.dimension
         return drawn is not None and drawn.points is None and drawn.low < drawn.high
 
@@ -411,21 +424,16 @@ def make_domain(dimension: SearchDimension) -> ParameterDomain:
 
 # Derived parameters, such as alpha = 2 * rank.
 
-_NUMBER = r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+(?:[eE][+-]?\d{1,2})?"
-_SETTING = r"[A-Za-z_][A-Za-z0-9_.]*"
-_PRODUCT = re.compile(rf"(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<setting>{_SETTING})")
-_QUOTIENT = re.compile(rf"(?P<setting>{_SETTING})\s*(?P<sign>[*/])\s*(?P<factor>{_NUMBER})")
-
 
 @dataclass(frozen=True)
 class DerivedParameter:
-    """`factor` times another setting."""
+    """A setting with the value of another setting, times `factor`."""
 
     source: str
-    """Dotted key."""
+    """Dotted key of the other setting."""
     factor: Fraction
     kind: str
-    """Kind of the derived setting (parameters.Kind)."""
+    """Kind of the derived setting (`Kind`)."""
 
     @staticmethod
     def parse(text: str, target: SettingField) -> "DerivedParameter":
@@ -434,10 +442,10 @@ class DerivedParameter:
         Raises:
             ValueError: the text is invalid, or the other setting does not exist.
         """
-        found = _PRODUCT.fullmatch(text.strip()) or _QUOTIENT.fullmatch(text.strip())
-        if found is None:
+        match = _PRODUCT.fullmatch(text.strip()) or _QUOTIENT.fullmatch(text.strip())
+        if match is None:
             raise ValueError(f"found {text!r}; expected NUMBER * SETTING, SETTING / NUMBER or SETTING")
-        parts = found.groupdict()
+        parts = match.groupdict()
         factor = Fraction(parts["factor"] or 1)
         if not factor:
             raise ValueError(f"found {text!r}; expected a factor other than 0")
@@ -458,7 +466,7 @@ class DerivedParameter:
         return f"{float(self.factor)!r} * {self.source}"
 
     def value(self, source: Any) -> Any:
-        """Return the value derived from a value of the source: exact in decimals, never rounded to a whole number.
+        """Return the value that is derived from a value of the source, computed in decimals and not rounded.
 
         Raises:
             ValueError: the source is not a number, or the result is not a whole number although it must be one.
@@ -509,18 +517,18 @@ class DerivedParameter:
             raise ValueError(f"if {self.source} is {format_value(source)}: {error}") from None
 
 
-# Reading `sweep.space`: each hyperparameter is checked against the settings, and sorted into the order of drawing.
+# Reading `sweep.space`: hyperparameters are checked against the settings, and sorted in the order of drawing.
 
 
 @dataclass(frozen=True)
 class SearchParameter:
-    """One setting that trials set."""
+    """A setting that trials set."""
 
     setting: SettingField
     rule: SearchDimension | DerivedParameter
-    """Where its values come from: drawn or derived."""
+    """Dimension if its values are drawn, or the expression from which they are derived."""
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Conditions: required values of other settings; empty: every trial sets it."""
+    """Conditions: the required values of other settings. Empty: every trial sets this one."""
 
     @property
     def name(self) -> str:
@@ -534,32 +542,33 @@ class SearchParameter:
 
 
 def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
-    """The variables of `sweep.space`, each after those that it depends on, otherwise as ordered in params.yaml.
+    """Read the parameters of `sweep.space`, each after those on which it depends, otherwise in the order of
+    params.yaml.
 
-    A variable whose condition no trial can meet is left out.
+    A parameter whose condition no trial can meet is left out.
 
     Raises:
-        SettingsError: one line for each hyperparameter that makes no sense.
+        SettingsError: a parameter is invalid; the message has one line for each.
     """
-    written = settings.sweep.space
-    if not written:
+    space = settings.sweep.space
+    if not space:
         raise SettingsError(
             "params.yaml: sweep.space: found no settings; add a setting of section train with its values, such as "
             "train.rank: {low: 4, high: 64, log: true}"
         )
-    found, problems = [], []
-    for key, parameter in written.items():
+    parameters, problems = [], []
+    for key, parameter in space.items():
         try:
-            found.append(_build_parameter(key, parameter))
+            parameters.append(_build_parameter(key, parameter))
         except SettingsError as error:
             problems.append(str(error))
     if problems:
         raise SettingsError("\n".join(problems))
-    kept = _select_applicable(_sort_by_dependency(found), settings)
+    kept = _select_applicable(_sort_by_dependency(parameters), settings)
     if not any(isinstance(variable.rule, SearchDimension) for variable in kept):
         raise SettingsError(
             "params.yaml: sweep.space: no setting is searched: none with low and high, or with choices, is ever drawn "
-            f"({', '.join(written)}); give one of them values, or change the setting that its `when` requires"
+            f"({', '.join(space)}); give one of them values, or change the setting that its `when` requires"
         )
     return kept
 
@@ -574,19 +583,19 @@ def _build_parameter(key: str, parameter: SweepParameter) -> SearchParameter:
 
 def _read_conditions(parameter: SweepParameter) -> dict[str, tuple[Any, ...]]:
     """Return the required values by dotted key, as settings store them."""
-    found: dict[str, tuple[Any, ...]] = {}
+    conditions: dict[str, tuple[Any, ...]] = {}
     try:
         for name, values in parameter.when.items():
             source = find_train_setting(name)
-            if source.key in found:
+            if source.key in conditions:
                 raise ValueError(f"found {source.key} twice; write one list of its values")
-            wanted = values if isinstance(values, tuple) else (values,)
-            found[source.key] = tuple(_accept_value(source, name, value) for value in wanted)
-            if not wanted:
+            required = values if isinstance(values, tuple) else (values,)
+            conditions[source.key] = tuple(_validate_value(source, name, value) for value in required)
+            if not required:
                 raise ValueError(f"{name}: found an empty list; expected at least one value")
     except ValueError as error:
         raise ValueError(f"when: {error}") from None
-    return found
+    return conditions
 
 
 def _build_rule(setting: SettingField, parameter: SweepParameter) -> SearchDimension | DerivedParameter:
@@ -596,14 +605,14 @@ def _build_rule(setting: SettingField, parameter: SweepParameter) -> SearchDimen
         except ValueError as error:
             raise ValueError(f"tie: {error}") from None
     if parameter.choices:
-        choices = tuple(_accept_value(setting, "choices", value) for value in parameter.choices)
-        if twice := [one for one in dict.fromkeys(choices) if choices.count(one) > 1]:
-            raise ValueError(f"choices: found {format_value(twice[0])} twice; remove one")
+        choices = tuple(_validate_value(setting, "choices", value) for value in parameter.choices)
+        if duplicates := [choice for choice in dict.fromkeys(choices) if choices.count(choice) > 1]:
+            raise ValueError(f"choices: found {format_value(duplicates[0])} twice; remove one")
         return SearchDimension(setting.key, "choice", choices=choices)
     return _build_range(setting, parameter)
 
 
-def _accept_value(setting: SettingField, where: str, value: Any) -> Any:
+def _validate_value(setting: SettingField, where: str, value: Any) -> Any:
     try:
         return setting.validate(value)
     except ValueError as error:
@@ -614,32 +623,32 @@ def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDime
     if setting.kind not in ("int", "float"):
         example = f", such as choices: {format_value(setting.options)}" if setting.options else ""
         raise ValueError(f"found low and high, but this setting is not a number; list its values{example}")
-    given = {"low": parameter.low, "high": parameter.high, "step": parameter.step}
-    numbers = {name: float(value) for name, value in given.items() if value is not None}
+    fields = {"low": parameter.low, "high": parameter.high, "step": parameter.step}
+    numbers = {name: float(value) for name, value in fields.items() if value is not None}
     if setting.kind == "int":
         for name, value in numbers.items():
             if not value.is_integer():
                 raise ValueError(f"{name}: found {value!r}; expected a whole number")
         numbers = {name: int(value) for name, value in numbers.items()}
-    ends = {name: _accept_value(setting, name, numbers[name]) for name in ("low", "high")}
-    found = SearchDimension(
+    ends = {name: _validate_value(setting, name, numbers[name]) for name in ("low", "high")}
+    dimension = SearchDimension(
         setting.key, "int" if setting.kind == "int" else "float", **ends, log=parameter.log, step=numbers.get("step")
     )
-    if found.step is None:
-        return found
-    last = stepped_value(
-        found, (found.points or 1) - 1
-    )  # the highest value that steps reach: Optuna warns if `high` differs
-    if not is_exactly_stepped(found.low, last, found.step):
+    if dimension.step is None:
+        return dimension
+    # The highest value that steps reach, because Optuna warns if `high` differs from it.
+    last = stepped_value(dimension, (dimension.points or 1) - 1)
+    if not is_exactly_stepped(dimension.low, last, dimension.step):
         raise ValueError(
-            f"step: steps of {found.step!r} from {found.low!r} need more digits than a float has; use fewer digits"
+            f"step: steps of {dimension.step!r} from {dimension.low!r} need more digits than a float "
+            "has; use fewer digits"
         )
-    return SearchDimension(setting.key, found.kind, low=found.low, high=last, step=found.step)
+    return SearchDimension(setting.key, dimension.kind, low=dimension.low, high=last, step=dimension.step)
 
 
-def _sort_by_dependency(found: list[SearchParameter]) -> list[SearchParameter]:
-    names = {variable.name for variable in found}
-    graph = {variable.name: [one for one in variable.sources if one in names] for variable in found}
+def _sort_by_dependency(parameters: list[SearchParameter]) -> list[SearchParameter]:
+    names = {variable.name for variable in parameters}
+    graph = {variable.name: [key for key in variable.sources if key in names] for variable in parameters}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -648,14 +657,14 @@ def _sort_by_dependency(found: list[SearchParameter]) -> list[SearchParameter]:
             circle[0], f"depends on itself: {' -> '.join(circle)}; remove one `tie` or `when` of the circle"
         ) from None
     ordered: list[SearchParameter] = []
-    while len(ordered) < len(found):
-        known = {variable.name for variable in ordered}
-        ordered.append(next(one for one in found if one.name not in known and known.issuperset(graph[one.name])))
+    while len(ordered) < len(parameters):
+        placed = {variable.name for variable in ordered}
+        ordered.append(next(v for v in parameters if v.name not in placed and placed.issuperset(graph[v.name])))
     return ordered
 
 
 def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tuple[SearchParameter, ...]:
-    """Return the variables that some trial sets, with the conditions that not every trial meets."""
+    """Return the parameters that some trial sets, with the conditions that not every trial meets."""
     domains: dict[str, ParameterDomain] = {}
     kept, problems = [], []
     for variable in ordered:
@@ -683,17 +692,17 @@ def _open_conditions(
 ) -> dict[str, tuple[Any, ...]] | None:
     """Return the conditions that some trials meet and others do not; None if no trial can meet them."""
     still_open = {}
-    for source, wanted in variable.when.items():
+    for source, required in variable.when.items():
         domain = domains.get(source)
         if domain is None:  # not searched: the same in every trial
-            if find_train_setting(source).get(settings) not in wanted:
+            if find_train_setting(source).get(settings) not in required:
                 return None
             continue
-        if never := [value for value in wanted if not domain.contains(value)]:
+        if impossible := [value for value in required if not domain.contains(value)]:
             raise ValueError(
-                f"when: {source}: found {format_value(never[0])}, which it never is; expected {domain.describe()}"
+                f"when: {source}: found {format_value(impossible[0])}, which it never is; expected {domain.describe()}"
             )
-        still_open[source] = wanted
+        still_open[source] = required
     return still_open
 
 
@@ -712,8 +721,6 @@ def _compute_domain(
 
 # The search space.
 
-MAX_POINTS = 100_000
-"""Limit of a grid, and of points that are counted one by one."""
 
 Pick = Callable[[SearchDimension], Any]
 """Chooses the value of a dimension."""
@@ -727,17 +734,17 @@ class SearchSpace:
     """The searched settings, in the order in which their values are decided."""
 
     variables: tuple[SearchParameter, ...]
-    """Each after those that it depends on, otherwise as in params.yaml."""
+    """Each after those on which it depends, otherwise in the order of params.yaml."""
     fixed: Mapping[str, Any]
-    """Values of params.yaml that derived parameters and conditions may need."""
+    """Values of params.yaml that derived parameters and conditions may use."""
 
     @staticmethod
     def from_settings(settings: Settings) -> "SearchSpace":
         """Return the space of `sweep.space`.
 
         Raises:
-            SettingsError: a setting is unknown or cannot be searched, does not accept a value, or has an invalid tie
-                or condition; one line each.
+            SettingsError: a setting is unknown, cannot be searched, does not accept a value, or has an invalid tie or
+                condition; the message has one line for each.
         """
         variables = read_parameters(settings)
         always = {variable.name for variable in variables if not variable.when}
@@ -761,18 +768,18 @@ class SearchSpace:
         return {dimension.name: dimension for dimension in self.dimensions()}[name]
 
     def draw(self, pick: Pick) -> dict[str, Any]:
-        """Return the values of one trial: `pick` chooses each dimension after those that it depends on.
+        """Return the values of one trial. `pick` chooses the value of each dimension, after those on which it depends.
 
-        Settings whose condition is not met are left out: the trial uses the value of params.yaml.
+        Settings whose condition is not met are left out: the trial uses their values in params.yaml.
 
         Raises:
-            ValueError: `pick` has returned a value that the dimension does not have.
+            ValueError: `pick` returned a value that the dimension does not have.
         """
         return next(self._walk(lambda dimension: (snap_value(dimension, pick(dimension)),)))
 
     def select_drawn(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a trial that were drawn; the others follow from them."""
-        return {one.name: snap_value(one, values[one.name]) for one in self.dimensions() if one.name in values}
+        """Return the drawn values of a trial, which determine the derived ones."""
+        return {d.name: snap_value(d, values[d.name]) for d in self.dimensions() if d.name in values}
 
     def contains(self, values: Mapping[str, Any]) -> bool:
         """Return whether a trial of this space can have exactly these values."""
@@ -783,18 +790,18 @@ class SearchSpace:
             return False
 
     def grid(self, points: int) -> list[dict[str, Any]]:
-        """Return all combinations, the last dimension changing fastest; ranges without step have `points` values.
+        """Return all combinations; the last dimension changes fastest. Ranges without step have `points` values.
 
         Raises:
             SettingsError: there are more than MAX_POINTS combinations.
         """
-        found = list(islice(self._walk(lambda dimension: grid_values(dimension, points)), MAX_POINTS + 1))
-        if len(found) > MAX_POINTS:
+        combinations = list(islice(self._walk(lambda dimension: grid_values(dimension, points)), MAX_POINTS + 1))
+        if len(combinations) > MAX_POINTS:
             raise SettingsError(
                 f"params.yaml: sweep.sampler: the grid has more than {MAX_POINTS:,} points ({points} of each range); "
                 "search fewer settings, lower sampler.grid_points, or set sampler.kind: tpe"
             )
-        return found
+        return combinations
 
     def size(self) -> int | None:
         """Return the number of different trials; None if it is infinite or too large to count."""
@@ -802,7 +809,7 @@ class SearchSpace:
         if None in counts.values():
             return None
         deciding = self._deciding()
-        options = self._walk(lambda one: all_values(one) if one.name in deciding else all_values(one)[:1])
+        options = self._walk(lambda d: all_values(d) if d.name in deciding else all_values(d)[:1])
         size = 0
         for number, values in enumerate(options):
             if number >= MAX_POINTS:
@@ -811,7 +818,7 @@ class SearchSpace:
         return size
 
     def document(self) -> dict[str, Any]:
-        """Return the space as JSON; equal for equal spaces, however they are written."""
+        """Return the space as JSON; it is equal for equal spaces, even if params.yaml differs."""
         return {variable.name: self._entry(variable) for variable in self.variables}
 
     def _entry(self, variable: SearchParameter) -> dict[str, Any]:
@@ -824,20 +831,23 @@ class SearchSpace:
         else:
             entry = {"low": rule.low, "high": rule.high, "log": rule.log, "step": rule.step}
         if variable.when:
-            entry["when"] = {source: sorted(_to_lists(wanted), key=repr) for source, wanted in variable.when.items()}
+            entry["when"] = {
+                source: sorted(_to_lists(required), key=repr) for source, required in variable.when.items()
+            }
             entry["otherwise"] = _to_lists(self.fixed[variable.name])
         return entry
 
     def _walk(
         self, options: Options, index: int = 0, values: Mapping[str, Any] = MappingProxyType({})
     ) -> Iterator[dict[str, Any]]:
-        """Yield all ways to set the variables from `index` on, with these options for each dimension."""
+        """Yield all combinations of values for the parameters from `index` on, with these options for each
+        dimension."""
         if index == len(self.variables):
             yield dict(values)
             return
         variable = self.variables[index]
         rule = variable.rule
-        if not all(self._value(source, values) in wanted for source, wanted in variable.when.items()):
+        if not all(self._value(source, values) in required for source, required in variable.when.items()):
             yield from self._walk(options, index + 1, values)
             return
         for value in (
@@ -849,13 +859,13 @@ class SearchSpace:
         return values[name] if name in values else self.fixed[name]
 
     def _deciding(self) -> set[str]:
-        """Return settings whose values decide, directly or through ties, whether others are searched."""
-        found: set[str] = set()
-        for variable in reversed(self.variables):  # dependents come after what they depend on
-            found.update(variable.when)
-            if isinstance(variable.rule, DerivedParameter) and variable.name in found:
-                found.add(variable.rule.source)
-        return found
+        """Return the settings whose values decide, directly or through ties, whether other settings are searched."""
+        deciding: set[str] = set()
+        for variable in reversed(self.variables):  # a parameter comes after those on which it depends
+            deciding.update(variable.when)
+            if isinstance(variable.rule, DerivedParameter) and variable.name in deciding:
+                deciding.add(variable.rule.source)
+        return deciding
 
 
 def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
@@ -897,7 +907,10 @@ def _to_tuples(value: Any) -> Any:
 
 
 def _to_lists(value: Any) -> Any:
-    return [_to_lists(one) for one in value] if isinstance(value, tuple) else value
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+# Positions from 0 to 1, and points of a finite space.
 
 
 def value_at(dimension: SearchDimension, index: int) -> Any:
@@ -906,14 +919,14 @@ def value_at(dimension: SearchDimension, index: int) -> Any:
 
 
 def to_unit(dimension: SearchDimension, value: float) -> float:
-    """Return the position of a value in its range, 0 to 1; each value of a finite range has an equal share."""
+    """Return the position of a value in its range, from 0 to 1; each value of a finite range has an equal share."""
     low, high = _scale_bounds(dimension)
     position = math.log(value) if dimension.log else float(value)
     return (position - low) / (high - low) if high > low else 0.5
 
 
 def from_unit(dimension: SearchDimension, position: float) -> float | int:
-    """Return the value at a position (clipped to 0 and 1), rounded to a value of a finite range."""
+    """Return the value at a position, which is clipped to 0 and 1; for a finite range, the closest value."""
     low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
     value = math.exp(value) if dimension.log else value
@@ -932,7 +945,7 @@ def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
 
 
 def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """Yield all points of a finite space, the last parameter changing fastest."""
+    """Yield all points of a finite space; the last parameter changes fastest."""
     path: list[int] = []
     while True:
         sizes: list[int] = []
@@ -952,7 +965,7 @@ def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
 
 
 def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
-    """Return the ends of the range on its scale; half a step wider if finite, so that all values have equal shares."""
+    """Return the ends of the range on its scale; if it is finite, half a step wider, so that all shares are equal."""
     points = dimension.points
     if points is None:
         low, high = dimension.low, dimension.high
@@ -962,7 +975,7 @@ def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
     return (math.log(low), math.log(high)) if dimension.log else (low, high)
 
 
-# Optuna's distributions and stored values (JSON, without lists as choices).
+# Optuna's distributions, and values as Optuna stores them (JSON, without lists as choices).
 
 
 def to_distribution(dimension: SearchDimension) -> BaseDistribution:

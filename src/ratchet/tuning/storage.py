@@ -1,6 +1,6 @@
-"""Storage of a project's studies: a journal in the project, or a Postgres database shared by machines.
+"""Opens the storage of a project's studies: a journal in the project, or a Postgres database shared by machines.
 
-Repeats operations on a study while its storage does not answer, so that a short outage does not end a sweep.
+`retry_storage` repeats an operation while the storage does not answer, so that a short outage does not end a sweep.
 """
 
 import threading
@@ -18,21 +18,36 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
 
 LOCK_WAIT_S = 60.0
-"""Longer than any proposal takes; a process that holds the lock longer is stopped or hangs."""
+"""Maximum wait for the lock. It is longer than any proposal takes: a process that holds the lock longer hangs or is
+stopped."""
+
+RETRY_DELAY_S = 1.0
+"""Delay between two attempts."""
+
+Answer = TypeVar("Answer")
 
 
 class StudyLock(Protocol):
-    """A lock among all processes that use a storage; it is released when its process dies."""
+    """Lock of all processes that use a storage; it is released when its process dies."""
 
     def acquire(self, wait_s: float) -> object:
         """Acquire the lock. Raises LockHeldError that names the holder."""
 
     def release(self) -> None:
-        """Release the lock. Raises StorageError if it was lost meanwhile."""
+        """Release the lock. Raises StorageError if it was lost before."""
 
 
 class StudyStorage:
-    """Optuna's storage, with a lock that makes several operations atomic."""
+    """Optuna's storage, with a lock that makes several operations atomic.
+
+    Args:
+        backend: Optuna's storage.
+        kind: kind of the storage.
+        where: path or address without password, for messages.
+        exclusive: the lock that `locked` holds.
+        close: closes files and connections.
+        failures: exceptions of the backend if it does not answer.
+    """
 
     def __init__(
         self,
@@ -43,14 +58,6 @@ class StudyStorage:
         close: Callable[[], None],
         failures: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Args:
-        backend: Optuna's storage.
-        kind: of storage.
-        where: for messages; no password in it.
-        exclusive: held by `locked`.
-        close: lets go of files and connections.
-        failures: what the backend raises where it does not answer.
-        """
         self.optuna = backend
         self.kind = kind
         self.where = where
@@ -62,10 +69,10 @@ class StudyStorage:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude all other threads, processes and machines of this storage; reentrant in a thread.
+        """Exclude all other threads, processes and machines that use this storage; reentrant in a thread.
 
         Raises:
-            LockHeldError: another one has held the lock for LOCK_WAIT_S.
+            LockHeldError: another thread or process has held the lock for LOCK_WAIT_S.
             StorageError: the storage does not answer, or the lock was lost before the end.
         """
         if not self._mutex.acquire(timeout=LOCK_WAIT_S):
@@ -105,30 +112,30 @@ class StudyStorage:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Turn failures of the storage into StorageError."""
+        """Convert exceptions of the storage to StorageError."""
         try:
             yield
         except self._failures as error:
-            cause = error.__cause__ or error  # Optuna says "an exception is raised", its cause says which
+            cause = error.__cause__ or error  # Optuna's own message is only "an exception is raised"
             raise StorageError(
                 f"{self.where}: {first_line(cause)}; check that the server is running, then run the same command again"
             ) from error
 
 
 def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
-    """Open the storage of a project's studies; create it if there is none.
+    """Open the storage of a project's studies; create it if it does not exist.
 
     Args:
         layout: the project.
         url: `machine.study_storage`; None: a journal in the project.
 
     Raises:
-        SettingsError: the address is not one of Postgres, or contains a password.
+        SettingsError: the address is not valid for Postgres, or contains a password.
         StorageError: the disk is full or failing, or the server does not answer.
-        DamagedFileError: the journal is damaged, or the storage was made by another version of Optuna or Ratchet.
+        DamagedFileError: the journal is damaged, or another version of Optuna or Ratchet created the storage.
         LockHeldError: another process has held the storage for LOCK_WAIT_S.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it logs every study and trial
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise Optuna logs every study and trial
     if url is not None:
         from ratchet.tuning import postgres_storage
 
@@ -147,32 +154,27 @@ def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
     )
 
 
-Answer = TypeVar("Answer")
-
-AGAIN_S = 1.0
-
-
-def retry_storage(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]) -> Answer:
+def retry_storage(operation: Callable[[], Answer], wait_s: float, check_stop: Callable[[], None]) -> Answer:
     """Run an operation; repeat it while the storage does not answer.
 
     Args:
-        act: the operation; it must be safe to repeat.
+        operation: the operation; it must be safe to repeat.
         wait_s: seconds without an answer after which the last failure is raised.
-        look: called between two tries; may raise to end it.
+        check_stop: called between two attempts; it may raise to stop them.
 
     Raises:
-        StorageError, LockHeldError: it did not answer for so long.
+        StorageError, LockHeldError: the storage did not answer for `wait_s`.
     """
     since_s: float | None = None
     while True:
         try:
-            return act()
+            return operation()
         except (StorageError, LockHeldError) as error:
             now_s = time.monotonic()
             if since_s is None:
                 since_s = now_s
-                print_message(f"{error} (tried again for {wait_s:g} s)")
+                print_message(f"{error} (trying again for {wait_s:g} s)")
             if now_s - since_s >= wait_s:
                 raise
-        look()
-        time.sleep(AGAIN_S)
+        check_stop()
+        time.sleep(RETRY_DELAY_S)

@@ -1,4 +1,4 @@
-"""Opens a study of a project, for sweep workers, the sweep command and the adoption of a trial."""
+"""Opens a study of a project: for sweep workers, the sweep command, and the adoption of a trial."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +37,12 @@ class StudySession:
         Args:
             layout: the project.
             settings: settings with the search space.
-            fork: create a new version of the study if these settings differ from those of the existing one.
-            create: create the study if there is none.
+            fork: create a new version of the study if its settings differ from these.
+            create: create the study if it does not exist.
 
         Raises:
-            SettingsError: the space is invalid, or differs from the study's (`fork` creates another version).
-            DataError: stage base or prepare has not run; or there is no study and `create` is not set.
+            SettingsError: the space is invalid, or the study has other settings and `fork` is not set.
+            DataError: stage base or prepare has not run; or the study does not exist and `create` is not set.
             DamagedFileError, LockHeldError, StorageError: see StudyStorage and TrialStore.
         """
         space = SearchSpace.from_settings(settings)
@@ -71,20 +71,20 @@ class StudySession:
 
 
 class FinalRoundProgress:
-    """Reports the progress of finalists' trainings with further seeds, which the sweep report does not contain."""
+    """Progress of finalists' trainings with further seeds, which the sweep report does not contain."""
 
     def __init__(self, session: StudySession) -> None:
-        self._desk = session
-        self._register: TrialStore | None = None
+        self._session = session
+        self._seeds: TrialStore | None = None
         self._reported_states: dict[int, str] = {}
 
     def list_news(self, report: SweepReport) -> Iterator[str]:
         """Yield a line for each training that has started or ended since the last call."""
         if not report.trials or not all(trial.is_over for trial in report.trials):
             return
-        if self._register is None:
-            self._register = TrialStore.newest(self._desk.storage, final_study_name(self._desk.store.study))
-        for trial in self._register.trials() if self._register else ():
+        if self._seeds is None:
+            self._seeds = TrialStore.newest(self._session.storage, final_study_name(self._session.store.study))
+        for trial in self._seeds.trials() if self._seeds else ():
             if self._reported_states.get(trial.number) == trial.state:
                 continue
             self._reported_states[trial.number] = trial.state

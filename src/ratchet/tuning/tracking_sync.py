@@ -1,10 +1,8 @@
-"""Sends the progress of a sweep to MLflow, in a thread of the sweep command; workers do not know MLflow.
+"""Sends the progress of a sweep to MLflow, in a thread of the sweep command; workers do not use MLflow.
 
-It replays the journals of local runs to callbacks, as a supervisor does, and then updates the study. Runs that MLflow
-has completely are not sent again. Data that MLflow does not accept now is sent later, at the latest at the next start
-of the sweep.
-
-Pure functions that turn a sweep report into MLflow runs: a parent with metrics, and a child for each training.
+The thread replays the journals of local runs to callbacks, as a supervisor does, and then updates the study: pure
+functions turn the sweep report into a parent run with metrics, and a child run for each training. Complete runs are not
+sent again. Data that MLflow does not accept is sent later, at the latest at the next start of the sweep.
 """
 
 import json
@@ -31,7 +29,6 @@ from ratchet.storage import digests
 from ratchet.storage.records.sweep import ParameterAxis, SweepReport, Trial, TrialState
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
 PARENT_TAG = "mlflow.parentRunId"
 STUDY_TAG = "ratchet.sweep"
 ROLE_TAG = "ratchet.sweep_role"
@@ -46,16 +43,31 @@ STATUS: dict[TrialState, Status] = {
     "infeasible": "FAILED",
     "failed": "FAILED",
 }
-"""Status of the child of a trial that is over. A run whose training is complete is FINISHED in any case."""
+"""Status of the child run of a trial that is over. A run whose training is complete is FINISHED for any trial state."""
 
 STATES: tuple[TrialState, ...] = ("running", *STATUS)
+MAX_TEXT = 2000
+"""Maximum number of characters of a tag; MLflow rejects more than 8,000."""
 
-MAX_TEXT = 2000  # characters of a tag; MLflow rejects more than 8,000
+INTERVAL_S = 2.0
+"""Pause between two rounds."""
+
+MAX_EVENTS = 5000
+"""Events that are sent at once."""
+
+MAX_ENDS_PER_ROUND = 8
+"""Limit of completed trainings that a round sends, so that running ones are updated too. Each takes half a second."""
+
+MAX_FAILURES_PER_ROUND = 3
+"""A round ends after this number of failures, because each may take 20 s."""
+
+
+# A sweep report as MLflow runs.
 
 
 @dataclass(frozen=True)
 class ChildRun:
-    """The child run of one training, with all trials that it belongs to."""
+    """Child run of one training, to which one or several trials belong."""
 
     key: str
     """Run id; for a trial without a run, its study and number."""
@@ -69,7 +81,7 @@ class ChildRun:
     status: Status | None
     """None while it runs."""
     tags: Mapping[str, str]
-    """Tags without the state, which is written last."""
+    """Tags without the state, which is sent last."""
     state: TrialState
     values: Mapping[str, str]
     metrics: Mapping[str, float]
@@ -79,7 +91,7 @@ class ChildRun:
 
 
 def group_trials_by_run(report: SweepReport) -> dict[str, list[Trial]]:
-    """Return the trials of each training by run id: one trial, or one and its continuations."""
+    """Return the trials of each training, a trial and its continuations, by run id."""
     groups: dict[str, list[Trial]] = {}
     for trial in report.trials:
         groups.setdefault(trial.run_id or f"{report.study}/{trial.number}", []).append(trial)
@@ -87,7 +99,7 @@ def group_trials_by_run(report: SweepReport) -> dict[str, list[Trial]]:
 
 
 def count_states(trials: Iterable[Trial]) -> Counter[TrialState]:
-    """Count trials by state; of a continued trial only the continuation counts."""
+    """Count trials by state. A trial that was continued does not count, but its continuation does."""
     listed = list(trials)
     continued = {trial.continues for trial in listed}
     return Counter(trial.state for trial in listed if trial.number not in continued)
@@ -95,8 +107,8 @@ def count_states(trials: Iterable[Trial]) -> Counter[TrialState]:
 
 def build_child_runs(report: SweepReport) -> list[ChildRun]:
     """Return a child run for each training, and for each training of a finalist with a further seed."""
-    found = [_build_trial_run(report, key, trials) for key, trials in group_trials_by_run(report).items()]
-    return found + _build_finalist_runs(report)
+    trial_runs = [_build_trial_run(report, key, trials) for key, trials in group_trials_by_run(report).items()]
+    return trial_runs + _build_finalist_runs(report)
 
 
 def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> ChildRun:
@@ -108,19 +120,19 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
         "ratchet.trials": ",".join(str(other.number) for other in trials if other is not trial),
         "ratchet.trial_reason": trial.reason,
         "ratchet.trial_cause": trial.cause,
-        "ratchet.workers": ", ".join(dict.fromkeys(take.worker for take in trial.executions)),
+        "ratchet.workers": ", ".join(dict.fromkeys(execution.worker for execution in trial.executions)),
         "ratchet.checkpoints": _format_checkpoints(trial),
     }
     metrics = {f"trial/{m.metric}": value for m, value in zip(report.objectives, trial.objectives, strict=False)}
-    begun = min(other.started for other in trials)
+    started = min(other.started for other in trials)
     curve = sorted((rows, loss) for other in trials for rows, loss in other.curve.items())
     return ChildRun(
         key=key,
         run_id=trial.run_id,
         trial=trial,
         name=f"trial {trial.number}",
-        started=begun,
-        ended=trial.ended or begun,
+        started=started,
+        ended=trial.ended or started,
         status=STATUS[trial.state] if trial.is_over else None,
         tags={name: _truncate_text(value) for name, value in tags.items()},
         state=trial.state,
@@ -131,10 +143,10 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
 
 
 def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:
-    """Return child runs of finalists' trainings with further seeds."""
+    """Return the child runs of finalists' trainings with further seeds."""
     if report.final_round is None:
         return []
-    found, metric = [], f"finalist/{report.final_round.metric}"
+    runs, metric = [], f"finalist/{report.final_round.metric}"
     for finalist in report.final_round.finalists:
         trial = report.trials[finalist.number]
         at = trial.ended or trial.started
@@ -143,32 +155,32 @@ def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:
         for seed, (run_id, mean) in enumerate(zip(finalist.run_ids[1:], finalist.means[1:], strict=False), start=2):
             metrics = {metric: mean} if math.isfinite(mean) else {}
             name = f"trial {finalist.number}, seed {seed}"
-            found.append(
+            runs.append(
                 ChildRun(run_id, run_id, trial, name, at, at, "FINISHED", tags, "complete", values, metrics, {})
             )
-    return found
+    return runs
 
 
 def _format_checkpoints(trial: Trial) -> str:
-    """Return short digests by step as JSON; the newest if there are many."""
+    """Return short digests of checkpoints by step as JSON; only the newest if there are many."""
     last = sorted(trial.checkpoints.items())[-MAX_TEXT // (digests.SHORT + 16) :]
     return json.dumps({str(step): value[: digests.SHORT] for step, value in last}) if last else ""
 
 
 def summary_metrics(report: SweepReport) -> dict[str, float]:
-    """Return metrics of the parent: best value of each objective, importances, trials by state."""
+    """Return the metrics of the parent run: best value of each objective, importances, and trials by state."""
     by_state = count_states(report.trials)
-    found = {f"trials/{state}": float(by_state[state]) for state in STATES}
-    found |= {f"importance/{parameter}": share for parameter, share in report.importances.items()}
+    metrics = {f"trials/{state}": float(by_state[state]) for state in STATES}
+    metrics |= {f"importance/{parameter}": share for parameter, share in report.importances.items()}
     front = [values for number in report.best if (values := report.trials[number].objectives)]
     for place, objective in enumerate(report.objectives if front else ()):
         best = min if objective.direction == "minimize" else max
-        found[f"best/{objective.metric}"] = best(one[place] for one in front)
-    return {key: value for key, value in found.items() if math.isfinite(value)}
+        metrics[f"best/{objective.metric}"] = best(values[place] for values in front)
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
 def parent_tags(report: SweepReport) -> dict[str, str]:
-    """Return progress and best runs of the study as tags; empty while unknown."""
+    """Return the progress and the best runs of the study as tags of the parent run; an unknown tag is empty."""
 
     def runs(numbers: Sequence[int]) -> str:
         return ",".join(report.trials[number].run_id or "" for number in numbers)
@@ -187,7 +199,7 @@ def parent_tags(report: SweepReport) -> dict[str, str]:
 
 
 def parent_params(report: SweepReport) -> dict[str, str]:
-    """Return the parameters of the parent, which identify the study and never change."""
+    """Return the parameters of the parent run, which identify the study and never change."""
     flat = {"sampler": report.sampler, "pruner": report.pruner, "storage": report.storage}
     flat["objectives"] = ", ".join(f"{m.direction} {m.metric}" for m in report.objectives)
     flat |= {"data.digest": report.data_digest[: digests.SHORT], "base.digest": report.base_digest[: digests.SHORT]}
@@ -205,35 +217,30 @@ def _format_axis(axis: ParameterAxis) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """Return a setting as text, as in the params of every run."""
+    """Return a setting as text, in the same form as in the parameters of every run."""
     return _truncate_text(",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 def _truncate_text(text: str) -> str:
-    """Return text that a database accepts: limited in length, without invalid characters."""
+    """Return text that MLflow's database accepts: limited in length, without invalid characters."""
     return text[:MAX_TEXT].encode(errors="replace").decode()
 
 
-INTERVAL_S = 2.0
-MAX_EVENTS = 5000
-MAX_ENDS_PER_ROUND = 8
-"""Completed trainings sent in one round, so that running ones are updated too. Each takes half a second."""
-MAX_FAILURES_PER_ROUND = 3
-"""After so many failures a round ends, because each may take 20 s."""
+# The thread.
 
 
 class SweepTracker(Protocol):
-    """Where the study is shown (services.sweep_tracking)."""
+    """The study in MLflow (`tracking` has the implementation)."""
 
     def completed_trials(self, study: str) -> Mapping[str, int]:
-        """By run id the number of the trial whose end is shown completely."""
+        """Return the number of the trial that MLflow has completely, by run id."""
 
     def update(self, report: SweepReport, pending: Collection[str]) -> None:
-        """Show the report; runs that are `pending` not as over."""
+        """Send the report. Runs in `pending` are not over in MLflow, because it lacks some of their data."""
 
 
 class _JournalFeed:
-    """Replays one journal to one callback."""
+    """Replay of a journal to a callback."""
 
     def __init__(self, callback: RunCallback, journal: Path) -> None:
         self._callback = callback
@@ -242,7 +249,7 @@ class _JournalFeed:
         self._is_finished = False
 
     def send(self, is_late: Callable[[], bool]) -> bool:
-        """Send new events; return False if time is up before all are sent. Events that failed are sent again."""
+        """Send new events; return False if the time is over before all are sent. Failed events are sent again."""
         while not is_late():
             if not self._events:
                 self._events = list(islice(self._reader.read(), MAX_EVENTS))
@@ -256,19 +263,19 @@ class _JournalFeed:
         return False
 
     def on_end(self, status: Status) -> None:
-        """Send the end: a complete training is FINISHED, whatever the state of the trial."""
+        """Send the end of the run. A complete training is FINISHED for any state of the trial."""
         self._callback.on_end("FINISHED" if self._is_finished else status)
 
 
 class SweepTrackingSync(threading.Thread):
-    """Sends a sweep to MLflow while it runs.
+    """Thread that sends a sweep to MLflow while it runs.
 
     Args:
         runs: folder of the run directories.
         report: returns the current report; called in this thread.
         callback: creates the callback of a run from its id and trial.
-        tracker: stores the study; used by this thread only.
-        prepare: called in this thread first, for example to end runs that earlier sweeps left RUNNING.
+        tracker: the study in MLflow; used only by this thread.
+        prepare: called first in this thread, for example to end runs that earlier sweeps left RUNNING.
     """
 
     def __init__(
@@ -283,7 +290,7 @@ class SweepTrackingSync(threading.Thread):
         self._runs, self._report, self._callback, self._tracker = runs, report, callback, tracker
         self._prepare = prepare
         self._settled: dict[str, int] | None = None
-        """By run id the number of the trial whose end was sent; None: MLflow was not queried yet."""
+        """Number of the trial whose end was sent, by run id; None: MLflow was not queried yet."""
         self._feeds: dict[str, _JournalFeed] = {}
         self._failures: Counter[str] = Counter()
         self._reported: set[str] = set()
@@ -296,6 +303,7 @@ class SweepTrackingSync(threading.Thread):
         """Whether the last round succeeded."""
 
     def run(self) -> None:
+        """Send new data until `close` is called, then the rest."""
         while not self._closing.wait(INTERVAL_S):
             self._run_round(MAX_ENDS_PER_ROUND)
         self._drain()
@@ -304,9 +312,10 @@ class SweepTrackingSync(threading.Thread):
             self._is_concluded = self._try(self._conclude)
 
     def close(self, grace_s: float, conclude: Callable[[], None] | None = None) -> bool:
-        """Send the rest for at most `grace_s`, then let the thread call `conclude`.
+        """Send the rest for at most `grace_s`; the thread then calls `conclude`.
 
-        Call it when no worker runs any more. Returns whether everything was sent; prints a message if not.
+        Call this method when no worker runs any more. It returns whether everything was sent, and prints a message if
+        not.
         """
         self._conclude = conclude
         self._is_concluded = conclude is None
@@ -323,19 +332,19 @@ class SweepTrackingSync(threading.Thread):
         return time.monotonic() > self._deadline_s
 
     def _drain(self) -> None:
-        """Send the rest while it decreases."""
-        left = sys.maxsize
+        """Send the rest in rounds, as long as it decreases."""
+        remaining = sys.maxsize
         while not self._is_late():
             self._run_round(sys.maxsize)
-            if not 0 < len(self._pending) < left:
+            if not 0 < len(self._pending) < remaining:
                 return
-            left = len(self._pending)
+            remaining = len(self._pending)
 
     def _run_round(self, ends: int) -> None:
-        """Send new data once. A failure is reported once, and tried again in the next round."""
+        """Send new data once. Print a failure once, and try again in the next round."""
         self._is_up_to_date = self._try(partial(self._update, ends))
         if self._is_up_to_date and not self._failures:
-            self._reported.clear()  # everything works again: the next failure is reported
+            self._reported.clear()  # everything works again: print the next failure
 
     def _update(self, ends: int) -> None:
         if self._prepare is not None:
@@ -356,7 +365,7 @@ class SweepTrackingSync(threading.Thread):
         self._tracker.update(report, frozenset(self._pending))
 
     def _is_open(self, child: ChildRun) -> bool:
-        """Return whether its journal is on this machine and has events that MLflow lacks."""
+        """Return whether the run's journal is on this machine, and MLflow may lack events of it."""
         settled = self._settled or {}
         if child.run_id is None or (child.status is not None and settled.get(child.key) == child.trial.number):
             return False
@@ -375,17 +384,17 @@ class SweepTrackingSync(threading.Thread):
                 self._settled[child.key] = child.trial.number
 
     def _suspend(self) -> None:
-        """End the runs of released trials: no worker trains them until the sweep is resumed."""
+        """End the runs of released trials, because no worker trains them until the sweep is resumed."""
         for key, feed in self._feeds.items():
             if self._is_late():
                 return
             if key not in self._pending and not RunPaths(self._runs / key).lock().is_held():
                 self._try(partial(feed.on_end, "KILLED"), key)
 
-    def _try(self, act: Callable[[], None], key: str = "") -> bool:
-        """Return whether an action succeeded; failures never end this thread or the sweep."""
+    def _try(self, action: Callable[[], None], key: str = "") -> bool:
+        """Run an action and return whether it succeeded. A failure does not end this thread or the sweep."""
         try:
-            act()
+            action()
         except Exception as error:  # callbacks and MLflow may raise any exception
             self._failures[key] += 1
             text = first_line(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
@@ -398,24 +407,24 @@ class SweepTrackingSync(threading.Thread):
 
 
 class TrialProgressReader:
-    """Reads the progress of running trials from journals on this machine; each call reads new events."""
+    """Reader of the progress of running trials from journals on this machine."""
 
     def __init__(self, runs: Path) -> None:
         self._runs = runs
         self._followed: dict[str, tuple[JournalReader, RunProgress]] = {}
 
     def read(self, report: SweepReport) -> dict[int, RunProgress]:
-        """Return the progress of running trials with known progress, by number."""
+        """Read new events, and return the known progress of running trials, by number."""
         running = {trial.run_id: trial.number for trial in report.trials if not trial.is_over and trial.run_id}
-        self._followed = {run_id: one for run_id, one in self._followed.items() if run_id in running}
-        found = {}
+        self._followed = {run_id: item for run_id, item in self._followed.items() if run_id in running}
+        known = {}
         for run_id, number in running.items():
             reader, progress = self._followed.setdefault(
                 run_id, (JournalReader(RunPaths(self._runs / run_id).journal), RunProgress())
             )
-            with suppress(OSError):  # an unreadable disk: new events are read next time
+            with suppress(OSError):  # the next call reads the events
                 for event in reader.read():
                     progress.update(event)
             if progress.last_t:
-                found[number] = progress
-        return found
+                known[number] = progress
+        return known

@@ -1,6 +1,7 @@
 """Runs a trial: supervises its run, reports validations, prunes, and stores the result.
 
-The result (curve, cost, cause of a failure) is read from the run directory.
+The supervisor is the same as for `ratchet train`, with one more callback, which may prune the run. The result (curve,
+cost, cause of a failure) is read from the run directory.
 """
 
 import threading
@@ -42,24 +43,252 @@ from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study import TrialStore
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
-"""Constraints that failures violate. Failures of other classes say nothing about the values."""
+"""Constraints that failures violate. Failures of other classes are no evidence about the values."""
 
 UNKNOWN = 1.0
 """Violation of a constraint if its amount is unknown."""
 
+BUSY_POLL_S = 2.0
+"""Interval of attempts while another process trains the same run (`dvc repro`, another study)."""
+
+SUPERVISOR_ERRORS = (RunFailedError, InputError, StorageError)
+"""Errors of the supervisor, whose cause is in the journal. Their subclasses have other causes."""
+
+Idle = Literal["wait", "over"]
+"""State without work. `wait`: running trials may need another worker later; `over`: all work is done."""
+
+PruneDecision = Callable[[Trial], str | None]
+"""Returns the reason to prune a trial with this curve; None: the trial continues."""
+
+ObjectiveFunction = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
+"""Computes the objectives of a completed training."""
+
+
+class WorkerStopCheck(Protocol):
+    """Requests to stop this worker."""
+
+    def on_stop_signal(self) -> None:
+        """Record a request to stop by a signal."""
+
+    def raise_if_requested(self) -> None:
+        """Raise InterruptedRunError if a stop was requested."""
+
+
+@dataclass
+class TrialRunCallback:
+    """Callback of a trial's run, which reports validations to the study, and decides about pruning."""
+
+    store: TrialStore
+    trial: Trial
+    rows_per_step: float
+    decide_pruning: PruneDecision | None
+    """None: the trial is not pruned."""
+    stop: WorkerStopCheck
+    name: str = "trial"
+    curve: dict[int, float] = field(default_factory=dict)
+    pruned_reason: str | None = None
+    """Reason why the trial was pruned; None: not pruned."""
+    is_lost: bool = False
+    """Whether another worker has taken over the trial."""
+    _planned_steps: int = 0
+
+    def on_events(self, events: Sequence[JournalEvent]) -> None:
+        """Report validations before the decision to prune. A repeated validation changes nothing."""
+        for event in events:
+            if event.kind == "worker_ready":
+                self._planned_steps = event.data["planned_steps"]
+            elif event.kind == "validation" and self.pruned_reason is None:
+                self._report_validation(event.data["step"], event.data["loss"])
+
+    def _report_validation(self, step: int, loss: float) -> None:
+        rows = round(step * self.rows_per_step)
+        if rows in self.curve:
+            return
+        curve = self.curve | {rows: loss}
+        self.store.report(self.trial.number, rows, loss)
+        if self.decide_pruning is not None and step < self._planned_steps:
+            self.pruned_reason = self.decide_pruning(self.trial.model_copy(update={"curve": curve}))
+        self.curve = curve
+
+    def on_end(self, status: Status) -> None:
+        """Do nothing: the result is read from the run directory."""
+
+    def on_stop_signal(self) -> None:
+        """Stop the worker after this trial."""
+        self.stop.on_stop_signal()
+
+    def prune_reason(self) -> str | None:
+        """Return the reason to end the run now; None: it continues."""
+        return "another worker has taken this trial over" if self.is_lost else self.pruned_reason
+
+
+class TrialHeartbeat(threading.Thread):
+    """Thread that renews the lease of a trial, and sets `is_lost` of the callback if the lease is lost."""
+
+    def __init__(self, callback: TrialRunCallback, worker: SweepWorker, lease_timeout_s: float) -> None:
+        super().__init__(name=f"lease-{callback.trial.number}", daemon=True)
+        self._callback, self._worker, self._interval_s = callback, worker, lease_timeout_s / 4
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                self._callback.store.renew(self._callback.trial.number, self._worker)
+            except TrialLeaseLostError:
+                self._callback.is_lost = True
+                return
+            except Exception as error:  # the database is unreachable: keep the trial until the lease is lost
+                print_message(f"trial {self._callback.trial.number}: {first_line(error)}")
+
+    def __enter__(self) -> "TrialHeartbeat":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+@dataclass(frozen=True)
+class TrialTask:
+    """A trial that this worker holds, with everything needed to run it."""
+
+    store: TrialStore
+    trial: Trial
+    settings: Settings
+    """Settings with the trial's values."""
+    compute_objectives: ObjectiveFunction
+    rows_per_step: float
+    """Rows per optimizer step; with packing, the average."""
+    decide_pruning: PruneDecision | None
+
+
+def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: WorkerStopCheck) -> None:
+    """Train or continue a trial, and store its result in the study.
+
+    If the training fails, the trial is infeasible or failed, and the sweep continues.
+
+    Args:
+        task: the trial.
+        layout: the project.
+        worker: this worker.
+        stop: requests to stop this process; during the run, its supervisor handles signals.
+
+    Raises:
+        InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
+        TrialLeaseLostError: another worker has the trial; nothing was stored.
+    """
+    trial, number = task.trial, task.trial.number
+    launch, spec = build_launch(layout, task.settings), build_run_spec(layout, task.settings)
+    # A trial runs on one machine; other machines run other trials.
+    launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
+    paths = RunPaths(layout.runs / spec.run_id)
+    decide_pruning = None if paths.is_finished() else task.decide_pruning  # a finished run costs nothing more
+    callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop)
+    with TrialHeartbeat(callback, worker, task.settings.machine.lease_timeout_s):
+        try:
+            run = _open_run(layout, task, callback)
+            try:
+                supervise(run, launch, [callback], code_version(), pruner=callback)
+            finally:
+                run.close()
+            outcome = _finished_trial(task, callback, paths)
+        except InterruptedRunError:
+            if callback.is_lost:
+                raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
+            if callback.pruned_reason is None:
+                with suppress(
+                    StorageError, LockHeldError
+                ):  # otherwise, other workers detect that this process has ended
+                    task.store.release(number, worker)
+                raise
+            outcome = _pruned_trial(callback, paths)
+        except Exception as error:  # a trial may fail in any way, and other trials must continue
+            if not isinstance(error, RatchetError | OSError):
+                traceback.print_exception(error)
+            outcome = _failed_trial(callback, paths, error)
+    if callback.is_lost:
+        raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
+    retry_storage(
+        lambda: task.store.finish(number, outcome, worker), launch.machine.storage_timeout_s, stop.raise_if_requested
+    )
+
+
+def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> RunDirectory:
+    """Open the run; wait while another process trains it."""
+    spec, is_reported = build_run_spec(layout, task.settings), False
+    while True:
+        try:
+            return RunDirectory.open(layout.runs, spec)
+        except LockHeldError as error:
+            if not is_reported:
+                print_message(f"trial {task.trial.number} waits: {error}")
+                is_reported = True
+        if callback.is_lost:
+            raise InterruptedRunError("another worker has taken this trial over")
+        callback.stop.raise_if_requested()
+        time.sleep(BUSY_POLL_S)
+
+
+def _finished_trial(task: TrialTask, callback: TrialRunCallback, paths: RunPaths) -> Trial:
+    if callback.pruned_reason is not None:  # pruning was decided before the run ended
+        return _pruned_trial(callback, paths)
+    report = TrainReport.load(paths.result / "train.json")
+    cost = compute_cost(paths, read_run_summary(paths))
+    objectives = task.compute_objectives(report, cost)
+    return _ended_trial(
+        callback, paths, cost, state="complete", objectives=objectives, adapter_digest=report.adapter_digest
+    )
+
+
+def _pruned_trial(callback: TrialRunCallback, paths: RunPaths) -> Trial:
+    return _ended_trial(
+        callback,
+        paths,
+        compute_cost(paths, read_run_summary(paths)),
+        state="pruned",
+        reason=callback.pruned_reason or "",
+    )
+
+
+def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
+    """Return the trial with the failure in the journal, or else with the error itself."""
+    summary = read_run_summary(paths)
+    cost = compute_cost(paths, summary)
+    cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
+    if type(error) in SUPERVISOR_ERRORS and summary.cause is not None:
+        cause = summary.cause
+    constraints = summary.constraints if cause == summary.cause else {}
+    text = summary.text if cause == summary.cause and summary.text else f"{type(error).__name__}: {error}"
+    return _ended_trial(
+        callback, paths, cost, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
+        reason=text,
+    )  # fmt: skip
+
+
+def _ended_trial(callback: TrialRunCallback, paths: RunPaths, cost: TrainingCost, **fields: Any) -> Trial:
+    result = {"curve": callback.curve, "cost": cost, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
+    return callback.trial.model_copy(update=result | fields)
+
+
+# The result of a run, read from its directory.
+
 
 @dataclass
 class TrialRunSummary:
-    """Summary of one run's journal."""
+    """Summary of a run's journal."""
 
     progress: RunProgress = field(default_factory=RunProgress)
     trainable_parameters: int = 0
     cause: FailureClass | None = None
+    """Class of the last failure; None without a failure."""
     text: str = ""
+    """Message of the last failure."""
     violation: float = UNKNOWN
+    """Amount by which the last failure violates its constraint."""
 
     def update(self, event: JournalEvent) -> None:
-        """Add an event; the last failure counts."""
+        """Add an event. The last failure of the last attempt counts."""
         self.progress.update(event)
         if event.kind == "attempt_started":
             self.cause, self.text, self.violation = None, "", UNKNOWN
@@ -116,243 +345,21 @@ def objective_value(aim: ObjectiveSettings, report: TrainReport, cost: TrainingC
         return report.validation_loss[report.kept_step]
     if aim.metric == "trained_tokens":
         return float(report.trained_tokens)
-    own = {
+    costs = {
         "memory_bytes": cost.memory_bytes,
         "adapter_bytes": cost.adapter_bytes,
         "train_seconds": cost.train_seconds,
     }
-    return float(own[aim.metric]) if aim.metric in own else None
+    return float(costs[aim.metric]) if aim.metric in costs else None
 
 
 def checkpoint_digests(paths: RunPaths) -> dict[int, str]:
     """Return the manifest digest of each readable checkpoint, by step."""
-    found = {}
+    by_step = {}
     for step in paths.checkpoint_steps():
         manifest: Path = paths.checkpoint(step) / MANIFEST
         try:
-            found[step] = digests.hash_bytes(manifest.read_bytes())[: digests.SHORT]
+            by_step[step] = digests.hash_bytes(manifest.read_bytes())[: digests.SHORT]
         except OSError:
             continue
-    return found
-
-
-# Running a trial: the same supervisor as `ratchet train`, with one more callback, which may prune the run.
-
-BUSY_POLL_S = 2.0
-"""Interval of polling while another process trains the same run (`dvc repro`, another study)."""
-
-SUPERVISOR_ERRORS = (RunFailedError, InputError, StorageError)
-"""Errors whose cause is in the journal; their subclasses come from other places."""
-
-Idle = Literal["wait", "over"]
-"""`wait`: running trials may need another worker later; `over`: all work is done."""
-
-PruneDecision = Callable[[Trial], str | None]
-"""Returns why to prune a trial with this curve; None: it continues."""
-ObjectiveFunction = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
-"""Computes the objectives of a completed training."""
-
-
-class WorkerStopCheck(Protocol):
-    """Receives and reports requests to stop this worker."""
-
-    def on_stop_signal(self) -> None:
-        """Record that a signal has requested the stop."""
-
-    def raise_if_requested(self) -> None:
-        """Raise InterruptedRunError if a stop was requested."""
-
-
-@dataclass
-class TrialRunCallback:
-    """Callback of a trial's run: reports validations to the study, and decides about pruning."""
-
-    store: TrialStore
-    trial: Trial
-    rows_per_step: float
-    decide_pruning: PruneDecision | None
-    """None: the trial is not pruned."""
-    stop: WorkerStopCheck
-    name: str = "trial"
-    curve: dict[int, float] = field(default_factory=dict)
-    pruned_reason: str | None = None
-    """Why the trial was pruned."""
-    is_lost: bool = False
-    """Whether another worker has taken over the trial."""
-    _planned: int = 0
-
-    def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Report validations; repeated ones change nothing. Those after the decision to prune are not reported."""
-        for event in events:
-            if event.kind == "worker_ready":
-                self._planned = event.data["planned_steps"]
-            elif event.kind == "validation" and self.pruned_reason is None:
-                self._validated(event.data["step"], event.data["loss"])
-
-    def _validated(self, step: int, loss: float) -> None:
-        rows = round(step * self.rows_per_step)
-        if rows in self.curve:
-            return
-        curve = self.curve | {rows: loss}
-        self.store.report(self.trial.number, rows, loss)
-        if self.decide_pruning is not None and step < self._planned:
-            self.pruned_reason = self.decide_pruning(self.trial.model_copy(update={"curve": curve}))
-        self.curve = curve
-
-    def on_end(self, status: Status) -> None:
-        """Do nothing: the result is read from the run directory."""
-
-    def on_stop_signal(self) -> None:
-        """Stop the worker after this trial."""
-        self.stop.on_stop_signal()
-
-    def prune_reason(self) -> str | None:
-        """Return why the run must end now."""
-        return "another worker has taken this trial over" if self.is_lost else self.pruned_reason
-
-
-class TrialHeartbeat(threading.Thread):
-    """Renews the lease of a trial; tells the callback when the lease is lost."""
-
-    def __init__(self, callback: TrialRunCallback, worker: SweepWorker, lease_timeout_s: float) -> None:
-        super().__init__(name=f"lease-{callback.trial.number}", daemon=True)
-        self._callback, self._worker, self._every_s = callback, worker, lease_timeout_s / 4
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(self._every_s):
-            try:
-                self._callback.store.renew(self._callback.trial.number, self._worker)
-            except TrialLeaseLostError:
-                self._callback.is_lost = True
-                return
-            except Exception as error:  # the database is unreachable: keep the trial until the lease is lost
-                print_message(f"trial {self._callback.trial.number}: {first_line(error)}")
-
-    def __enter__(self) -> "TrialHeartbeat":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-
-@dataclass(frozen=True)
-class TrialTask:
-    """A trial that this worker holds, with all that is needed to run it."""
-
-    store: TrialStore
-    trial: Trial
-    settings: Settings
-    """Settings with the trial's values."""
-    compute_objectives: ObjectiveFunction
-    rows_per_step: float
-    """Rows per optimizer step; for packs the average."""
-    decide_pruning: PruneDecision | None
-
-
-def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: WorkerStopCheck) -> None:
-    """Train or continue a trial, and store its result in the study.
-
-    A trial that cannot be trained ends as infeasible or failed; the sweep continues in any case.
-
-    Args:
-        task: the trial.
-        layout: the project.
-        worker: this worker.
-        stop: requests to stop this process; the supervisor of the run handles signals meanwhile.
-
-    Raises:
-        InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
-        TrialLeaseLostError: another worker has the trial; nothing was stored.
-    """
-    trial, number = task.trial, task.trial.number
-    launch, spec = build_launch(layout, task.settings), build_run_spec(layout, task.settings)
-    # A trial runs on one machine; other machines run other trials.
-    launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
-    paths = RunPaths(layout.runs / spec.run_id)
-    decide_pruning = None if paths.is_finished() else task.decide_pruning  # a finished run costs nothing more
-    callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop)
-    with TrialHeartbeat(callback, worker, task.settings.machine.lease_timeout_s):
-        try:
-            run = _open_run(layout, task, callback)
-            try:
-                supervise(run, launch, [callback], code_version(), pruner=callback)
-            finally:
-                run.close()
-            outcome = _finished_trial(task, callback, paths)
-        except InterruptedRunError:
-            if callback.is_lost:
-                raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
-            if callback.pruned_reason is None:
-                with suppress(StorageError, LockHeldError):  # then others find that this process is gone
-                    task.store.release(number, worker)
-                raise
-            outcome = _pruned_trial(callback, paths)
-        except Exception as error:  # fault isolation: a trial may fail in any way, and the others continue
-            if not isinstance(error, RatchetError | OSError):
-                traceback.print_exception(error)
-            outcome = _failed_trial(callback, paths, error)
-    if callback.is_lost:
-        raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
-    retry_storage(
-        lambda: task.store.finish(number, outcome, worker), launch.machine.storage_timeout_s, stop.raise_if_requested
-    )
-
-
-def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> RunDirectory:
-    """Open the run; wait while another process trains it."""
-    spec, is_reported = build_run_spec(layout, task.settings), False
-    while True:
-        try:
-            return RunDirectory.open(layout.runs, spec)
-        except LockHeldError as error:
-            if not is_reported:
-                print_message(f"trial {task.trial.number} waits: {error}")
-                is_reported = True
-        if callback.is_lost:
-            raise InterruptedRunError("another worker has taken this trial over")
-        callback.stop.raise_if_requested()
-        time.sleep(BUSY_POLL_S)
-
-
-def _finished_trial(task: TrialTask, callback: TrialRunCallback, paths: RunPaths) -> Trial:
-    if callback.pruned_reason is not None:  # pruning was decided before the run ended
-        return _pruned_trial(callback, paths)
-    report = TrainReport.load(paths.result / "train.json")
-    cost = compute_cost(paths, read_run_summary(paths))
-    figures = task.compute_objectives(report, cost)
-    return _ended_trial(
-        callback, paths, cost, state="complete", objectives=figures, adapter_digest=report.adapter_digest
-    )
-
-
-def _pruned_trial(callback: TrialRunCallback, paths: RunPaths) -> Trial:
-    return _ended_trial(
-        callback,
-        paths,
-        compute_cost(paths, read_run_summary(paths)),
-        state="pruned",
-        reason=callback.pruned_reason or "",
-    )
-
-
-def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
-    """Return the trial with the failure from the journal, or else from the error itself."""
-    found = read_run_summary(paths)
-    cost = compute_cost(paths, found)
-    cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
-    if type(error) in SUPERVISOR_ERRORS and found.cause is not None:
-        cause = found.cause
-    constraints = found.constraints if cause == found.cause else {}
-    text = found.text if cause == found.cause and found.text else f"{type(error).__name__}: {error}"
-    return _ended_trial(
-        callback, paths, cost, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
-        reason=text,
-    )  # fmt: skip
-
-
-def _ended_trial(callback: TrialRunCallback, paths: RunPaths, cost: TrainingCost, **fields: Any) -> Trial:
-    result = {"curve": callback.curve, "cost": cost, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
-    return callback.trial.model_copy(update=result | fields)
+    return by_step

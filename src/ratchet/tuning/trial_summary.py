@@ -1,4 +1,4 @@
-"""Summaries of a sweep's trials for reports: results, rankings, formatted values, and saved training."""
+"""Summarizes a sweep's trials for reports: results, rankings, values as text, and the training that pruning saved."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 
 LOSS = "validation_loss"
-"""The objective that is known while a trial runs, from `Trial.curve`."""
+"""Objective that is known while a trial runs (`Trial.curve`)."""
 
 MAX_VALUE_LENGTH = 24
 """Characters of a value in a plot."""
@@ -25,32 +25,34 @@ NAMES = {
 }
 """Names of objectives whose key contains a unit."""
 
+Cause = Literal["pruned", "refused"]
+
 
 def superseded_numbers(report: SweepReport) -> frozenset[int]:
-    """Return numbers of trials that a later trial has continued; the later one represents both."""
+    """Return the numbers of trials that a later trial has continued; the later trial represents both."""
     return frozenset(trial.continues for trial in report.trials if trial.continues is not None)
 
 
 def counted_trials(report: SweepReport) -> list[Trial]:
-    """Return trials without those that a later trial continues."""
-    old = superseded_numbers(report)
-    return [trial for trial in report.trials if trial.number not in old]
+    """Return the trials without those that a later trial has continued."""
+    superseded = superseded_numbers(report)
+    return [trial for trial in report.trials if trial.number not in superseded]
 
 
 def validation_curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, float]:
-    """Return the validation loss by rows, with continued trials; values that are not finite are left out."""
-    found: dict[int, float] = {}
+    """Return the finite validation losses by rows, including those of the trials that this trial continues."""
+    curve: dict[int, float] = {}
     earlier = None if trial.continues is None else by_number.get(trial.continues)
     if earlier is not None:
-        found |= validation_curve(earlier, by_number)
-    found |= trial.curve
-    return {rows: loss for rows, loss in sorted(found.items()) if math.isfinite(loss)}
+        curve |= validation_curve(earlier, by_number)
+    curve |= trial.curve
+    return {rows: loss for rows, loss in sorted(curve.items()) if math.isfinite(loss)}
 
 
 def trial_value(trial: Trial, objectives: Sequence[SweepObjective], which: int = 0) -> float | None:
-    """Return the objective of a trial, or else its last validation loss if that is the objective.
+    """Return an objective of a trial; while it is unknown, the last validation loss if that is the objective.
 
-    None for a failed or infeasible trial, whose last loss says nothing about its result.
+    None for a failed or infeasible trial, whose last loss is no result. `which` is the index of the objective.
     """
     if trial.state in ("failed", "infeasible"):
         return None
@@ -63,25 +65,25 @@ def trial_value(trial: Trial, objectives: Sequence[SweepObjective], which: int =
 
 
 def completed_values(report: SweepReport, which: int = 0) -> list[tuple[Trial, float]]:
-    """Return complete trials with a finite objective, by number."""
+    """Return the complete trials whose objective is finite, with the objective."""
     return [
-        (trial, found)
+        (trial, value)
         for trial in report.trials
-        if trial.state == "complete" and (found := trial_value(trial, report.objectives, which)) is not None
+        if trial.state == "complete" and (value := trial_value(trial, report.objectives, which)) is not None
     ]
 
 
 def rank_trials(report: SweepReport, which: int = 0) -> list[Trial]:
-    """Return complete trials by an objective, the best first."""
+    """Return the complete trials ordered by an objective, the best first."""
     if which >= len(report.objectives):
         return []
     sign = 1 if report.objectives[which].direction == "minimize" else -1
-    own = [(sign * found, trial.number, trial) for trial, found in completed_values(report, which)]
-    return [trial for _, _, trial in sorted(own, key=lambda one: one[:2])]
+    ranked = [(sign * value, trial.number, trial) for trial, value in completed_values(report, which)]
+    return [trial for _, _, trial in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def recommended_trial(report: SweepReport) -> Trial | None:
-    """Return the recommended trial: the winner, or the best one without a final round."""
+    """Return the recommended trial: the winner, or the best trial if there was no final round."""
     by_number = {trial.number: trial for trial in report.trials}
     if report.winner is not None and report.winner in by_number:
         return by_number[report.winner]
@@ -91,17 +93,20 @@ def recommended_trial(report: SweepReport) -> Trial | None:
 
 
 def best_values_so_far(report: SweepReport, which: int = 0) -> list[tuple[int, float]]:
-    """Return each improvement of the best objective with its trial number."""
+    """Return each trial that improved the best value of an objective: its number and its value."""
     better = min if report.objectives[which].direction == "minimize" else max
-    found: list[tuple[int, float]] = []
-    for trial, one in completed_values(report, which):
-        if not found or better(one, found[-1][1]) != found[-1][1]:
-            found.append((trial.number, one))
-    return found
+    improvements: list[tuple[int, float]] = []
+    for trial, value in completed_values(report, which):
+        if not improvements or better(value, improvements[-1][1]) != improvements[-1][1]:
+            improvements.append((trial.number, value))
+    return improvements
+
+
+# Values as text.
 
 
 def objective_unit(metric: str, most: float) -> tuple[float, str]:
-    """Return the display unit of an objective with maximum `most`: its size in base units, and its name."""
+    """Return the unit in which to display an objective up to `most`: its size in base units, and its name."""
     if metric.endswith("_bytes"):
         return choose_unit(int(most))
     if metric.endswith("_seconds"):
@@ -118,10 +123,10 @@ def objective_label(objective: SweepObjective, most: float) -> str:
     return f"{label} ({name})" if name else label
 
 
-def format_objective(objective: SweepObjective, found: float) -> str:
+def format_objective(objective: SweepObjective, value: float) -> str:
     """Return a value of an objective as text: four digits and its unit."""
-    size, name = objective_unit(objective.metric, found)
-    text = f"{found / size:,.0f}" if abs(found / size) >= 10_000 else f"{found / size:.4g}"
+    size, name = objective_unit(objective.metric, value)
+    text = f"{value / size:,.0f}" if abs(value / size) >= 10_000 else f"{value / size:.4g}"
     return f"{text} {name}" if name and objective.metric != LOSS else text
 
 
@@ -133,7 +138,11 @@ def shorten_names(parameters: Iterable[str]) -> dict[str, str]:
         parts = key.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
         names[key] = escape_invisible(
-            next(end for end in ends if sum(one == end or one.endswith(f".{end}") for one in keys) == 1 or end == key)
+            next(
+                end
+                for end in ends
+                if sum(other == end or other.endswith(f".{end}") for other in keys) == 1 or end == key
+            )
         )
     return names
 
@@ -151,7 +160,7 @@ def format_number(amount: float) -> str:
 
 
 def format_parameter_value(item: Any) -> str:
-    """A hyperparameter value as text: long ones are cut, numbers have three digits."""
+    """Return a hyperparameter value as text: numbers have three digits, long texts are cut."""
     if isinstance(item, bool) or item is None:
         text: str = json.dumps(item)
     elif isinstance(item, int):
@@ -167,39 +176,39 @@ def format_parameter_value(item: Any) -> str:
 
 
 def break_lines(text: str, most: int) -> str:
-    """Break a long name into two lines of at most `most` characters; cut it if it is longer."""
+    """Break a long name into two lines of at most `most` characters, and cut the rest."""
     if len(text) <= most or "\n" in text:
         return text
-    places = [[at + 1 for at, one in enumerate(text[:most]) if one in signs] for signs in (" ", "_.,-")]
-    cut = min(next((found for found in places if found), [most]), key=lambda at: abs(at - len(text) / 2))
+    breaks = [[at + 1 for at, letter in enumerate(text[:most]) if letter in signs] for signs in (" ", "_.,-")]
+    cut = min(next((positions for positions in breaks if positions), [most]), key=lambda at: abs(at - len(text) / 2))
     first, second = text[:cut].rstrip(), text[cut:].lstrip()
     return f"{first}\n{second if len(second) <= most else second[: most - 1] + '…'}"
 
 
 def is_same_value(first: Any, second: Any) -> bool:
-    """Whether two hyperparameter values are equal: lists equal tuples, but 1 does not equal true."""
-    one, other = (tuple(item) if isinstance(item, list) else item for item in (first, second))
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+    """Return whether two hyperparameter values are equal: lists equal tuples, but 1 does not equal true."""
+    a, b = (tuple(item) if isinstance(item, list) else item for item in (first, second))
+    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
 
 
 def format_duration(seconds: float) -> str:
     """Return a duration such as `3.2 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
+    total = round(seconds)
     for size, name, smaller, unit in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size:,} {name}" + (f" {rest} {unit}" if rest else "")
-    return f"{whole} s"
+        if total >= size:
+            rest = total % size // smaller
+            return f"{total // size:,} {name}" + (f" {rest} {unit}" if rest else "")
+    return f"{total} s"
 
 
-# Training that a sweep has saved, compared with full trainings of all its trials.
+# The training that a sweep has saved, compared with full trainings of all its trials.
 
 
 @dataclass(frozen=True)
 class CauseSavings:
-    """Savings of one cause."""
+    """Savings by one cause."""
 
     trials: int = 0
     tokens: int = 0
@@ -220,85 +229,85 @@ class SweepSavings:
     trained_tokens: int
     trained_seconds: float
     pruned: CauseSavings
-    """The rest of pruned trials that were not continued."""
+    """Savings by pruned trials that were not continued: the rest of their training."""
     refused: CauseSavings
-    """Infeasible trials that were never trained."""
+    """Savings by infeasible trials that were never trained."""
 
     @property
     def tokens(self) -> int:
-        """Total savings."""
+        """Answer tokens saved in total."""
         return self.pruned.tokens + self.refused.tokens
 
     @property
     def seconds(self) -> float:
-        """Total savings."""
+        """Seconds saved in total."""
         return self.pruned.seconds + self.refused.seconds
 
     @property
     def full_tokens(self) -> int:
-        """Tokens of the same trials without pruning and rejection."""
+        """Answer tokens of full trainings of all trials."""
         return self.trained_tokens + self.tokens
 
     @property
     def full_seconds(self) -> float:
-        """Seconds of the same trials without pruning and rejection."""
+        """Seconds of full trainings of all trials."""
         return self.trained_seconds + self.seconds
 
 
 @dataclass(frozen=True)
 class TrialSavings:
-    """Training that one trial saved."""
+    """Savings by one trial."""
 
     trial: Trial
     tokens: int
     seconds: float
 
 
-Cause = Literal["pruned", "refused"]
-
-
 def compute_savings(report: SweepReport) -> SweepSavings:
-    """Return tokens and seconds trained and saved.
+    """Return the tokens and seconds that a sweep has trained and saved.
 
-    Saved seconds are extrapolated from the trial's own tokens per second. A trial that was rejected before it began has
-    the median of all trials, also for unknown planned tokens. Failed trials, and infeasible ones that were interrupted,
-    save nothing, because that was not a decision. A rejected trial counts as a full training, although it could not
-    have been trained: it saves what was planned.
+    Saved seconds are extrapolated with the trial's own tokens per second. A trial that was rejected before it began
+    saves its full training, although it could not have been trained; its tokens per second, and planned tokens if they
+    are unknown, are the median of all trials. Failed trials, and infeasible trials that were interrupted, save nothing,
+    because that was not a decision.
     """
     trained = counted_trials(report)
-    found: dict[Cause, CauseSavings] = {"pruned": CauseSavings(), "refused": CauseSavings()}
-    for cause, one in _iterate_trial_savings(report):
-        found[cause] = found[cause].plus(one.tokens, one.seconds)
+    by_cause: dict[Cause, CauseSavings] = {"pruned": CauseSavings(), "refused": CauseSavings()}
+    for cause, savings in _iterate_trial_savings(report):
+        by_cause[cause] = by_cause[cause].plus(savings.tokens, savings.seconds)
     return SweepSavings(
         trials=len(trained),
         trained_tokens=sum(trial.cost.trained_tokens for trial in trained),
         trained_seconds=sum(trial.cost.train_seconds for trial in trained),
-        **found,
+        **by_cause,
     )
 
 
 def saved_tokens_by_cause(report: SweepReport) -> dict[Cause, dict[int, int]]:
     """Return saved answer tokens by cause and trial number."""
-    found: dict[Cause, dict[int, int]] = {"pruned": {}, "refused": {}}
-    for cause, one in _iterate_trial_savings(report):
-        found[cause][one.trial.number] = one.tokens
-    return found
+    tokens: dict[Cause, dict[int, int]] = {"pruned": {}, "refused": {}}
+    for cause, savings in _iterate_trial_savings(report):
+        tokens[cause][savings.trial.number] = savings.tokens
+    return tokens
 
 
 def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, TrialSavings]]:
     trained = counted_trials(report)
     rates = [rate for trial in trained if (rate := _tokens_per_second(trial)) > 0]
-    usual = statistics.median(rates) if rates else 0.0
+    median_rate = statistics.median(rates) if rates else 0.0
     plans = [trial.cost.planned_tokens for trial in trained if trial.cost.planned_tokens]
-    plan = int(statistics.median(plans)) if plans else 0
-    old = superseded_numbers(report)
+    median_plan = int(statistics.median(plans)) if plans else 0
+    superseded = superseded_numbers(report)
     for trial in report.trials:
-        if trial.state == "pruned" and trial.number not in old:
+        if trial.state == "pruned" and trial.number not in superseded:
             tokens = max(0, trial.cost.planned_tokens - trial.cost.trained_tokens)
-            yield "pruned", TrialSavings(trial, tokens, _estimate_seconds(tokens, _tokens_per_second(trial) or usual))
+            yield (
+                "pruned",
+                TrialSavings(trial, tokens, _estimate_seconds(tokens, _tokens_per_second(trial) or median_rate)),
+            )
         elif trial.state == "infeasible" and not trial.cost.trained_tokens:
-            tokens = trial.cost.planned_tokens or plan
-            yield "refused", TrialSavings(trial, tokens, _estimate_seconds(tokens, usual))
+            tokens = trial.cost.planned_tokens or median_plan
+            yield "refused", TrialSavings(trial, tokens, _estimate_seconds(tokens, median_rate))
 
 
 def _tokens_per_second(trial: Trial) -> float:

@@ -1,9 +1,8 @@
-"""Starts, restarts and stops the workers of a `ratchet sweep`, and the work of each. Imports no torch.
+"""Starts, restarts and stops the workers of `ratchet sweep`, and contains the main function of a worker.
 
-A worker is `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`.
-
-It runs one trial of the study after another until all work is done. It imports neither MLflow nor torch. Any number of
-workers, on any machines, may work on one study.
+A worker is the process `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`. It runs one trial of the
+study after another until all work is done. It imports neither MLflow nor torch. Any number of workers, on any machines,
+may work on a study.
 """
 
 import os
@@ -35,21 +34,34 @@ from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import Idle, TrialTask, run_trial
 
 WORKER = (sys.executable, "-m", "ratchet.tuning.worker_pool")
+"""Command of a worker, without its arguments."""
+
 RESTART_DELAY_S = 1.0
 """Delay before a worker that died is started again."""
+
 SHORT_LIFE_S = 20.0
+"""A worker that dies within this time after its start counts as short-lived."""
+
 MAX_SHORT_LIVES = 5
-"""So many deaths in a row within SHORT_LIFE_S of the start end the sweep."""
+"""Number of short-lived workers in a row that ends the sweep."""
+
 KILL_WAIT_S = 30.0
-"""Seconds after machine.grace_period_s at which a worker is killed."""
+"""Seconds after machine.grace_period_s after which a worker is killed."""
+
 GONE_S = 60.0
 """Time for a killed process to end."""
 
+WAIT_S = 1.0
+"""Interval of checks for work while other workers do the rest of it."""
+
+
+# The pool, in the process of the sweep command.
+
 
 def divide_threads(machine: Machine, workers: int) -> Machine:
-    """Return the machine settings of each worker: its cores are divided, unless `threads` is set.
+    """Return the machine settings of each worker: the cores are divided among workers, unless `threads` is set.
 
-    More threads than cores slow everything down: two trainings on two cores with two threads each ran at a sixth of the
+    More threads than cores make everything slow: two trainings on two cores with two threads each ran at a sixth of the
     speed.
     """
     if workers == 1 or machine.threads:
@@ -69,26 +81,26 @@ class SweepWorkerProcess(Protocol):
     """A worker process, on this or another machine."""
 
     lost: str
-    """Why it was lost with its node; empty if it was not."""
+    """Reason why it was lost with its node; empty if it was not lost."""
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs; negative: the signal that ended it."""
+        """Return its exit code, or None while it runs. A negative code is the signal that ended it."""
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code; raises subprocess.TimeoutExpired if it still runs after so many seconds."""
+        """Return the exit code. Raises subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
 
     def terminate(self) -> None:
-        """Ask it to seal its checkpoint and end."""
+        """Ask the worker to seal its checkpoint and end."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
 
 
 class WorkerLauncher(Protocol):
-    """Starts workers."""
+    """Launcher of workers."""
 
     max_losses: int
-    """How many workers that were lost with their nodes are replaced in one slot."""
+    """Limit of lost workers that are replaced in a slot. A worker is lost if its node is lost."""
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start the worker of a slot; its output is appended to the log."""
@@ -98,13 +110,13 @@ class WorkerLauncher(Protocol):
 
 
 class _LocalWorkerProcess(subprocess.Popen[bytes]):
-    """A process of this machine; it cannot be lost without this process."""
+    """Worker process of this machine; it cannot be lost without this process."""
 
     lost = ""
 
 
 class LocalWorkerLauncher:
-    """Workers are processes of this machine, each with a GPU of its own as long as there are enough.
+    """Launcher of worker processes on this machine, each with its own GPU if there are enough.
 
     Args:
         command: arguments of a worker.
@@ -118,7 +130,7 @@ class LocalWorkerLauncher:
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
         with log.open("ab") as stream:
-            # A session of its own: Ctrl-C reaches this process only, which passes it on once.
+            # The worker has its own session, so that Ctrl-C reaches only this process, which asks workers to end once.
             return _LocalWorkerProcess(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -136,19 +148,19 @@ class LocalWorkerLauncher:
 
 @dataclass
 class WorkerSlot:
-    """One slot of the pool with its current process."""
+    """Slot of the pool, with its current process."""
 
     number: int
     log: Path
     process: SweepWorkerProcess | None = None
     started_s: float = 0.0
     restart_at_s: float = 0.0
-    """When to start the next process; monotonic."""
+    """Monotonic time at which to start the next process."""
     deaths: int = 0
     short_lives: int = 0
-    """Unintended deaths in a row within SHORT_LIFE_S."""
+    """Number of short-lived workers in a row, without those killed on purpose."""
     losses: int = 0
-    """Workers that were lost with their nodes."""
+    """Number of workers that were lost with their nodes."""
     is_victim: bool = False
     """Whether the process was killed on purpose."""
     is_done: bool = False
@@ -161,7 +173,7 @@ class WorkerSlot:
 
 @dataclass
 class WorkerKillInjector:
-    """Kills workers on purpose, to test fault tolerance (`ratchet sweep --chaos N`)."""
+    """Choice of workers to kill on purpose, to test fault tolerance (`ratchet sweep --chaos N`)."""
 
     count: int
     seed: int
@@ -175,7 +187,7 @@ class WorkerKillInjector:
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
 
     def choose_victim(self, slots: list[WorkerSlot]) -> WorkerSlot | None:
-        """Return the worker to kill now, if a kill is due."""
+        """Return the worker to kill now; None if no kill is due."""
         alive = [slot for slot in slots if slot.is_alive and time.monotonic() - slot.started_s > self.gap_s[0] / 2]
         if len(self.kill_times) >= self.count or time.monotonic() < self._next_s or not alive:
             return None
@@ -185,13 +197,13 @@ class WorkerKillInjector:
 
 
 class WorkerPool:
-    """Worker processes that share a study; each runs one trial at a time.
+    """Pool of worker processes that share a study; each runs one trial at a time.
 
     Args:
         launcher: starts the workers.
         count: number of workers.
         logs: folder of their output.
-        kills: injects faults; None: no worker is killed.
+        kills: chooses workers to kill on purpose; None: no worker is killed.
         on_progress: gets messages about workers.
     """
 
@@ -217,10 +229,10 @@ class WorkerPool:
         return len(self._kills.kill_times) if self._kills else 0
 
     def poll(self) -> bool:
-        """Start missing workers; return whether any is still needed. Call it about once a second.
+        """Start missing workers, and return whether any worker is still needed. Call this about once a second.
 
         Raises:
-            InputError: a worker found settings, data or study unusable.
+            InputError: a worker cannot use the settings, the data or the study.
             RunFailedError: workers die right after their start, or are lost too often.
         """
         for slot in self.slots:
@@ -247,14 +259,14 @@ class WorkerPool:
             return
         if exit_code == InputError.exit_code:
             raise InputError(f"worker {slot.number}: {_last_log_line(slot.log)}")
-        how = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
+        reason = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
         slot.deaths += 1
         if lost:
             self._count_loss(slot, lost)
         else:
             self._count_death(slot)
         self._on_progress(
-            f"worker {slot.number} died ({how}); starting another one, trials resume from their checkpoints"
+            f"worker {slot.number} died ({reason}); starting another one, trials resume from their checkpoints"
         )
         slot.restart_at_s = time.monotonic() + RESTART_DELAY_S * (1 + slot.short_lives)
 
@@ -302,19 +314,18 @@ def _last_log_line(log: Path) -> str:
     return lines[-1] if lines else "its log is empty"
 
 
-WAIT_S = 1.0
-"""Interval of polling while other workers have the rest of the work."""
+# A worker.
 
 
 class TrialSource(Protocol):
-    """A source of work: the search, then the final round."""
+    """Source of work: the search, then the final round."""
 
     def next(self) -> TrialTask | WorkItem | Idle:
-        """Return the next work; `over`: there is none any more."""
+        """Return the next work; `wait`: there may be work later; `over`: there is no more work."""
 
 
 class WorkerStopSignal:
-    """Requests to stop this worker: signals between two trials; during a trial its supervisor handles them."""
+    """Handler of signals that request to stop this worker; during a trial, its supervisor handles them instead."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -336,7 +347,7 @@ class WorkerStopSignal:
 
 @redact_stderr()
 def main(arguments: list[str]) -> int:
-    """Work until all work is done; return the exit code."""
+    """Work on the study until all work is done; return the exit code."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(arguments[2]):
         return EXIT_INTERRUPTED

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import in_memory
+import plain_merge
 import small_bases as small
 from merging_cases import ROUNDING, check
 from ratchet.errors import SettingsError
@@ -38,7 +38,7 @@ def test_every_kind_of_adapter(kind: str, family: str, tmp_path: Path) -> None:
         check(wanted, tmp_path / "merged")
         return
     _, tensors, _ = small.merge(wanted, tmp_path / "merged")  # logits of bfloat16 are no measure
-    for name, expected in in_memory.merged(small.trained(wanted)).items():
+    for name, expected in plain_merge.merged(small.trained(wanted)).items():
         assert torch.equal(tensors[name], expected), name
 
 
@@ -48,7 +48,7 @@ def test_adapters_of_fused_experts_are_merged_and_written_expert_by_expert(famil
     chosen = small.settings(target_modules=["experts.gate_up_proj", "experts.down_proj", "q_proj"])
     wanted = small.adapted(tmp_path / "adapter", base, chosen)
     _, tensors, _ = small.merge(wanted, tmp_path / "merged")
-    for name, expected in in_memory.merged(small.trained(wanted)).items():
+    for name, expected in plain_merge.merged(small.trained(wanted)).items():
         torch.testing.assert_close(tensors[name], expected)  # peft sums over experts in another order
     assert weight_map(tmp_path / "merged").keys() == weight_map(base).keys()
 

@@ -244,7 +244,7 @@ def test_an_endless_regular_expression_is_stopped(chosen: Made, monkeypatch: pyt
             "min_characters: 5\n  max_characters: 4",
             "select.max_characters: found 4; expected at least min_characters (5)",
         ),
-        ("reward: {min_score: 1}", "select.reward.command: found nothing"),
+        ("reward: {min_score: 1}", "select.reward: found neither command nor function"),
         ("min_agreement: 1.5", "select.min_agreement: found 1.5"),
         ("finish_reasons: [invalid]", "select.finish_reasons.0: found 'invalid'"),
     ],

@@ -82,7 +82,7 @@ def test_answers_are_never_overwritten(
     other = made.generation(layout, made.settings_of(), prompts, lambda id, _: id, tmp_path / "other.jsonl")
     before = answers.read_bytes(), other.read_bytes()
     message = refused(layout, capsys, answers, "--output", answers.parent / "." / answers.name)
-    assert "which is chosen from; name another --output" in message
+    assert f"is also the input {answers.parent}" in message
     message = refused(layout, capsys, answers, "--output", other)
     assert "other.jsonl: is an output of `ratchet generate`; name another --output" in message
     assert "remove" not in message
@@ -93,7 +93,7 @@ def test_invalid_inputs_are_refused(
     layout: ProjectLayout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "distilled.jsonl"
-    assert "does not end with .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
+    assert "expected a name that ends in .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
     assert "no such file" in refused(layout, capsys, tmp_path / "none.jsonl", "--output", target)
     assert "nnn: File name too long; outputs are consistent" in refused(
         layout, capsys, tmp_path / ("n" * 300), "--output", target

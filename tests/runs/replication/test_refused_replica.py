@@ -63,6 +63,20 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
     assert "not running; the last start was refused: machine.replica s3://another-bucket/replica: cannot " in status
 
 
+def test_a_bad_address_is_refused_by_every_command_before_there_is_a_run(
+    project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = project.params.read_text()
+    assert text.count("  replica: null\n") == 1
+    project.params.write_text(text.replace("  replica: null\n", "  replica: s3:///no-bucket\n"))
+    for verb in (["train"], ["sweep"], ["status", "--replica"], ["prepare"]):
+        assert main(["--project", str(project.root), *verb]) == 2
+        said = capsys.readouterr().err
+        assert "machine.replica: found 's3:///no-bucket'; expected s3://BUCKET/FOLDER" in said
+        assert said.startswith(f"ratchet {verb[0]}: params.yaml:"), said
+    assert not project.runs.exists()
+
+
 def test_status_and_reset_name_a_refused_replica(
     project: ProjectLayout, replica: Replica, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

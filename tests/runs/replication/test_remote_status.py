@@ -158,6 +158,24 @@ def test_a_missing_folder_is_not_an_empty_replica(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://x", "scheme memory cannot hold a replica"),
+        ("s3:///x", "expected s3://BUCKET/FOLDER"),
+        ("sftp://me:planted@host/x", "found 'sftp://host/x'; expected a URL without a password or query"),
+    ],
+)
+def test_a_replica_of_the_command_line_is_checked_before_it_is_opened(
+    capsys: pytest.CaptureFixture[str], url: str, said: str
+) -> None:
+    for verb in (["status"], ["reset", RUN, "--yes"], ["doctor", "--require", "upload=1kbps"]):
+        assert main([*verb, "--replica", url]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ratchet {verb[0]}: --replica: found '") and said in error
+        assert "planted" not in error
+
+
 def test_a_run_is_named_by_its_beginning(store: ReplicaStore, url: str) -> None:
     filled(store)
     store.write(RunObjectNames(OTHER).spec, b"{}")

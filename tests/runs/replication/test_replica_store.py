@@ -76,10 +76,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             yield folder(root, f"file://{root}")
         case "renaming":  # as with SFTP: a file system of fsspec on which things are written aside and renamed
             root.mkdir()
-            monkeypatch.setattr("ratchet.runs.replication.store.LOCAL_SCHEMES", ())
+            monkeypatch.setattr("ratchet.config.machine.LOCAL_SCHEMES", ())
             yield folder(root, f"local://{root}")
         case "memory":  # stands in for the stores in which an object is there complete or not at all
-            monkeypatch.setattr("ratchet.config.machine.UNUSABLE_REPLICA_SCHEMES", set())
             yield in_memory()
         case kind:
             server = request.getfixturevalue("s3_environment")
@@ -181,24 +180,6 @@ def test_a_partial_file_of_a_dead_writer_is_removed_after_a_day(tmp_path: Path) 
     assert [path.name for path in (tmp_path / "objects").iterdir()] == [".partial-new"]
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("nonsense://x/y", "nonsense"),
-        ("s3:///no-bucket", "no bucket"),
-        ("sftp://me:planted@host/x", "found a password in the URL"),
-        ("abfs://box/x?sig=planted", "found a query in the URL"),
-        ("memory://x", "scheme memory: cannot hold a replica"),
-        ("https://host/x", "scheme https: cannot hold a replica"),
-        ("simplecache::s3://box/x", "scheme simplecache: cannot hold a replica"),
-    ],
-)
-def test_a_url_that_cannot_be_meant_is_refused(url: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=said) as raised:
-        ReplicaStore(url, TERMS, lambda: False)
-    assert "planted" not in str(raised.value)
-
-
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ImportError("Please install gcsfs to access Google Storage")
@@ -224,8 +205,7 @@ def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
         store.check()
 
 
-def test_a_place_that_can_only_be_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratchet.config.machine.UNUSABLE_REPLICA_SCHEMES", set())  # one that fsspec gets tomorrow
+def test_a_place_that_can_only_be_read_is_not_waited_for() -> None:
     with pytest.raises(
         SettingsError, match=r"machine\.replica https://127\.0\.0\.1:9/x: cannot .*does not exist or is not writable"
     ):

@@ -1,1 +1,1 @@
-"""GGUF files for llama.cpp."""
+"""Exports GGUF files for llama.cpp."""

@@ -1,9 +1,9 @@
 """Defines the models that llama.cpp computes exactly as transformers does, and writes their GGUF metadata.
 
-The parameters that each architecture reads are in llama.cpp's `src/models/*.cpp`, the keys in the specification
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). llama.cpp has constants instead of some settings (attention
-scale and pattern of sliding-window layers in Gemma 2 and 3). A config with other values is refused, because the file
-would load and give other answers.
+The parameters of each architecture are in llama.cpp's `src/models/*.cpp`, and their keys in the specification
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). For some settings llama.cpp has constants (attention scale
+and pattern of sliding-window layers in Gemma 2 and 3). A config with other values is refused, because llama.cpp would
+load the file but give other answers.
 """
 
 import math
@@ -20,8 +20,8 @@ from ratchet.exporters.gguf.llama_cpp_tools import CONVERT
 from ratchet.models import base_model
 
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
-_ATTENTION_BIASES = tuple(f"self_attn.{one}_proj.bias" for one in "qkvo")
-_MLP_BIASES = tuple(f"mlp.{one}_proj.bias" for one in ("gate", "up", "down"))
+_ATTENTION_BIASES = tuple(f"self_attn.{letter}_proj.bias" for letter in "qkvo")
+_MLP_BIASES = tuple(f"mlp.{part}_proj.bias" for part in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class GgufModelFamily:
     interleaved: bool = False
     """Whether rotary pairs are neighbors (2i, 2i + 1) instead of halves, so that query and key rows are reordered."""
     norm_offset: float = 0.0
-    """Added to the weights of norms, for models in which transformers multiplies by 1 + weight."""
+    """Offset of the weights of norms, for models in which transformers multiplies by 1 + weight."""
     always_tied: bool = False
-    """Whether the head is always the embedding, whatever the files contain."""
+    """Whether the head is always the embedding, even if the files contain a head."""
     window_period: int = 0
-    """Every n-th layer has full attention and the others a sliding window; 0: llama.cpp computes no windows."""
+    """Layers per layer with full attention; the others have a sliding window. 0: llama.cpp computes no windows."""
     hidden_scale_layers: int = 0
     """Number of layers of the variant that scales attention by hidden size / heads instead of the head size."""
 
@@ -108,7 +108,7 @@ class GgufArchitecture:
 
 
 def is_supported(directory: Path) -> bool:
-    """Whether the writer supports the architecture in a model directory. Raises BaseModelError without a config."""
+    """Return whether the writer supports a model's architecture. Raises BaseModelError without a config."""
     return base_model.read_config(directory)["model_type"] in FAMILIES
 
 
@@ -123,7 +123,7 @@ def read_architecture(directory: Path) -> GgufArchitecture:
     kind = base_model.read_config(directory)["model_type"]
     if kind not in FAMILIES:
         raise SettingsError(
-            f"export.gguf: found architecture {kind}; supported: {', '.join(one.title for one in FAMILIES.values())}. "
+            f"export.gguf: found architecture {kind}; supported: {', '.join(f.title for f in FAMILIES.values())}. "
             f"For others, set machine.llama_cpp to a checkout of llama.cpp, which has {CONVERT}, or remove all types "
             "from export.gguf.types"
         )
@@ -166,7 +166,7 @@ def _require_same_arithmetic(family: GgufModelFamily, config: Any, where: str) -
     if activation not in family.activations:
         raise _unsupported_error(where, f"activation {activation}", family.activations[0])
     for name, part in (("attention_bias", "self_attn"), ("mlp_bias", "mlp")):
-        if getattr(config, name, False) and not any(one.startswith(part) for one in family.biases):
+        if getattr(config, name, False) and not any(bias.startswith(part) for bias in family.biases):
             raise _unsupported_error(where, f"{name}: true", f"{name}: false")
     if getattr(config, "use_bidirectional_attention", False):
         raise _unsupported_error(where, "use_bidirectional_attention: true", "causal attention")
@@ -183,8 +183,8 @@ def _require_windows(family: GgufModelFamily, config: Any, where: str) -> None:
         raise _unsupported_error(
             where, "layer_types", f"full attention in every {period}th layer and windows elsewhere"
         )
-    hidden = config.hidden_size // config.num_attention_heads
-    scale = hidden if layers == family.hidden_scale_layers else config.head_dim
+    hidden_scale = config.hidden_size // config.num_attention_heads
+    scale = hidden_scale if layers == family.hidden_scale_layers else config.head_dim
     if config.query_pre_attn_scalar != scale:
         raise _unsupported_error(where, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", f"{scale}")
     caps = (config.attn_logit_softcapping, config.final_logit_softcapping)
@@ -195,7 +195,7 @@ def _require_windows(family: GgufModelFamily, config: Any, where: str) -> None:
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """Rotary parameters of the layers with full attention."""
+    """Return the rotary parameters of the layers with full attention."""
     parameters: dict[str, Any] = config.rope_parameters
     full: dict[str, Any] = parameters.get("full_attention", parameters)
     return full
@@ -219,7 +219,7 @@ def _require_rope(family: GgufModelFamily, rope: dict[str, Any], where: str) -> 
 
 
 def _context_limit(family: GgufModelFamily, config: Any, rope: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the context size up to which llama.cpp computes the same as transformers, and notes about it."""
+    """Return the largest context for which llama.cpp computes the same as transformers, and notes about it."""
     context = int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -239,7 +239,7 @@ def _context_limit(family: GgufModelFamily, config: Any, rope: dict[str, Any]) -
 def _rope_tensors(
     config: Any, rope: dict[str, Any], rotary_dims: int
 ) -> tuple[dict[str, NDArray[np.float32]], float | None]:
-    """Compute divisors of rotary frequencies, and longrope's factor, with transformers' own formulas."""
+    """Compute divisors of rotary frequencies, and the attention factor of longrope, with transformers' formulas."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", "default")
@@ -248,14 +248,17 @@ def _rope_tensors(
         plain = 1.0 / (rope["rope_theta"] ** (np.arange(0, rotary_dims, 2, dtype=np.float32) / rotary_dims))
         return {"rope_freqs.weight": (plain / stretched.double().numpy()).astype(np.float32)}, None
     if kind == "longrope":
-        factors = {one: np.asarray(rope[f"{one}_factor"], np.float32) for one in ("long", "short")}
-        _, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-        return {f"rope_factors_{one}.weight": factors[one] for one in factors}, float(factor)
+        _, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        divisors = {
+            f"rope_factors_{length}.weight": np.asarray(rope[f"{length}_factor"], np.float32)
+            for length in ("long", "short")
+        }
+        return divisors, float(attention_factor)
     return {}, None
 
 
 def write_metadata(writer: GGUFWriter, model: GgufArchitecture) -> None:
-    """Write a model's parameters into a file's metadata; the writer already has the architecture."""
+    """Write a model's parameters into a file's metadata, to which the architecture is already written."""
     config, rope = model.config, _rope_parameters(model.config)
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(config.hidden_size)

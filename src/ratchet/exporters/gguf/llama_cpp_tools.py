@@ -1,7 +1,7 @@
 """Runs llama.cpp's own tools, if installed, for K-quants and for architectures that our writer does not support.
 
 `llama-quantize IN OUT TYPE THREADS` quantizes a GGUF file, and `convert_hf_to_gguf.py DIR --outtype TYPE --outfile OUT`
-writes one. Neither has a timeout, because a large model may take hours; both end by themselves.
+writes a GGUF file. Neither call has a timeout, because a large model may take hours and both tools end by themselves.
 """
 
 import os
@@ -33,7 +33,7 @@ LOG_BYTES = 4096
 
 @dataclass(frozen=True)
 class LlamaCppTools:
-    """Paths of llama.cpp's tools; None: not installed."""
+    """Paths of llama.cpp's tools; None: the tool is not installed."""
 
     quantize: Path | None
     convert: Path | None
@@ -53,18 +53,19 @@ def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
         raise SettingsError(
             f"machine.llama_cpp: {llama_cpp}: directory not found; expected a checkout or an installation of llama.cpp"
         )
-    own, convert = _find_in_directory(llama_cpp, QUANTIZE, os.X_OK), _find_in_directory(llama_cpp, CONVERT, os.R_OK)
-    if own is None and convert is None:
+    quantize_in_directory = _find_in_directory(llama_cpp, QUANTIZE, os.X_OK)
+    convert = _find_in_directory(llama_cpp, CONVERT, os.R_OK)
+    if quantize_in_directory is None and convert is None:
         searched = ", ".join(str(llama_cpp / name) for name in SUBDIRECTORIES)
         raise SettingsError(
             f"machine.llama_cpp: found neither {QUANTIZE} nor {CONVERT} in {searched}; build llama.cpp (`cmake "
             f"-B build && cmake --build build --target {QUANTIZE}`), or set machine.llama_cpp: null"
         )
-    return LlamaCppTools(own or quantize, convert)
+    return LlamaCppTools(quantize_in_directory or quantize, convert)
 
 
 def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
-    """Raises SettingsError if a type needs llama-quantize and it is not installed."""
+    """Raise SettingsError if a type needs llama-quantize and the tool is not installed."""
     needed = [kind for kind in kinds if kind in TYPES]
     if needed and tools.quantize is None:
         raise _missing_tool_error(needed[0])
@@ -73,11 +74,11 @@ def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
 def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufType, threads: int) -> None:
     """Quantize an F32 file with llama.cpp's own tool.
 
-    Rows that are not a multiple of a K-quant's block (256 weights) get another type of similar size. The tool chooses
-    it and records it in the file.
+    Rows whose length is not a multiple of a K-quant's block (256 weights) get another type of similar size, which the
+    tool chooses and records in the file.
 
     Raises:
-        SettingsError: the tool is not installed, or fails; the message contains its last line of output.
+        SettingsError: the tool is not installed, or fails; the message contains the last line of its output.
     """
     if tools.quantize is None:
         raise _missing_tool_error(kind)
@@ -90,8 +91,8 @@ def convert_to_gguf(tools: LlamaCppTools, directory: Path, target: Path, kind: G
     The converter runs in this interpreter, which has torch, transformers and sentencepiece.
 
     Raises:
-        SettingsError: there is no converter, it does not write this type, or it fails; the message contains its last
-            line of output.
+        SettingsError: the converter is not installed, does not write this type, or fails; the message contains the last
+            line of its output.
     """
     if tools.convert is None:
         raise SettingsError(
@@ -116,23 +117,23 @@ def _find_in_directory(root: Path, name: str, access: int) -> Path | None:
     return next((path.absolute() for path in paths if path.is_file() and os.access(path, access)), None)
 
 
-def _run_tool(tool: Path, before: list[str], after: list[str], target: Path) -> None:
-    """Run a tool that writes `target`, whose path goes between both argument lists; a failed tool leaves no file."""
+def _run_tool(tool: Path, command: list[str], further_arguments: list[str], target: Path) -> None:
+    """Run a tool that writes `target`, as `command TARGET further_arguments`. A failed tool leaves no file."""
     partial = target.with_name(f"{files.PARTIAL}{target.name}")
     environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ} | OFFLINE
     try:
         with tempfile.TemporaryFile() as log:
             try:
-                done = subprocess.run(
-                    [*before, str(partial), *after],
+                result = subprocess.run(
+                    [*command, str(partial), *further_arguments],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False,
                 )  # fmt: skip
             except OSError as error:
                 raise SettingsError(
                     f"{tool}: cannot be started ({error.strerror}); check that it is built for this machine"
                 ) from None
-            if done.returncode != 0 or not _is_gguf(partial):
-                raise SettingsError(f"{tool}: failed ({_describe_exit(done.returncode)}): {_last_line(log)}")
+            if result.returncode != 0 or not _is_gguf(partial):
+                raise SettingsError(f"{tool}: failed ({_describe_exit(result.returncode)}): {_last_line(log)}")
         files.fsync(partial)
         files.publish_directory(partial, target)
     finally:
@@ -156,5 +157,4 @@ def _last_line(log: IO[bytes]) -> str:
 def _describe_exit(code: int) -> str:
     if code == 0:
         return "exit code 0, but no GGUF file"
-
     return f"signal {-code}" if code < 0 else f"exit code {code}"

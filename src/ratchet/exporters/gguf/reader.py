@@ -1,11 +1,11 @@
 """Reads GGUF files with transformers' own loader (`gguf_file=`), which shares no arithmetic with llama.cpp.
 
 The loader dequantizes every tensor to float32 (with the `gguf` package) and computes as transformers does. So an F32
-file gives the merged model's logits exactly, and a quantized file shows the error of its numbers alone.
+file gives the merged model's logits exactly, and a quantized file shows only the error of its rounded numbers.
 
-The limits of the loader (transformers 5.23) are reported: it supports about twenty architectures, and does not read
-rope scaling, sliding windows and, for some architectures, the head size. A lost setting is taken from the merged model
-and named in a note. The loader silently skips tensors without a place in the model, so the number of values is checked.
+The loader (transformers 5.23) supports about twenty architectures. It does not read rope scaling, sliding windows and,
+for some architectures, the head size. A lost setting is taken from the merged model, and a note lists it. The loader
+silently skips tensors that the model does not have, so the number of values is checked.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ Logits = Callable[[Sequence[Sequence[int]]], Sequence[torch.Tensor]]
 """Computes the merged model's logits: [positions, vocabulary] of each row, in float32."""
 
 COPIES = 3
-"""Float32 copies of all weights in memory at once: dequantized, in the model, and one tensor being copied."""
+"""Upper bound of the float32 copies of all weights in memory: dequantized, in the model, and a tensor being copied."""
 CONSTANT_TENSORS = ("rope_freqs", "rope_factors")
-"""Tensors of a file that are constants of the architecture."""
+"""Prefixes of tensors in a file that are constants of the architecture."""
 IRRELEVANT_SETTINGS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "initializer_range", "label2id", "pad_token_id", "pretraining_tp", "quantization_config", "torch_dtype",
@@ -43,7 +43,7 @@ IRRELEVANT_SETTINGS = frozenset({
 LOADER_ERRORS = (
     ValueError, NotImplementedError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, OSError,
 )  # fmt: skip
-"""Exceptions of the loader for files that it does not support."""
+"""Exceptions that the loader raises for unsupported files."""
 
 
 def compare_logits(
@@ -54,12 +54,12 @@ def compare_logits(
     Args:
         path: the GGUF file.
         merged: Hugging Face directory of the merged model, for its config.
-        rows: token ids.
-        logits: called after the file's logits are computed and its model has left memory.
+        rows: token ids of each row.
+        logits: computes the merged model's logits; called after the model from the file has left memory.
 
     Returns:
-        The difference, None if it cannot be computed; and a note with the reason, or with the settings that the loader
-        lost.
+        The difference, or None if it cannot be computed; and a note with the reason, or with the settings that the
+        loader lost.
     """
     try:
         if shortage := _describe_memory_shortage(path):
@@ -87,7 +87,7 @@ def _describe_memory_shortage(path: Path) -> str | None:
 
 
 def _read_config(path: Path, merged: Path) -> tuple[Any, str | None]:
-    """Return the config that the loader reads, or the merged model's config with a note if the loader lost settings."""
+    """Return the config that the loader reads; if it lost settings, the merged model's config and a note."""
     loaded = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     expected = AutoConfig.from_pretrained(merged, local_files_only=True)
     lost = sorted(_lost_settings(loaded.to_dict(), expected.to_dict()))
@@ -110,7 +110,7 @@ def _lost_settings(loaded: dict[str, Any], expected: dict[str, Any]) -> Iterator
 
 
 def _is_nearly_equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal up to float32 rounding."""
+    """Return whether two values are equal up to float32 rounding."""
     if isinstance(a, dict) and isinstance(b, dict):
         return all(_is_nearly_equal(a.get(key), b.get(key)) for key in a.keys() | b.keys())
     if isinstance(a, float) or isinstance(b, float):
@@ -126,8 +126,9 @@ def _compute_logits(path: Path, config: Any, rows: Sequence[Sequence[int]]) -> l
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
             raise ValueError(f"{kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[0]}")
-    loaded = sum(one.numel() for one in model.parameters())
-    stored = sum(int(one.n_elements) for one in GGUFReader(path).tensors if not one.name.startswith(CONSTANT_TENSORS))
+    loaded = sum(parameter.numel() for parameter in model.parameters())
+    tensors = [tensor for tensor in GGUFReader(path).tensors if not tensor.name.startswith(CONSTANT_TENSORS)]
+    stored = sum(int(tensor.n_elements) for tensor in tensors)
     if loaded != stored:
         raise ValueError(f"its model has {loaded:,} values, but the file contains {stored:,}")
     model.eval()
@@ -137,11 +138,11 @@ def _compute_logits(path: Path, config: Any, rows: Sequence[Sequence[int]]) -> l
 
 @contextlib.contextmanager
 def _silence_loader() -> Iterator[None]:
-    """Silence the loader, whose progress bar on standard error has no switch; its errors are still raised."""
-    before = logging.get_verbosity()
+    """Silence the loader, whose progress bar on standard error cannot be turned off; its errors are still raised."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)

@@ -3,10 +3,13 @@
 A file is written from the tensors of a Hugging Face directory in small pieces, so memory does not grow with the model.
 Equal directories give equal bytes: the file contains no path, no date and no machine name.
 
-Norms, biases and divisors of rotary frequencies are F32. Matrices have the file's type, with exceptions that follow
-llama.cpp's own tools: matrices whose rows are not a multiple of the block size are F16 (`convert_hf_to_gguf.py`); in
-files of 4 and 5 bits, the head, and an embedding that is the head, is Q8_0, as `llama-quantize` chooses if its first
-choice (Q6_K, which the `gguf` package cannot write) does not fit; in ternary files embedding and head are F16.
+Norms, biases and divisors of rotary frequencies are F32. Matrices have the file's type, with three exceptions that
+follow llama.cpp's own tools:
+
+    F16     matrices whose row length is not a multiple of the block size (`convert_hf_to_gguf.py`)
+    Q8_0    in files of 4 and 5 bits, the head, or the embedding if it is the head: `llama-quantize` chooses this if its
+            first choice (Q6_K, which the `gguf` package cannot write) does not fit
+    F16     in ternary files, embedding and head
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package provides keys, tensor names
 and block types; `storage.files` writes the bytes, like all files of a project.
@@ -63,9 +66,9 @@ TYPES: dict[GgufType, tuple[GGMLQuantizationType, LlamaFileType]] = {
 PLAIN = (Q.F32, Q.F16, Q.BF16)
 TERNARY = (Q.TQ1_0, Q.TQ2_0)
 EMBEDDING, HEAD, LAST_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+MODEL_CARD = "README.md"
 CHUNK_BYTES = 64 * 2**20
-"""Approximate size of the pieces, in float32, in which rows are read, converted and written."""
-
+"""Approximate size of the float32 pieces in which rows are read, converted and written."""
 _MAX_F16 = 65504.0
 _DERIVED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors in older files that follow from the config and are not written."""
@@ -85,6 +88,7 @@ class GgufTensor:
     heads: int = 0
     """Number of heads whose rows are reordered from halves to pairs; 0: no reordering."""
     offset: float = 0.0
+    """Number that is added to the stored values."""
 
     @property
     def size_bytes(self) -> int:
@@ -93,16 +97,84 @@ class GgufTensor:
         return math.prod(self.shape) // int(block) * int(size)
 
 
+def is_supported(directory: Path) -> bool:
+    """Return whether the writer supports a model's architecture. Raises BaseModelError without a config."""
+    return architectures.is_supported(directory)
+
+
+def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) -> None:
+    """Refuse unsupported models before any long work.
+
+    Args:
+        directory: config.json and tokenizer of the merged model, or of its base, whose files are the same.
+        types: the requested types.
+        llama_cpp: a llama.cpp installation or checkout; its converter supports other architectures and tokenizers.
+
+    Raises:
+        SettingsError: the architecture is not supported and no converter is installed, or no matrix can have a type.
+        BaseModelError: config or tokenizer cannot be read, or llama.cpp would compute or tokenize differently.
+    """
+    if not is_supported(directory) and llama_cpp is not None and (llama_cpp / CONVERT).is_file():
+        return
+    model = architectures.read_architecture(directory)
+    tokenizer.read_vocabulary(directory, model.config.vocab_size)
+    for type_ in types:
+        if type_ in TYPES:
+            width = block_width(type_)
+            if not any(row_width % width == 0 for row_width in model.row_widths):
+                widths = ", ".join(map(str, sorted(model.row_widths)))
+                raise SettingsError(
+                    f"export.gguf.types: {type_} needs row lengths that are multiples of {width}; this model has "
+                    f"{widths}, so all matrices would be F16; use f16, or a type with smaller blocks (q8_0: 32)"
+                )
+
+
+def write_gguf(directory: Path, target: Path, type_: BuiltInGgufType, progress: Progress) -> tuple[str, ...]:
+    """Write a merged model as one file.
+
+    Args:
+        directory: a model directory of transformers.
+        target: the file, in a directory that the caller seals.
+        type_: type of the matrices.
+        progress: called with the bytes written and their total.
+
+    Returns:
+        Notes for users of the file: tensors of other types, and differences between llama.cpp and transformers.
+
+    Raises:
+        BaseModelError: as `require_exportable`; or a tensor is missing, unknown, or not storable in its type.
+    """
+    model = architectures.read_architecture(directory)
+    vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
+    tensors = plan_tensors(directory, model, type_)
+    header = _encode_header(directory, model, vocabulary, tensors, type_)
+    total = len(header) + sum(_align_size(tensor.size_bytes) for tensor in tensors)
+    files.write_blocks(target, _report_progress(_encode_file(header, tensors, model), progress, f"gguf {type_}", total))
+    return (*describe_type_exceptions(tensors, type_), *model.notes, *vocabulary.notes)
+
+
+def gguf_size_bytes(directory: Path, type_: BuiltInGgufType) -> int:
+    """Return the exact size of the file that `write_gguf` would write. Raises as `write_gguf`."""
+    model = architectures.read_architecture(directory)
+    vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
+    tensors = plan_tensors(directory, model, type_)
+    header = _encode_header(directory, model, vocabulary, tensors, type_)
+    return len(header) + sum(_align_size(tensor.size_bytes) for tensor in tensors)
+
+
 def block_width(type_: GgufType) -> int:
-    """Numbers per block of this type; row lengths must be a multiple of it."""
+    """Return the numbers per block of this type, of which row lengths must be a multiple."""
     return int(GGML_QUANT_SIZES[TYPES[type_][0]][0])
+
+
+# The plan of tensors.
 
 
 def plan_tensors(directory: Path, model: GgufArchitecture, type_: BuiltInGgufType) -> list[GgufTensor]:
     """Plan every tensor of the file, in an order that does not depend on the shards of the model's files.
 
     Raises:
-        BaseModelError: a tensor is missing, unknown or duplicate, or its shape does not fit config.json.
+        BaseModelError: a tensor is missing, unknown or duplicated, or its shape does not fit config.json.
     """
     names = get_tensor_name_map(model.family.arch, model.layers)
     planned: dict[str, GgufTensor] = {}
@@ -186,10 +258,108 @@ def _require_complete(directory: Path, model: GgufArchitecture, planned: dict[st
 
 
 def _sort_key(tensor: GgufTensor) -> tuple[int, int, str]:
-    """Order: embedding and computed tensors, then the layers, then the last norm and the head."""
+    """Sort embedding and computed tensors first, then the layers, then the last norm and the head."""
     if match := _LAYER_TENSOR.fullmatch(tensor.name):
         return 1, int(match[1]), match[2]
     return (2 if tensor.name in (LAST_NORM, HEAD) else 0), 0, tensor.name
+
+
+def describe_type_exceptions(tensors: list[GgufTensor], type_: BuiltInGgufType) -> tuple[str, ...]:
+    """Describe the matrices whose type differs from the file's."""
+    file_type = TYPES[type_][0]
+    exceptions: dict[str, list[str]] = {}
+    for tensor in tensors:
+        if len(tensor.shape) > 1 and tensor.type is not file_type:
+            exceptions.setdefault(tensor.type.name, []).append(tensor.name)
+    return tuple(
+        f"{kind} instead of {file_type.name}: {', '.join(names[:3])}"
+        + (f" and {len(names) - 3} more" if names[3:] else "")
+        for kind, names in exceptions.items()
+    )
+
+
+# The header.
+
+
+class _InMemoryGgufWriter(GGUFWriter):  # type: ignore[misc]  # the package is untyped
+    """Writes the part of a file before the weights into memory."""
+
+    def open_output_file(self, path: Path | None = None) -> None:
+        self.fout = [BytesIO()]
+        self.state = WriterState.EMPTY
+
+    def content(self) -> bytes:
+        self.write_header_to_file()
+        self.write_kv_data_to_file()
+        self.write_ti_data_to_file()
+        content: bytes = self.fout[0].getvalue()
+        return content
+
+
+def _encode_header(
+    directory: Path,
+    model: GgufArchitecture,
+    vocabulary: GgufVocabulary,
+    tensors: Iterable[GgufTensor],
+    type_: BuiltInGgufType,
+) -> bytes:
+    writer = _InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
+    _write_origin(writer, directory, vocabulary.strips_spaces)
+    writer.add_file_type(TYPES[type_][1])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    architectures.write_metadata(writer, model)
+    tokenizer.write_metadata(writer, vocabulary)
+    for tensor in tensors:
+        # The writer uses the last argument, the type of the blocks, instead of the array type.
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size_bytes, tensor.type)
+    content = writer.content()
+    return content + bytes(-len(content) % GGUF_DEFAULT_ALIGNMENT)
+
+
+def _write_origin(writer: GGUFWriter, directory: Path, strips_spaces: bool) -> None:
+    """Write name, licence and base from the model card."""
+    title, front_matter = _read_card(directory / MODEL_CARD)
+    writer.add_type("model")
+    writer.add_name(gguf_model_name(title, strips_spaces))
+    if licence := front_matter.get("license"):
+        writer.add_license(str(licence))
+    if name := front_matter.get("license_name"):
+        writer.add_license_name(str(name))
+    if base := front_matter.get("base_model"):
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, str(base).rsplit("/", 1)[-1])
+        writer.add_base_model_repo_url(0, f"https://huggingface.co/{base}")
+
+
+def gguf_model_name(title: str, strips_spaces: bool) -> str:
+    """Return a name of the model with which llama.cpp treats spaces after special tokens as the tokenizer does.
+
+    The name matters because of `tokenizer.STRIPPED_BY_NAME`.
+    """
+    if strips_spaces == any(name in title.lower() for name in tokenizer.STRIPPED_BY_NAME):
+        return title
+    return f"{title} (Phi-3)" if strips_spaces else re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
+
+
+def _read_card(file: Path) -> tuple[str, dict[str, str]]:
+    """Read title and front matter of a model card that `models.model_card` wrote; its values are JSON strings."""
+    if not file.is_file():
+        return "model", {}
+    text = file.read_text(encoding="utf-8")
+    parts = re.match(r"---\n(.*?)\n---\n", text, flags=re.DOTALL)
+    lines = re.findall(r'^(\w+): ("(?:[^"\\]|\\.)*")$', parts[1] if parts else "", flags=re.MULTILINE)
+    heading = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
+    return (heading[1].strip() if heading else "model"), {key: json.loads(value) for key, value in lines}
+
+
+# The tensors.
+
+
+def _encode_file(header: bytes, tensors: Iterable[GgufTensor], model: GgufArchitecture) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        yield from encode_tensor(tensor, model)
+        yield bytes(_align_size(tensor.size_bytes) - tensor.size_bytes)
 
 
 def encode_tensor(tensor: GgufTensor, model: GgufArchitecture) -> Iterator[memoryview]:
@@ -211,7 +381,7 @@ def encode_tensor(tensor: GgufTensor, model: GgufArchitecture) -> Iterator[memor
 
 
 def _row_slices(tensor: GgufTensor, head_size: int) -> Iterator[slice]:
-    """Divide rows into pieces; pieces consist of whole heads if rows of heads are reordered."""
+    """Divide rows into pieces. If rows of heads are reordered, pieces contain complete heads."""
     unit = head_size if tensor.heads else 1
     row_bytes = 4 * math.prod(tensor.shape[1:])
     step = max(1, CHUNK_BYTES // row_bytes // unit) * unit
@@ -239,167 +409,8 @@ def _require_storable(tensor: GgufTensor, values: NDArray[np.float32]) -> None:
         )
 
 
-def describe_type_exceptions(tensors: list[GgufTensor], type_: BuiltInGgufType) -> tuple[str, ...]:
-    """Describe the matrices that have another type than the file."""
-    file_type = TYPES[type_][0]
-    others: dict[str, list[str]] = {}
-    for one in tensors:
-        if len(one.shape) > 1 and one.type is not file_type:
-            others.setdefault(one.type.name, []).append(one.name)
-    return tuple(
-        f"{kind} instead of {file_type.name}: {', '.join(names[:3])}"
-        + (f" and {len(names) - 3} more" if names[3:] else "")
-        for kind, names in others.items()
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- whole files
-
-MODEL_CARD = "README.md"
-
-
-def is_supported(directory: Path) -> bool:
-    """Whether the writer supports a model's architecture. Raises BaseModelError if it is not a model directory."""
-    return architectures.is_supported(directory)
-
-
-def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) -> None:
-    """Refuse unsupported models before any long work.
-
-    Args:
-        directory: config.json and tokenizer of the merged model, or of its base, which has the same.
-        types: the requested types.
-        llama_cpp: a llama.cpp installation or checkout; its converter supports other architectures and tokenizers.
-
-    Raises:
-        SettingsError: the architecture is not supported and there is no converter, or no matrix can have a type.
-        BaseModelError: config or tokenizer cannot be read, or llama.cpp would compute or tokenize differently.
-    """
-    if not is_supported(directory) and llama_cpp is not None and (llama_cpp / CONVERT).is_file():
-        return
-    model = architectures.read_architecture(directory)
-    tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    for type_ in types:
-        if type_ in TYPES:
-            width = block_width(type_)
-            if not any(one % width == 0 for one in model.row_widths):
-                widths = ", ".join(map(str, sorted(model.row_widths)))
-                raise SettingsError(
-                    f"export.gguf.types: {type_} needs row lengths that are multiples of {width}; this model has "
-                    f"{widths}, so all matrices would be F16; use f16, or a type with smaller blocks (q8_0: 32)"
-                )
-
-
-def write_gguf(directory: Path, target: Path, type_: BuiltInGgufType, progress: Progress) -> tuple[str, ...]:
-    """Write a merged model as one file.
-
-    Args:
-        directory: a model directory of transformers.
-        target: the file, in a directory that the caller seals.
-        type_: type of the matrices.
-        progress: called with the bytes written and their total.
-
-    Returns:
-        Notes for users of the file: tensors of another type, and differences between llama.cpp and transformers.
-
-    Raises:
-        BaseModelError: as `require_exportable`; or a tensor is missing, unknown, or not storable in the type.
-    """
-    model = architectures.read_architecture(directory)
-    vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    tensors = plan_tensors(directory, model, type_)
-    header = _encode_header(directory, model, vocabulary, tensors, type_)
-    total = len(header) + sum(_align_size(one.size_bytes) for one in tensors)
-    files.write_blocks(target, _report_progress(_encode_file(header, tensors, model), progress, f"gguf {type_}", total))
-    return (*describe_type_exceptions(tensors, type_), *model.notes, *vocabulary.notes)
-
-
-def gguf_size_bytes(directory: Path, type_: BuiltInGgufType) -> int:
-    """Exact size of the file that `write_gguf` would write. Raises as `write_gguf`."""
-    model = architectures.read_architecture(directory)
-    vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    tensors = plan_tensors(directory, model, type_)
-    header = _encode_header(directory, model, vocabulary, tensors, type_)
-    return len(header) + sum(_align_size(one.size_bytes) for one in tensors)
-
-
-class _InMemoryGgufWriter(GGUFWriter):  # type: ignore[misc]  # the package is untyped
-    """Writes everything before the weights into memory."""
-
-    def open_output_file(self, path: Path | None = None) -> None:
-        self.fout = [BytesIO()]
-        self.state = WriterState.EMPTY
-
-    def content(self) -> bytes:
-        self.write_header_to_file()
-        self.write_kv_data_to_file()
-        self.write_ti_data_to_file()
-        content: bytes = self.fout[0].getvalue()
-        return content
-
-
-def _encode_header(
-    directory: Path,
-    model: GgufArchitecture,
-    vocabulary: GgufVocabulary,
-    tensors: Iterable[GgufTensor],
-    type_: BuiltInGgufType,
-) -> bytes:
-    writer = _InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
-    _write_origin(writer, directory, vocabulary.strips_spaces)
-    writer.add_file_type(TYPES[type_][1])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    architectures.write_metadata(writer, model)
-    tokenizer.write_metadata(writer, vocabulary)
-    for one in tensors:
-        # The writer uses the last argument, the type of the blocks, instead of the array type.
-        writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), one.size_bytes, one.type)
-    content = writer.content()
-    return content + bytes(-len(content) % GGUF_DEFAULT_ALIGNMENT)
-
-
-def _write_origin(writer: GGUFWriter, directory: Path, strips_spaces: bool) -> None:
-    """Write name, licence and base from the model card."""
-    title, front_matter = _read_card(directory / MODEL_CARD)
-    writer.add_type("model")
-    writer.add_name(gguf_model_name(title, strips_spaces))
-    if licence := front_matter.get("license"):
-        writer.add_license(str(licence))
-    if name := front_matter.get("license_name"):
-        writer.add_license_name(str(name))
-    if base := front_matter.get("base_model"):
-        writer.add_base_model_count(1)
-        writer.add_base_model_name(0, str(base).rsplit("/", 1)[-1])
-        writer.add_base_model_repo_url(0, f"https://huggingface.co/{base}")
-
-
-def gguf_model_name(title: str, strips_spaces: bool) -> str:
-    """Choose a name for which llama.cpp treats spaces after special tokens as the tokenizer does (see `phi-3`)."""
-    if strips_spaces == any(one in title.lower() for one in tokenizer.STRIPPED_BY_NAME):
-        return title
-    return f"{title} (Phi-3)" if strips_spaces else re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
-
-
-def _read_card(file: Path) -> tuple[str, dict[str, str]]:
-    """Read title and front matter of a model card from `models.model_card`, whose values are JSON strings."""
-    if not file.is_file():
-        return "model", {}
-    text = file.read_text(encoding="utf-8")
-    parts = re.match(r"---\n(.*?)\n---\n", text, flags=re.DOTALL)
-    lines = re.findall(r'^(\w+): ("(?:[^"\\]|\\.)*")$', parts[1] if parts else "", flags=re.MULTILINE)
-    heading = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
-    return (heading[1].strip() if heading else "model"), {key: json.loads(value) for key, value in lines}
-
-
 def _align_size(size: int) -> int:
     return size + -size % int(GGUF_DEFAULT_ALIGNMENT)
-
-
-def _encode_file(header: bytes, tensors: Iterable[GgufTensor], model: GgufArchitecture) -> Iterator[bytes | memoryview]:
-    yield header
-    for one in tensors:
-        yield from encode_tensor(one, model)
-        yield bytes(_align_size(one.size_bytes) - one.size_bytes)
 
 
 def _report_progress(

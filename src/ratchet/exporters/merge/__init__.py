@@ -1,1 +1,1 @@
-"""Merging adapters into their base, tensor by tensor."""
+"""Merges adapters into their base, tensor by tensor."""

@@ -1,7 +1,7 @@
 """Reads saved adapters and applies their updates to parameters of the base, in float32.
 
-peft builds its layers around the base's module graph on the meta device, without the base's weights; the saved tensors
-then replace peft's empty parameters. So rank and alpha patterns, rsLoRA scaling, trained token rows, fully trained
+peft builds its layers around the base's module graph on the meta device, without the base's weights. Then the saved
+tensors replace peft's empty parameters. So rank and alpha patterns, rsLoRA scaling, trained token rows, fully trained
 modules and fused experts have exactly peft's meaning. Each adapter tensor is in memory once, in its stored type.
 """
 
@@ -26,12 +26,12 @@ from ratchet.models import adapter_format, adapters, weights
 from ratchet.models.device import Model
 
 _BASE_CHANGING_INITIALIZATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""LoRA initializations that change the base: the saved adapter is then not an update of the base in its files."""
+"""LoRA initializations that change the base, so that the saved adapter is no update of the base in its files."""
 _FORWARD_CHANGING_SETTINGS = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
     "monteclora_config", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
-"""peft settings whose layers compute something that no changed weight reproduces."""
+"""peft settings whose layers compute results that no changed weight reproduces."""
 
 
 class AdapterUpdates:
@@ -42,12 +42,12 @@ class AdapterUpdates:
 
     @classmethod
     def read(cls, recipe: MergeRecipe, base: Model, make_base: Callable[[], Model]) -> "AdapterUpdates":
-        """Read every adapter of a recipe, and drop modules that the recipe does not include.
+        """Read every adapter of a recipe, and drop updates of modules that the recipe does not include.
 
         Args:
             recipe: the merge.
             base: the base on the meta device, with one row per token; it stays unchanged.
-            make_base: builds another such model, which peft then wraps.
+            make_base: builds another model of the same kind, which peft then wraps.
 
         Raises:
             BaseModelError: an adapter belongs to another base, is not a change of weights, or does not fit.
@@ -57,10 +57,11 @@ class AdapterUpdates:
         weighted = [
             (part.weight, read_updates(part.adapter, base, make_base(), recipe.card.digest)) for part in recipe.adapters
         ]
-        require_updated_modules(recipe.modules, {one.module for _, updates in weighted for one in updates.values()})
+        modules = {update.module for _, updates in weighted for update in updates.values()}
+        require_updated_modules(recipe.modules, modules)
         return cls(
             [
-                (weight, {name: one for name, one in updates.items() if recipe.includes(one.module)})
+                (weight, {name: update for name, update in updates.items() if recipe.includes(update.module)})
                 for weight, updates in weighted
             ]
         )
@@ -71,24 +72,24 @@ class AdapterUpdates:
         return frozenset(name for _, updates in self._weighted_updates for name in updates)
 
     def apply(self, name: str, value: Tensor) -> Tensor:
-        """Return a parameter with all updates: W + sum of w (W' - W). One adapter of weight 1 gives W' itself.
+        """Return a parameter with all updates: W + sum of w (W' - W). With one adapter of weight 1, this is W' itself.
 
         Args:
             name: name of the parameter.
             value: the base's value in float32; it may be changed in place.
         """
-        chosen = [(weight, updates[name]) for weight, updates in self._weighted_updates if name in updates]
-        if not chosen:
+        weighted = [(weight, updates[name]) for weight, updates in self._weighted_updates if name in updates]
+        if not weighted:
             return value
-        if len(chosen) == 1 and chosen[0][0] == 1:
-            return chosen[0][1].apply(value)
+        if len(weighted) == 1 and weighted[0][0] == 1:
+            return weighted[0][1].apply(value)
         total = torch.zeros_like(value)
-        for weight, update in chosen:
+        for weight, update in weighted:
             total.add_(update.apply(value.clone()).sub_(value), alpha=weight)
         return value.add_(total)
 
     def are_same(self, first: str, second: str) -> bool:
-        """Whether two tied parameters receive the same updates, or none, so that they may stay tied."""
+        """Return whether two tied parameters receive the same updates, or none, so that they may stay tied."""
         for _, updates in self._weighted_updates:
             a, b = updates.get(first), updates.get(second)
             if a is not b and (a is None or b is None or not a.is_same(b)):
@@ -101,13 +102,13 @@ class ParameterUpdate:
     """The update of one parameter of the base by one adapter."""
 
     module: str
-    """Name that `export.modules` matches: of the module, or of the experts' parameter."""
+    """Name that `export.modules` matches: the name of the module, or of the experts' parameter."""
     leaf: str
-    """Name of the parameter in its module."""
+    """Name of the parameter within its module."""
     layers: tuple[Any, ...]
     """peft layers, outermost first."""
     replacement: Tensor | None
-    """The parameter itself, if the adapter stores it in full."""
+    """The complete new parameter, if the adapter stores it."""
     is_transposed: bool
     """Whether the parameter is a weight stored as [inputs, outputs]."""
 
@@ -125,18 +126,18 @@ class ParameterUpdate:
         return value.T if self.is_transposed else value
 
     def is_same(self, other: "ParameterUpdate") -> bool:
-        """Whether both updates give the same result for the same tensor, so that tied parameters may stay tied."""
+        """Return whether both updates give the same result for equal tensors, so that tied parameters may stay tied."""
         return _token_row_identity(self) is not None and _token_row_identity(self) == _token_row_identity(other)
 
 
 def _token_row_identity(update: ParameterUpdate) -> list[int] | None:
-    """Identify the token rows that an update sets; None if the update changes anything else."""
-    if update.replacement is not None or not all(isinstance(one, TrainableTokensLayer) for one in update.layers):
+    """Return the identities of the token rows that an update sets; None if the update changes anything else."""
+    if update.replacement is not None or not all(isinstance(layer, TrainableTokensLayer) for layer in update.layers):
         return None
     return [id(layer.trainable_tokens_delta[adapter_format.ADAPTER]) for layer in update.layers]
 
 
-# ---------------------------------------------------------------------------------------------------- applying updates
+# Applying updates.
 
 
 def _apply_layer(layer: Any, leaf: str, value: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def _move_to_device(factors: adapter_format.LoraFactors, device: torch.device) -
     )
 
 
-# --------------------------------------------------------------------------------------------------- reading an adapter
+# Reading an adapter.
 
 
 def read_updates(directory: Path, base: Model, meta_base: Model, base_digest: str) -> dict[str, ParameterUpdate]:
@@ -188,7 +189,7 @@ def read_updates(directory: Path, base: Model, meta_base: Model, base_digest: st
     Args:
         directory: directory of the adapter.
         base: the base on the meta device, with one row per token.
-        meta_base: another such model; peft wraps it.
+        meta_base: another model of the same kind, which peft wraps.
         base_digest: digest of the base.
 
     Raises:
@@ -237,7 +238,7 @@ def _attach_adapter(directory: Path, meta_base: Model, base_digest: str) -> Mode
 
 
 def _saved_parameters(model: Model, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of peft's model by their saved names, including parameters of the base that were saved."""
+    """Return the parameters of peft's model by their saved names, including saved parameters of the base."""
     parameters: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=model.state_dict(keep_vars=True), save_embedding_layers=False
     )
@@ -278,7 +279,7 @@ def _read_lora_config(directory: Path, base_digest: str) -> LoraConfig:
 
 
 def _collect_updates(directory: Path, base: Model, adapted: Model) -> Iterator[tuple[str, ParameterUpdate]]:
-    """Yield the update of every parameter that a filled peft model changes."""
+    """Yield name and update of every parameter of the base that the adapted model changes."""
     for path, target, source in _pair_modules(base, adapted.get_base_model()):
         layers = _wrapping_layers(source)
         innermost = _innermost_module(source)
@@ -304,21 +305,21 @@ def _collect_updates(directory: Path, base: Model, adapted: Model) -> Iterator[t
 
 
 def _changes_parameter(layer: Any, leaf: str) -> bool:
-    """Whether a peft layer changes this parameter of the module that it wraps."""
+    """Return whether a peft layer changes this parameter of the module that it wraps."""
     if isinstance(layer, ParamWrapper):
         return bool(leaf == layer.parameter_name)
     return leaf == "weight" or (leaf == "bias" and _has_bias(layer))
 
 
 def _has_bias(layer: Any) -> bool:
-    """Whether a peft layer adds to the bias (lora_bias)."""
+    """Return whether a peft layer adds to the bias (lora_bias)."""
     if not isinstance(layer, LoraLayer) or adapter_format.ADAPTER not in layer.lora_B:
         return False
     return layer.lora_B[adapter_format.ADAPTER].bias is not None
 
 
 def _pair_modules(target: Any, source: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each module's name, the plain module, and the same module of the adapted model with its wrappers."""
+    """Yield the name of each module, the module in the plain model, and the wrapped module in the adapted model."""
     yield name, target, source
     innermost = _innermost_module(source)
     for child_name, child in target.named_children():
@@ -326,7 +327,7 @@ def _pair_modules(target: Any, source: Any, name: str = "") -> Iterator[tuple[st
 
 
 def _wrapping_layers(module: Any) -> list[Any]:
-    """peft layers around a module, outermost first."""
+    """Return the peft layers around a module, outermost first."""
     layers = []
     while (inner := _wrapped_module(module)) is not None:
         if isinstance(module, BaseTunerLayer):
@@ -342,7 +343,7 @@ def _innermost_module(module: Any) -> Any:
 
 
 def _wrapped_module(module: Any) -> Any:
-    """The module inside a wrapper; for a fully trained module, the adapter's copy."""
+    """Return the module inside a wrapper, for a fully trained module the adapter's copy; None without a wrapper."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[adapter_format.ADAPTER]
     return weights.wrapped_module(module)

@@ -2,12 +2,12 @@
 
 A merge is planned tensor by tensor from headers and JSON alone, so that every refusal comes before long work.
 
-An adapter was trained on the dequantized 4-bit base. Merged into those weights, the logits of the merged model differed
-by 2e-5 at most in our measurement; merged into the original weights, by 0.67. Sums are computed in float32, one tensor
-at a time, and rounded once. In memory are one group of tensors that belong together (a matrix, or the experts of a
-layer), two float32 copies of it, and the adapters, regardless of the model's size.
+A QLoRA adapter is trained on the dequantized 4-bit base. When merged into those weights, the logits of the merged model
+differed by 2e-5 at most in our measurement; when merged into the original weights, by 0.67. Sums are computed in
+float32, one tensor at a time, and rounded once. Memory contains one group of tensors that belong together (a matrix, or
+the experts of a layer), two float32 copies of it, and the adapters, regardless of the model's size.
 
-If the tensor names in the files cannot be mapped to parameters, the base is loaded and merged in memory as a whole.
+If the tensor names in the files cannot be mapped to parameters, the complete base is loaded and merged in memory.
 """
 
 import copy
@@ -39,6 +39,8 @@ from ratchet.storage import files
 from ratchet.storage.records.base import StoredQuantization
 from ratchet.storage.records.export import Progress
 
+_GENERATION_CONFIG = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class MergeUnit:
@@ -46,23 +48,23 @@ class MergeUnit:
 
     group: TensorGroup
     targets: dict[str, str]
-    """Parameters of the base, and their names in the result. An untied head gets a copy of the embedding."""
+    """Name in the result of each parameter of the base. An untied head gets a copy of the embedding."""
     entries: tuple[TensorEntry, ...]
     """Tensors to write for this unit, in this order."""
     is_renamed_only: bool
-    """Whether each parameter is one of the entries, in order; otherwise writing combines or splits values."""
+    """Whether each parameter is one entry, in the same order; otherwise writing combines or splits values."""
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A merge that was checked and can begin."""
+    """A checked merge, ready to be written."""
 
     model: Model
     """The merged model on the meta device, with its config and one row per token."""
     updates: AdapterUpdates
     storage: BaseStorageFormat
     units: tuple[MergeUnit, ...] | None
-    """None: the names in the files cannot be mapped, so the model is merged in memory as a whole."""
+    """None: the names in the files cannot be mapped, so the complete model is merged in memory."""
     is_tied: bool
     """Whether embeddings and head are one tensor in the result; for a merge in memory, whether they may be."""
 
@@ -72,13 +74,25 @@ class MergePlan:
         return [entry for unit in self.units or () for entry in unit.entries]
 
 
+@dataclass(frozen=True)
+class MergeResult:
+    """Facts about a written merge."""
+
+    changed: int
+    """Number of updated tensors."""
+    is_streamed: bool
+    """Whether tensors were merged one by one instead of the complete model in memory."""
+    is_tied: bool
+    """Whether embeddings and head are one tensor, stored once."""
+
+
 def plan_merge(recipe: MergeRecipe) -> MergePlan:
     """Check base, adapters and recipe, and plan the merge without reading a weight of the base.
 
     Raises:
         BaseModelError: the base or an adapter is invalid, or they do not fit together.
         DamagedFileError: an adapter cannot be read, or contains NaN.
-        SettingsError: the recipe asks for something that these files do not contain.
+        SettingsError: the recipe is invalid, or requires weights or modules that these files do not contain.
     """
     validate_recipe(recipe)
     quantization = _stored_quantization(recipe)
@@ -121,7 +135,7 @@ def _stored_quantization(recipe: MergeRecipe) -> StoredQuantization | None:
 
 
 def _token_row_count(recipe: MergeRecipe) -> tuple[int, vocabulary.Pieces]:
-    """Return the number of token rows that the model needs, and the pieces that initialize added tokens."""
+    """Return the number of token rows that the model needs, and the pieces from which added tokens are initialized."""
     tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
     pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
     return vocabulary.required_rows(tokenizer), pieces
@@ -136,7 +150,7 @@ def _grow_model(spec: ModelSpec, dtype: torch.dtype, row_count: int, pieces: voc
 
 
 def _quantized_weights(recipe: MergeRecipe, base: Model, quantization: StoredQuantization | None) -> frozenset[str]:
-    """Weights that transformers quantizes to 4 bits when it loads the base for training."""
+    """Return the names of weights that transformers quantizes to 4 bits when it loads the base for training."""
     if quantization is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
         return frozenset()
     return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(base))
@@ -146,8 +160,8 @@ def _token_row_parameters(
     base: Model, model: Model, pieces: vocabulary.Pieces
 ) -> Iterator[tuple[str, TokenRowInitialization]]:
     """Yield every parameter with one row per token, under all of its names."""
-    modules = [one for one in (base.get_input_embeddings(), base.get_output_embeddings()) if one is not None]
-    tensors = {id(t) for one in modules for t in (getattr(one, "weight", None), getattr(one, "bias", None))}
+    modules = [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]
+    tensors = {id(t) for module in modules for t in (getattr(module, "weight", None), getattr(module, "bias", None))}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if id(parameter) in tensors:
@@ -155,7 +169,7 @@ def _token_row_parameters(
             yield name, TokenRowInitialization(count, stored, dict.fromkeys(range(stored, count), ()) | dict(pieces))
 
 
-# ------------------------------------------------------------------------------------------------ tensors to write
+# The tensors to write.
 
 
 def _plan_units(
@@ -166,13 +180,13 @@ def _plan_units(
     storage: BaseStorageFormat,
     updates: AdapterUpdates,
 ) -> tuple[list[MergeUnit], bool]:
-    """Plan all units in writing order, and whether tied parameters stay tied.
+    """Return all units in writing order, and whether tied parameters stay tied.
 
     Args:
         recipe: the merge.
         shapes: shapes of the stored tensors.
-        base: the base on the meta device, with the rows that are stored.
-        model: the same with one row per token.
+        base: the base on the meta device, with the stored rows only.
+        model: the same model with one row per token.
         storage: how parameters are stored.
         updates: updates of all adapters.
 
@@ -188,7 +202,7 @@ def _plan_units(
         units.sort(key=lambda unit: -max(entry.dtype.itemsize for entry in unit.entries))
         _require_readable(model, units)
     except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
-        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # conversions of meta tensors can fail in any way
+        raise UnknownNamesError(f"{recipe.base}: {error}") from error  # converting meta tensors can fail in any way
     return units, is_tied
 
 
@@ -199,9 +213,10 @@ def _resolve_ties(
     updates: AdapterUpdates,
     grouped_parameters: Sequence[tuple[TensorGroup, dict[str, Tensor]]],
 ) -> tuple[list[tuple[TensorGroup, dict[str, str]]], bool]:
-    """Return each group with the target name of each parameter, and whether all tied parameters stay tied.
+    """Return each group with the target name of each parameter, and whether tied parameters stay tied.
 
-    A tensor that stays tied appears once. If one tie must be broken, all are, and each parameter gets its own tensor.
+    A tensor that stays tied appears once. If one pair must be untied, all pairs are, and each parameter gets its own
+    tensor.
     """
     ties: dict[str, str] = dict(model.all_tied_weights_keys)
     by_name = {name: group for group, tensors in grouped_parameters for name in tensors}
@@ -234,7 +249,7 @@ def _resolve_ties(
 def _are_equal(
     recipe: MergeRecipe, storage: BaseStorageFormat, by_name: dict[str, TensorGroup], pair: tuple[str, str]
 ) -> bool:
-    """Whether two stored tensors of a tied pair are equal; transformers ties them only then."""
+    """Return whether two stored tensors of a tied pair are equal; transformers ties them only if they are."""
     reader = BaseWeightReader(recipe, storage)
     first, second = (reader.read(by_name[name].stored[0][1], name) for name in pair)
     return bool(first.shape == second.shape and torch.equal(first, second))
@@ -267,18 +282,18 @@ def _make_units(
             stored = model_files.convert_to_stored(model, tensors)
         else:
             stored = {new_names[target]: tensor for target, tensor in tensors.items()}
-        entries = tuple(TensorEntry(name, tuple(one.shape), one.dtype) for name, one in stored.items())
+        entries = tuple(TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items())
         units.append(MergeUnit(group, targets, entries, new_names is not None))
     return units
 
 
 def output_dtype(recipe: MergeRecipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:
-    """The type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
+    """Return the type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
     return recipe.dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
 
 
 def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
-    """Raises UnknownNamesError unless transformers would read every parameter from these tensors, and no other."""
+    """Raise UnknownNamesError unless transformers would read exactly the model's parameters from these tensors."""
     shapes = {entry.name: entry.shape for unit in units for entry in unit.entries}
     if len(shapes) != sum(len(unit.entries) for unit in units):
         raise UnknownNamesError("two tensors would have the same name in the files")
@@ -287,30 +302,18 @@ def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
         raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")
 
 
-_GENERATION_CONFIG = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    """Facts about a merge that was written."""
-
-    changed: int
-    """Tensors of the model that were updated."""
-    is_streamed: bool
-    """Whether tensors were merged one by one, not in memory as a whole."""
-    is_tied: bool
-    """Whether embeddings and head are one tensor, stored once."""
+# The merge.
 
 
 def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> MergeResult:
     """Write the merged weights, config.json and generation_config.json, but no tokenizer and no model card.
 
-    A head that was tied to the embeddings stays tied unless an adapter changes only one of them. Then both are written,
-    and the config sets tie_word_embeddings to false.
+    A head that is tied to the embeddings stays tied unless an adapter changes only one of them. In that case both are
+    written, and the config sets tie_word_embeddings to false.
 
     Args:
         recipe: the merge.
-        directory: the target; it may exist if it is empty.
+        directory: the target, which may exist if it is empty.
         progress: called with the bytes written and their total.
 
     Raises:
@@ -323,7 +326,7 @@ def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> Mer
             entries, tensors, is_tied = plan.entries, _iterate_tensors(recipe, plan), plan.is_tied
         else:
             merged, is_tied = merge_in_memory(recipe, plan)
-            entries = [TensorEntry(name, tuple(one.shape), one.dtype) for name, one in merged.items()]
+            entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in merged.items()]
             entries.sort(key=lambda entry: -entry.dtype.itemsize)
             tensors = ((entry.name, merged.pop(entry.name)) for entry in entries)
         total = sum(entry.size_bytes for entry in entries)
@@ -336,16 +339,16 @@ def merge_model(recipe: MergeRecipe, directory: Path, progress: Progress) -> Mer
 
 
 def merged_size_bytes(recipe: MergeRecipe) -> int:
-    """Total size of the weight files that `merge_model` would write. Raises as `plan_merge`."""
+    """Return the total size of the weight files that `merge_model` would write. Raises as `plan_merge`."""
     plan = plan_merge(recipe)
     entries = plan.entries
     if plan.units is None:  # the names in the files are unknown; names of parameters have about the same length
         parameter_names = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
         ties = plan.model.all_tied_weights_keys if plan.is_tied else {}
-        state = {name: one for name, one in plan.model.state_dict().items() if name not in ties}
+        state = {name: tensor for name, tensor in plan.model.state_dict().items() if name not in ties}
         entries = [
-            TensorEntry(name, tuple(one.shape), output_dtype(recipe, one, name in parameter_names))
-            for name, one in state.items()
+            TensorEntry(name, tuple(tensor.shape), output_dtype(recipe, tensor, name in parameter_names))
+            for name, tensor in state.items()
         ]
     return model_files.shard_files_size_bytes(entries, recipe.shard_bytes)
 
@@ -372,7 +375,7 @@ def _iterate_tensors(recipe: MergeRecipe, plan: MergePlan) -> Iterator[tuple[str
 
 
 def merge_in_memory(recipe: MergeRecipe, plan: MergePlan) -> tuple[dict[str, Tensor], bool]:
-    """Load the base as a whole and merge it; this needs memory for the loaded base and for the result.
+    """Load the complete base and merge it. This needs memory for the loaded base and for the result.
 
     Returns:
         Every tensor of the merged model, on the CPU, by the name under which transformers writes it; and whether
@@ -387,9 +390,10 @@ def merge_in_memory(recipe: MergeRecipe, plan: MergePlan) -> tuple[dict[str, Ten
     else:
         base = loading.load_plain(recipe.base, torch.float32, recipe.device, recipe.card.remote_code)
     plan.model._weight_conversions = base._weight_conversions  # tensors are written under the names that were read
-    reader, parameters = BaseWeightReader(recipe, plan.storage), dict(base.named_parameters(remove_duplicate=False))
+    reader = BaseWeightReader(recipe, plan.storage)
+    base_parameters = dict(base.named_parameters(remove_duplicate=False))
     state, ties = base.state_dict(), dict(plan.model.all_tied_weights_keys)
-    if any(parameters[a] is not parameters[b] or not plan.updates.are_same(a, b) for a, b in ties.items()):
+    if any(base_parameters[a] is not base_parameters[b] or not plan.updates.are_same(a, b) for a, b in ties.items()):
         ties = {}
         untie_embeddings(plan.model)
     merged = {}
@@ -397,13 +401,13 @@ def merge_in_memory(recipe: MergeRecipe, plan: MergePlan) -> tuple[dict[str, Ten
         for name, target in plan.model.state_dict().items():
             if name in ties:
                 continue
-            value = _loaded_parameter(base, plan.model, name) if name in parameters else state[name].clone()
+            value = _loaded_parameter(base, plan.model, name) if name in base_parameters else state[name].clone()
             if not is_dequantized:
                 value = reader.as_trained(name, value)
             value = plan.updates.apply(name, value)
             if value.shape != target.shape:
                 raise RuntimeError(f"{name}: found shape {tuple(value.shape)}; expected {tuple(target.shape)}")
-            merged[name] = value.to(output_dtype(recipe, value, name in parameters)).cpu()
+            merged[name] = value.to(output_dtype(recipe, value, name in base_parameters)).cpu()
     return model_files.convert_to_stored(plan.model, merged), bool(ties)
 
 
@@ -417,7 +421,7 @@ def _loaded_parameter(base: Model, model: Model, name: str) -> Tensor:
 
 
 def _write_config(recipe: MergeRecipe, plan: MergePlan, directory: Path) -> None:
-    """Write config.json and generation_config.json as transformers does, and copy the base's own code."""
+    """Write config.json and generation_config.json as transformers does, and copy Python files of the base."""
     config = copy.deepcopy(plan.model.config)
     config.dtype = str(recipe.dtype).removeprefix("torch.")
     config.architectures = [type(plan.model).__name__]

@@ -1,14 +1,13 @@
 """Reads the base's weights and writes the merged model's safetensors files, tensor by tensor.
 
-Names of tensors in files are mapped to parameters of the model, and back.
+Names: while loading, transformers renames tensors (checkpoints with another prefix, names of old versions) and combines
+some of them (experts that are stored one by one become one tensor). This module maps names in files to parameters, and
+back, with the functions of transformers' own loader and writer (core_model_loading) on meta tensors. The plan of the
+merge then checks that the loader can read the planned files.
 
-The format (README of huggingface/safetensors): 8 bytes with the header's length N as a little-endian integer; N bytes
+File format (README of huggingface/safetensors): 8 bytes with the header's length N as a little-endian integer; N bytes
 of JSON with dtype, shape and data offsets for each name; then the tensors' bytes, row-major and little-endian, without
 gaps. Files and index have the names that transformers writes and reads.
-
-transformers renames tensors while loading (checkpoints with another prefix, names of old versions) and combines some of
-them (experts that are stored one by one become one tensor). This module uses the functions of transformers' own loader
-and writer (core_model_loading) on meta tensors; the plan then checks that the loader can read what would be written.
 """
 
 import copy
@@ -39,12 +38,23 @@ from ratchet.models import loading, vocabulary, weights
 from ratchet.models.device import Model
 from ratchet.storage import files
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CHUNK_BYTES = 16 * 2**20
+"""Bytes per write."""
+_DTYPE_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
 ReadTensor = Callable[[str, str], Tensor]
-"""Reads a stored tensor, given its name and the name of the (first) parameter that it belongs to."""
+"""Function that reads a stored tensor, given its name and the name of the (first) parameter that it belongs to."""
 
 
 class UnknownNamesError(BaseModelError):
-    """The names in the files cannot be mapped to parameters; the model must be merged in memory as a whole."""
+    """The names in the files cannot be mapped to parameters, so the complete model must be merged in memory."""
+
+
+# Names of stored tensors and parameters.
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,13 @@ class TensorGroup:
                 self.first_parameter, name, pattern, lambda name=name: read(name, self.first_parameter)
             )
         converted = converter.convert(self.first_parameter, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
     """Group stored tensors by parameter, in transformers' loading order.
 
-    Also records the conversions in the model, so that `convert_to_stored` can revert them.
+    The conversions are recorded in the model, so that `convert_to_stored` can revert them.
 
     Args:
         model: the model, on the meta device.
@@ -89,9 +99,9 @@ def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
         UnknownNamesError: two tensors map to the same parameter.
     """
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parameters, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, TensorGroup] = {}
     for name in sorted(stored, key=dot_natural_key):
@@ -105,50 +115,55 @@ def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
             raise UnknownNamesError(f"{name} and {group.stored[0][1]} both map to parameter {parameter}")
         group = group or TensorGroup(parameter, (), by_pattern[pattern] if pattern is not None else None)
         groups[parameter] = replace(group, stored=(*group.stored, (pattern or name, name)))
-    model._weight_conversions = [one for one in mapping if one.was_used()]  # transformers' loader does the same
+    # transformers' loader does the same.
+    model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
     return list(groups.values())
 
 
 def meta_tensor_reader(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> ReadTensor:
-    """Create a reader that returns meta tensors of these shapes, in the type of their parameter."""
+    """Return a reader of meta tensors with these shapes, in the type of their parameter."""
     return lambda name, parameter: torch.empty(shapes[name], dtype=dtypes[parameter], device="meta")
 
 
 def convert_to_stored(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the parameters of whole groups to the tensors and names that transformers writes."""
+    """Convert the parameters of complete groups to the tensors and names that transformers writes."""
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return converted
 
 
 def stored_names(model: Model, tensors: dict[str, Tensor]) -> dict[str, str] | None:
     """Map each parameter to its name in transformers' files; None if writing does more than rename."""
-    if any(isinstance(one, WeightConverter) for one in model._weight_conversions):
+    if any(isinstance(conversion, WeightConverter) for conversion in model._weight_conversions):
         return None
     names = {id(tensor): name for name, tensor in convert_to_stored(model, tensors).items()}
     return {name: names[id(tensor)] for name, tensor in tensors.items()}
 
 
+# Reading the base's weights.
+
+
 @dataclass(frozen=True)
 class TokenRowInitialization:
-    """How a tensor with one row per token gets its additional rows."""
+    """Additional rows of a tensor with one row per token."""
 
     count: int
     """Rows of the grown tensor."""
     stored: int
     """Rows in the files."""
     pieces: vocabulary.Pieces
+    """Pieces from which each additional row is initialized."""
 
 
 @dataclass(frozen=True)
 class BaseStorageFormat:
-    """How each parameter of the base is stored and loaded before an update is added."""
+    """Types and layouts in which the base's parameters are stored, and in which training loaded them."""
 
     dtypes: Mapping[str, torch.dtype]
     """Type of every saved parameter and buffer."""
     quantized: frozenset[str]
     """Parameters that training quantizes to 4 bits."""
     prequantized: frozenset[str]
-    """Stored tensors that are 4-bit in the files already."""
+    """Stored tensors that are already 4-bit in the files."""
     transposed: frozenset[str]
     """Parameters stored as [inputs, outputs]; they are transposed for quantization."""
     token_rows: Mapping[str, TokenRowInitialization]
@@ -169,7 +184,7 @@ class BaseWeightReader:
 
         Args:
             name: name in the files.
-            parameter: name of the parameter that the tensor is, or is part of.
+            parameter: name of the parameter that consists of this tensor or contains it.
         """
         stored = self._tensors[name][...].to(self._recipe.device)
         if name in self._storage.prequantized:
@@ -177,8 +192,8 @@ class BaseWeightReader:
         return stored.to(self._storage.dtypes[parameter])
 
     def as_trained(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole parameter in float32 as training used it: with new token rows, and rounded to 4 bits if
-        quantized. Buffers of integers stay as they are."""
+        """Return a complete parameter in float32 as training used it: with new token rows, and rounded to 4 bits if
+        quantized. Integer buffers stay unchanged."""
         if not tensor.is_floating_point():
             return tensor
         if name in self._storage.quantized:
@@ -203,7 +218,7 @@ class BaseWeightReader:
 
     def _dequantize_stored(self, name: str, parameter: str, stored: Tensor) -> Tensor:
         """Dequantize a weight that is 4-bit in the files, as its layer does."""
-        parts = {key: one[...] for key, one in self._tensors.items() if key.startswith(f"{name}.")}
+        parts = {key: tensor[...] for key, tensor in self._tensors.items() if key.startswith(f"{name}.")}
         quantized: Any = Params4bit.from_prequantized(stored, parts, device=self._recipe.device)
         quantized.quant_state.dtype = self._compute_dtype  # bitsandbytes' kernel returns this type
         value: Tensor = dequantize_4bit(quantized.data, quantized.quant_state).to(self._storage.dtypes[parameter])
@@ -225,15 +240,7 @@ class BaseWeightReader:
         return value
 
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-CHUNK_BYTES = 16 * 2**20
-"""Bytes per write."""
-
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
+# Writing the merged model's weights.
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,7 @@ class TensorEntry:
 
 
 def shard_files_size_bytes(entries: Sequence[TensorEntry], shard_bytes: int) -> int:
-    """Total size of the files that `write_shards` writes, with headers and index."""
+    """Return the total size of the files that `write_shards` writes, with headers and index."""
     shards = _divide_into_shards(entries, shard_bytes)
     names = _file_names(len(shards))
     index = len(_encode_index(shards, names)) if len(shards) > 1 else 0
@@ -270,7 +277,7 @@ def write_shards(
     Args:
         directory: an existing directory.
         entries: all tensors, larger element types first, so that each tensor is aligned to its element size.
-        tensors: the same tensors with their names, in the same order, on the CPU; one is in memory at a time.
+        tensors: names and values of the same tensors, in the same order, on the CPU; one at a time is in memory.
         shard_bytes: largest size of a file's data, unless a single tensor is larger.
         on_progress: called after each chunk with the bytes written so far.
 
@@ -348,7 +355,7 @@ def _check_tensor(entry: TensorEntry, named_tensor: tuple[str, Tensor]) -> Tenso
 
 
 def _tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks. A chunk is released when the next one is requested, so that a caller that
+    """Yield a tensor's bytes in chunks. Each chunk is released when the next is requested, so that a caller that
     keeps the last chunk does not keep the tensor in memory."""
     flat = tensor.detach().contiguous().reshape(-1)
     with memoryview(flat.view(torch.uint8).numpy()) as view:

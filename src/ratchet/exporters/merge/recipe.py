@@ -1,4 +1,4 @@
-"""Defines a merge: which adapters, with which weights, on which modules, into which weights of the base."""
+"""Defines a merge: its adapters and their weights, the merged modules, and the weights of the base."""
 
 import difflib
 import math
@@ -19,42 +19,37 @@ MergeBase = Literal["dequantized", "original"]
 
 @dataclass(frozen=True)
 class WeightedAdapter:
-    """One adapter of a merge and its weight in the sum."""
+    """An adapter of a merge and its weight in the sum."""
 
     adapter: Path
     """Directory of a saved adapter, as peft writes it."""
     weight: float = 1.0
-    """Factor of its update."""
+    """Factor of the adapter's update."""
 
 
 @dataclass(frozen=True)
 class MergeRecipe:
-    """Everything that determines the merged model."""
+    """All inputs that determine the merged model."""
 
     base: Path
     """Directory of the base."""
     card: BaseCard
     train: Train
-    """Training settings: they define how the base's weights were stored during training."""
+    """Training settings, which define how the base's weights were stored during training."""
     adapters: tuple[WeightedAdapter, ...]
     modules: tuple[str, ...]
     """Names or regular expressions of the modules whose updates are merged; empty: all modules."""
     merge_base: MergeBase
     """`dequantized`: the weights that the adapter was trained on; `original`: the weights in the files, in float32."""
     dtype: torch.dtype
-    """Type of the merged weights."""
+    """Data type of the merged weights."""
     device: torch.device
-    """Device of the computation; it holds one tensor at a time."""
+    """Device that computes the merge, one tensor at a time."""
     shard_bytes: int
     """Largest size of a weight file, unless a single tensor is larger."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether one adapter is merged with weight 1, so that the sum equals the trained model bit for bit."""
-        return len(self.adapters) == 1 and self.adapters[0].weight == 1
-
     def includes(self, module: str) -> bool:
-        """Whether the update of a module is merged.
+        """Return whether the update of a module is merged.
 
         Args:
             module: full name of a module of the base; for fused experts, the name of their parameter.
@@ -63,7 +58,7 @@ class MergeRecipe:
 
 
 def matches_module(pattern: str, module: str) -> bool:
-    """Whether a pattern is a module's name, the end of its name, or a regular expression for the whole name."""
+    """Return whether a pattern is a module's name, the end of its name, or a regular expression for the full name."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(pattern, module) is not None
@@ -73,7 +68,7 @@ def validate_recipe(recipe: MergeRecipe) -> None:
     """Check the parts of a recipe that do not depend on the base or the adapters.
 
     Raises:
-        SettingsError: no adapter, a weight that is not finite, or an invalid regular expression.
+        SettingsError: the recipe has no adapter, a weight that is not finite, or an invalid regular expression.
     """
     if not recipe.adapters:
         raise SettingsError("export: no adapter is named, so there is nothing to merge; name one")

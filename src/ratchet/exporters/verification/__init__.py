@@ -1,1 +1,1 @@
-"""Comparison of merged and exported models with base + adapter as peft computes it."""
+"""Compares merged and exported models with base + adapter as peft computes it."""

@@ -4,13 +4,14 @@ Base + adapter runs once, and inputs and outputs of its modules are recorded. Th
 the merged model gets the recorded input, and must return the recorded output. So errors do not accumulate, and the
 message names the module that deviates.
 
-A recording is small for models of any size: hidden states of a few dozen tokens before each decoder layer, and inputs
-and outputs of each linear layer, embedding and norm at eight positions. For a 70B model this is about half a gigabyte.
+A recording is small for models of any size: it contains hidden states of a few dozen tokens before each decoder layer,
+and inputs and outputs of each linear layer, embedding and norm at eight positions. For a 70B model this is about half a
+gigabyte.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,21 +29,21 @@ from ratchet.storage.records.export import MergeCheck, ModuleDifference
 
 ROWS = 2
 TOKENS = 32
-"""Tokens per row, from its beginning; a causal model computes them as in the whole row."""
+"""Tokens per row, from its beginning; a causal model computes them as in the complete row."""
 POSITIONS = 4
 """Positions per row whose outputs are recorded."""
 LISTED_MODULES = 8
 """Modules with the largest deviations that the report lists."""
 
 SUM_TOLERANCE = 1e-4
-"""Relative difference that float32 sums in another order may cause: W x + s B A x against (W + s B A) x. Unit roundoff
-is 6e-8 and grows with the root of the number of terms, to about 1e-5 for rows of 30,000; this allows ten times that for
-sums that nearly cancel. Measured on 24 families of tiny models: 1.5e-5 at most."""
+"""Relative difference that another order of float32 sums may cause: W x + s B A x instead of (W + s B A) x. The unit
+roundoff of 6e-8 grows with the root of the number of terms, to about 1e-5 for rows of 30,000. The tolerance is ten
+times that, for sums that nearly cancel. Measured on 24 families of tiny models: 1.5e-5 at most."""
 ROUNDING_EPSILONS = 4
-"""Machine epsilons of the stored type: rounding of weights, inputs and outputs moves an output by 1.4 epsilons at most
-(measured on five families in bfloat16 and float16)."""
+"""Tolerance in machine epsilons of the stored type: rounding of weights, inputs and outputs changes an output by 1.4
+epsilons at most (measured on five families in bfloat16 and float16)."""
 LAYER_ROUNDING_FACTOR = 8
-"""Factor of the rounding tolerance for a whole layer: attention turns a difference of scores, which are large, into a
+"""Factor of the rounding tolerance for a complete layer, because attention turns a difference of large scores into a
 factor. It has no effect in float32."""
 
 REPORT_BUG = "; this is a bug of the merge: report it with the name of the architecture"
@@ -85,7 +86,7 @@ class ActivationRecording:
     logits: list[Tensor] = field(default_factory=list)
     """[positions, vocabulary] in float32 for each row."""
     base_logits: list[Tensor] = field(default_factory=list)
-    """The same for the base without adapters."""
+    """Logits of the base without adapters, in the same form."""
 
 
 def record_activations(model: Model, rows: Sequence[Tokens]) -> ActivationRecording:
@@ -114,7 +115,7 @@ def record_activations(model: Model, rows: Sequence[Tokens]) -> ActivationRecord
 
 
 def position_logits(model: Model, row: Tokens) -> Tensor:
-    """Logits of a short row at the recorded positions: [positions, vocabulary] in float32, on the CPU."""
+    """Return the logits of a short row at the recorded positions: [positions, vocabulary] in float32, on the CPU."""
     logits = model(input_ids=torch.tensor([list(row)], device=model.device), use_cache=False).logits
     return select_positions(logits[0])
 
@@ -125,7 +126,7 @@ def select_positions(states: Tensor) -> Tensor:
 
 
 def position_indices(count: int) -> list[int]:
-    """Indices of the recorded positions among `count`: evenly spread, including the last."""
+    """Return the indices of the recorded positions among `count`: evenly spread, including the last."""
     number = min(count, POSITIONS)
     return [(i + 1) * count // number - 1 for i in range(number)]
 
@@ -136,11 +137,11 @@ def spread_items(items: list[Any], count: int) -> list[Any]:
     return [items[i * len(items) // number] for i in range(number)]
 
 
-# ------------------------------------------------------------------------------------------------ modules of a model
+# Modules of a model.
 
 
 def decoder_layers(base: Model) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the decoder layers in order; empty if none are found."""
+    """Return names and modules of the decoder layers in order; empty if none are found."""
     name, layers = find_blocks(base)
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
 
@@ -165,7 +166,7 @@ def _unwrap_module(module: Any) -> Any:
 
 
 def _is_leaf(module: Any) -> bool:
-    """Whether a module is a linear layer, an embedding, or a norm (no submodules and one weight per feature)."""
+    """Return whether a module is a linear layer, an embedding, or a norm (no submodules, one weight per feature)."""
     if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
         return True
     weight = getattr(module, "weight", None)
@@ -173,7 +174,7 @@ def _is_leaf(module: Any) -> bool:
     return is_norm and not isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
 
 
-# ---------------------------------------------------------------------------------------------------- recording hooks
+# Recording hooks.
 
 
 @contextmanager
@@ -196,7 +197,7 @@ def _recording_hooks(
 def _leaf_hook(recording: ActivationRecording, name: str) -> Callable[..., None]:
     def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if len(args) != 1 or kwargs or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
-            return  # the module sees more than one position; its layer is compared as a whole
+            return  # the module may combine positions; only its layer is compared
         inputs, outputs = args[0].detach(), output.detach().reshape(-1, output.shape[-1])
         inputs = inputs.reshape(-1, inputs.shape[-1]) if inputs.is_floating_point() else inputs.reshape(-1)
         if not len(inputs) or len(inputs) != len(outputs):
@@ -205,7 +206,7 @@ def _leaf_hook(recording: ActivationRecording, name: str) -> Callable[..., None]
         leaf = LeafRecording(inputs[selected].cpu(), outputs[selected].float().cpu())
         if (earlier := recording.leaves.get(name)) is not None:
             leaf = LeafRecording(torch.cat([earlier.inputs, leaf.inputs]), torch.cat([earlier.outputs, leaf.outputs]))
-        if len(leaf.outputs) <= ROWS * POSITIONS:  # only the first uses of a module that is used several times
+        if len(leaf.outputs) <= ROWS * POSITIONS:  # only the first uses of a module that is used repeatedly
             recording.leaves[name] = leaf
 
     return record
@@ -214,7 +215,7 @@ def _leaf_hook(recording: ActivationRecording, name: str) -> Callable[..., None]
 def _layer_input_hook(recording: ActivationRecording, name: str) -> Callable[..., None]:
     def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer = recording.layers[name]
-        if len(layer.inputs) == len(recording.logits):  # otherwise the layer is used again for the same row
+        if len(layer.inputs) == len(recording.logits):  # otherwise the layer is used repeatedly for the same row
             layer.inputs.append(input_states(args, kwargs).detach().clone().cpu())  # a layer may write into its input
 
     return record
@@ -232,35 +233,35 @@ def _layer_output_hook(recording: ActivationRecording, name: str, is_last: bool)
 
 
 def input_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Hidden states in the arguments of a decoder layer."""
+    """Return the hidden states in the arguments of a decoder layer."""
     states: Tensor = args[0] if args else kwargs["hidden_states"]
     return states
 
 
 def output_states(output: Any) -> Tensor:
-    """Hidden states in the output of a decoder layer, which may be a tuple."""
+    """Return the hidden states in the output of a decoder layer, which may be a tuple."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
 
 def _compute_dtype(base: Model) -> torch.dtype:
-    """The type that a model computes in: the type of its norms and embeddings, since 4-bit layers store bytes."""
-    return next(one.dtype for one in base.parameters() if one.is_floating_point() and not hasattr(one, "quant_state"))
+    """Return the type that a model computes in: the type of its norms and embeddings, as 4-bit layers store bytes."""
+    return next(p.dtype for p in base.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
 
 
 def _require_finite(recording: ActivationRecording) -> None:
-    """Raises DamagedFileError with the first module or layer whose output contains NaN or infinity."""
+    """Raise DamagedFileError for the first module or layer whose output contains NaN or infinity."""
     outputs = [(name, [leaf.outputs]) for name, leaf in recording.leaves.items()]
     outputs += [(name, layer.outputs) for name, layer in recording.layers.items()]
     outputs += [("the base without adapters", recording.base_logits), ("base + adapter", recording.logits)]
     for name, tensors in outputs:
-        if not all(bool(torch.isfinite(one).all()) for one in tensors):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
             raise DamagedFileError(
                 f"{name}: base + adapter computes NaN or infinity on a row of the data; train the adapter again"
             )
 
 
-# --------------------------------------------------------------------------------------------- deviations of a module
+# Deviations of a module.
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class ModuleDeviation:
 
     @property
     def excess(self) -> float:
-        """Difference as a multiple of the allowed difference; above 1 the module fails."""
+        """Difference as a multiple of the allowed difference; a module with more than 1 fails."""
         if not math.isfinite(self.difference):
             return math.inf
         relative = self.difference / self.scale if self.scale else math.inf if self.difference else 0.0
@@ -291,8 +292,8 @@ class ModuleComparison:
     name: str
     tolerance: float
     use_median: bool = False
-    """Whether the median position represents the module instead of the worst: in bfloat16 a router may choose the other
-    of two nearly equal experts, and the token then passes through other weights."""
+    """Whether the median position represents the module instead of the worst: in bfloat16 a router may choose a
+    different one of two nearly equal experts, and the token then passes through other weights."""
     differences: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
 
@@ -300,6 +301,8 @@ class ModuleComparison:
         """Add outputs [positions, features] of base + adapter and of the merged model.
 
         Args:
+            expected: outputs of base + adapter.
+            actual: outputs of the merged model.
             scales: [positions]; None: the largest expected value at each position.
 
         Raises:
@@ -321,27 +324,27 @@ class ModuleComparison:
             ModuleDeviation(self.name, float(difference), float(scale), self.tolerance)
             for difference, scale in zip(differences, scales, strict=True)
         ]
-        deviations.sort(key=lambda one: one.excess)
+        deviations.sort(key=lambda deviation: deviation.excess)
         return deviations[(len(deviations) - 1) // 2 if self.use_median else -1]
 
 
 def rounding_error(*dtypes: torch.dtype) -> float:
-    """Relative error of a module's output that storage and computation in these types add to float32 sums."""
+    """Return the relative error that storing and computing in these types adds to a module's output."""
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     return ROUNDING_EPSILONS * coarsest if coarsest > torch.finfo(torch.float32).eps else 0.0
 
 
 def module_tolerance(*dtypes: torch.dtype) -> float:
-    """Allowed relative difference of a module whose weights are stored and used in these types."""
+    """Return the allowed relative difference of a module whose weights are stored and used in these types."""
     return SUM_TOLERANCE + rounding_error(*dtypes)
 
 
 def require_within_tolerance(deviations: Sequence[ModuleDeviation]) -> None:
-    """Raises DamagedFileError with the worst deviation, if any exceeds its tolerance."""
-    failed = sorted((one for one in deviations if not one.excess <= 1), key=lambda one: (-one.excess, one.name))
+    """Raise DamagedFileError for the worst deviation, if any exceeds its tolerance."""
+    failed = _sort_worst_first(deviation for deviation in deviations if not deviation.excess <= 1)
     if failed:
-        worst, more = failed[0], len(failed) - 1
-        others = f"; {more} other module{'s differ' if more > 1 else ' differs'}, too" if more else ""
+        worst, count = failed[0], len(failed) - 1
+        others = f"; {count} other module{'s differ' if count > 1 else ' differs'}, too" if count else ""
         raise DamagedFileError(
             f"the merged model differs from base + adapter: for the same input, {worst.name} differs by "
             f"{worst.difference:.2g}, where base + adapter has values up to {worst.scale:.2g} (allowed: "
@@ -349,24 +352,29 @@ def require_within_tolerance(deviations: Sequence[ModuleDeviation]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------- checking a merge
+def _sort_worst_first(deviations: Iterable[ModuleDeviation]) -> list[ModuleDeviation]:
+    return sorted(deviations, key=lambda deviation: (-deviation.excess, deviation.name))
+
+
+# Checking a merge.
 
 
 def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtype) -> MergeCheck:
     """Compare a merged model with a recording of base + adapter that was computed from the same weights.
 
     Linear layers, embeddings and norms are compared in float32, whatever their stored type; decoder layers run in the
-    merged model's own type. A layer's difference is compared with the change that it makes to its input, not with its
-    output, in which a few features of large models are a thousand times as large as all others.
+    merged model's own type. A layer's difference is measured relative to the change that the layer makes to its input.
+    It is not measured relative to the output, where large models have a few features a thousand times as large as all
+    others.
 
     Args:
         recording: recording of base + adapter.
         merged: the plain model, loaded from disk; it stays unchanged.
-        dtype: type of its stored weights.
+        dtype: type of the model's stored weights.
 
     Raises:
         DamagedFileError: the merged model equals the base although the adapter has an effect, or a module is missing or
-            deviates; the message names it.
+            deviates; the message names the module.
     """
     tolerance = module_tolerance(dtype, recording.dtype)
     with torch.no_grad():
@@ -375,18 +383,18 @@ def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtyp
         require_within_tolerance(leaves)
         layers = _compare_layers(recording, merged, rounding_error(dtype, recording.dtype, merged.dtype))
         require_within_tolerance(layers)
-    worst = sorted((*leaves, *layers), key=lambda one: (-one.excess, one.name))[:LISTED_MODULES]
+    worst = _sort_worst_first((*leaves, *layers))[:LISTED_MODULES]
     return MergeCheck(
         modules=len(leaves),
         layers=len(recording.layers),
-        worst=tuple(ModuleDifference(name=p.name, max_difference=p.difference, scale=p.scale) for p in worst),
+        worst=tuple(ModuleDifference(name=d.name, max_difference=d.difference, scale=d.scale) for d in worst),
         tolerance=tolerance,
         adapter_effect=effect,
     )
 
 
 def _measure_adapter_effect(recording: ActivationRecording, merged: Model) -> float:
-    """Largest difference of a logit between merged model and base; 0 if the adapter changes nothing.
+    """Return the largest difference of a logit between merged model and base; 0 if the adapter changes nothing.
 
     Raises:
         DamagedFileError: the merged model equals the base, although base + adapter does not.
@@ -394,12 +402,13 @@ def _measure_adapter_effect(recording: ActivationRecording, merged: Model) -> fl
     adapted, base = torch.cat(recording.logits), torch.cat(recording.base_logits)
     if torch.equal(adapted, base):
         return 0.0
-    found = torch.cat([position_logits(merged, row) for row in recording.rows])
-    if found.shape != base.shape:
+    logits = torch.cat([position_logits(merged, row) for row in recording.rows])
+    if logits.shape != base.shape:
         raise DamagedFileError(
-            f"the merged model has {found.shape[-1]} logits; expected {base.shape[-1]} as in base + adapter{REPORT_BUG}"
+            f"the merged model has {logits.shape[-1]} logits; expected {base.shape[-1]} as in base + adapter"
+            f"{REPORT_BUG}"
         )
-    to_base, to_adapted = float((found - base).abs().max()), float((found - adapted).abs().max())
+    to_base, to_adapted = float((logits - base).abs().max()), float((logits - adapted).abs().max())
     if to_base < 0.1 * to_adapted:  # rounding to bfloat16 alone also changes the logits a little
         raise DamagedFileError(
             f"the merged model equals the base: its logits differ from the base's by {to_base:.2g} at most, but the "
@@ -453,11 +462,11 @@ class _LayerwiseReplay:
         return SUM_TOLERANCE + LAYER_ROUNDING_FACTOR * self.rounding
 
     def comparison(self, name: str) -> ModuleComparison:
-        """Return the comparison with this name; create it if necessary."""
+        """Return the comparison with this name; create it if it does not exist."""
         return self.comparisons.setdefault(name, ModuleComparison(name, self.tolerance, use_median=self.rounding > 0))
 
     def replace_input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace a layer's input by the recorded one; the input of the first layer is compared before."""
+        """Replace a layer's input by the recorded input; first compare the input of the first layer."""
         if name in self.seen:
             return None
         recorded, actual = self.recording.layers[name].inputs[self.row], input_states(args, kwargs)
@@ -467,7 +476,7 @@ class _LayerwiseReplay:
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
     def compare_output(self, name: str, output: Any) -> Any:
-        """Compare a layer's output; replace the last layer's output by the recorded one, as the input of the head."""
+        """Compare a layer's output; replace the last layer's output, which the head reads, by the recorded output."""
         if name in self.seen:
             return None
         self.seen.add(name)
@@ -507,9 +516,9 @@ def _compare_layers(recording: ActivationRecording, merged: Model, rounding: flo
 def _replay_hooks(replay: _LayerwiseReplay, modules: dict[str, nn.Module]) -> Iterator[None]:
     hooks = []
     for name, module in modules.items():
-        before = lambda _, args, kwargs, name=name: replay.replace_input(name, args, kwargs)  # noqa: E731
-        after = lambda _, __, output, name=name: replay.compare_output(name, output)  # noqa: E731
-        hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        replace = lambda _, args, kwargs, name=name: replay.replace_input(name, args, kwargs)  # noqa: E731
+        compare = lambda _, __, output, name=name: replay.compare_output(name, output)  # noqa: E731
+        hooks += [module.register_forward_pre_hook(replace, with_kwargs=True), module.register_forward_hook(compare)]
     try:
         yield
     finally:

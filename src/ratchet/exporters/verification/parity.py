@@ -21,6 +21,21 @@ from ratchet.models.device import Model
 from ratchet.quality_gate import paired_test
 from ratchet.storage.records.export import DistributionDistance, Progress, TaskScore
 
+LIKELY_SHARE = 1000.0
+"""A token counts as likely if its probability exceeds 1 / (vocabulary size * LIKELY_SHARE)."""
+MIN_LOG_PROBABILITY = -149 * math.log(2)
+"""Logarithm of 2^-149, the smallest float32 number, which replaces the logarithm of zero. If a format excludes a token
+that the reference considers possible, the divergence is some hundred nats instead of infinity, which JSON cannot
+store."""
+_TEST_PLAN = paired_test.PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
+"""Two one-sided bounds of 97.5 % form a two-sided interval of 95 %; the other values are the gate's defaults."""
+LogProbabilities = NDArray[np.float32]
+"""[positions, vocabulary], in nats."""
+Score = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+"""Function that scores answers, given the expected answers and a model's answers; higher is better. The caller passes
+the evaluation's own metric, so that correctness is defined in one place."""
+Decode = Callable[[Sequence[int]], str]
+
 
 class ModelRuntime(Protocol):
     """An exported model opened in its runtime. Use it in one thread, inside the `with` block that opened it."""
@@ -31,12 +46,13 @@ class ModelRuntime(Protocol):
         ...
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a text with the model's own tokenizer; special tokens in it count, and none is prepended."""
+        """Tokenize a text with the model's own tokenizer, which recognizes special tokens in it and adds none."""
         ...
 
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """Return log-probabilities of the next token in nats, [positions, vocabulary]; row i follows ids[: positions[i]
-        + 1].
+        """Return log-probabilities of the next token in nats, [positions, vocabulary].
+
+        Row i is for the token that follows ids[: positions[i] + 1].
 
         Args:
             ids: all tokens of one row.
@@ -45,161 +61,8 @@ class ModelRuntime(Protocol):
         ...
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
-        """Return the greedy continuation; it ends with one of `ends`, which is included, or at the limit."""
+        """Return the greedy continuation, up to and including a token of `ends`, or up to the limit."""
         ...
-
-
-LIKELY_SHARE = 1000.0
-"""A token counts as likely if its probability exceeds 1 / (vocabulary size * this)."""
-MIN_LOG_PROBABILITY = -149 * math.log(2)
-"""Logarithm of 2^-149, the smallest float32 number. A probability of zero counts as this: if a format excludes a token
-that the reference considers possible, the divergence is some hundred nats instead of infinity, which no JSON record can
-store."""
-
-LogProbabilities = NDArray[np.float32]
-"""[positions, vocabulary], in nats."""
-
-
-@dataclass
-class _DivergenceTotals:
-    """Running sums over the rows compared so far."""
-
-    rows: int = 0
-    positions: int = 0
-    likely: int = 0
-    difference: float = 0.0
-    max_difference: float = 0.0
-    kl: float = 0.0
-    max_kl: float = 0.0
-    agreements: int = 0
-    nats: float = 0.0
-    reference_nats: float = 0.0
-
-    def add(self, reference: LogProbabilities, compared: LogProbabilities, targets: Sequence[int]) -> None:
-        """Add one row, position by position, so that float64 copies have the size of the vocabulary."""
-        self.rows += 1
-        for reference_position, compared_position, target in zip(reference, compared, targets, strict=True):
-            p, q = (
-                np.maximum(one.astype(np.float64), MIN_LOG_PROBABILITY)
-                for one in (reference_position, compared_position)
-            )
-            is_likely = p > -math.log(LIKELY_SHARE * len(p))
-            differences = np.abs(q[is_likely] - p[is_likely])
-            self.likely += len(differences)
-            self.difference += float(differences.sum())
-            self.max_difference = max(self.max_difference, float(differences.max()))
-            # The terms -p + q cancel the float32 rounding of the probabilities, whose exact sums are 1.
-            kl = max(0.0, float((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum()))
-            self.kl += kl
-            self.max_kl = max(self.max_kl, kl)
-            self.agreements += int(p.argmax() == q.argmax())
-            self.nats -= float(q[target])
-            self.reference_nats -= float(p[target])
-            self.positions += 1
-
-
-def measure_distance(
-    reference: Iterable[LogProbabilities], compared: Iterable[LogProbabilities], targets: Iterable[Sequence[int]]
-) -> DistributionDistance:  # fmt: skip
-    """Compare the log-probabilities of two models row by row. Generators are consumed one row at a time.
-
-    `mean_difference` is the mean of |difference| over the same likely tokens as `max_difference`. The divergence is
-    sum p (log p - log q) over the whole vocabulary (Kullback and Leibler 1951). It is computed with - p + q behind each
-    term; these terms add up to zero for probabilities, and remove the effect of float32 rounding. Sums are float64.
-
-    Args:
-        reference: log-probabilities of base + adapter for each row.
-        compared: log-probabilities of the other model at the same positions.
-        targets: for each row, the token that follows each of its positions.
-
-    Raises:
-        DamagedFileError: the other model returns NaN, or values for another vocabulary.
-        ValueError: there is no position, or the numbers of rows differ.
-    """
-    totals = _DivergenceTotals()
-    for row, (expected, values, tokens) in enumerate(zip(reference, compared, targets, strict=True)):
-        if expected.shape != values.shape:
-            raise DamagedFileError(
-                f"row {row}: log-probabilities: found shape {values.shape}; expected {expected.shape} (positions, "
-                "vocabulary) as in base + adapter; export again"
-            )
-        if np.isnan(values).any() or np.isposinf(values).any():
-            raise DamagedFileError(
-                f"row {row}: log-probabilities: found NaN or infinity; the exported format or its runtime is faulty"
-            )
-        totals.add(expected, values, tokens)
-    if not totals.positions:
-        raise ValueError("no position to compare")
-    return DistributionDistance(
-        rows=totals.rows,
-        positions=totals.positions,
-        max_difference=totals.max_difference,
-        mean_difference=totals.difference / totals.likely,
-        kl=totals.kl / totals.positions,
-        max_kl=totals.max_kl,
-        greedy_agreement=totals.agreements / totals.positions,
-        perplexity=math.exp(totals.nats / totals.positions),
-        reference_perplexity=math.exp(totals.reference_nats / totals.positions),
-    )
-
-
-Score = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""Scores pairs of expected and given answers; higher is better. The caller passes the evaluation's own metric, so that
-correctness is defined in one place."""
-
-_TEST_PLAN = paired_test.PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
-"""Two one-sided bounds of 97.5 % form a two-sided interval of 95 %; the other values are the gate's defaults."""
-
-
-@dataclass(frozen=True)
-class FormatAnswers:
-    """A format's answers, row by row."""
-
-    tokens: Sequence[Sequence[int]]
-    texts: Sequence[str]
-    """The decoded answers, stripped, without special tokens."""
-
-
-@dataclass(frozen=True)
-class ParityTask:
-    """Expected answers, and the metric that scores answers."""
-
-    metric: str
-    expected: Sequence[str]
-    score: Score
-    groups: Sequence[str | None] | None = None
-    """Group of each row; rows of one group are not independent samples. None: each row is a group."""
-
-
-def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
-    """Score a format's answers and base + adapter's answers to the same prompts; None if there are no prompts.
-
-    The interval of the difference is the gate's: Tango's score interval for binary scores, otherwise the BCa bootstrap
-    over whole groups (gate/paired_test.py).
-
-    Raises:
-        ValueError: the number of answers differs from the number of expected answers.
-    """
-    if not task.expected:
-        return None
-    new, old = ([float(one) for one in task.score(task.expected, part.texts)] for part in (answers, reference))
-    result = paired_test.compare(paired_test.PairedScores(new, old, "higher", groups=task.groups), 0.0, _TEST_PLAN)
-    same = sum(list(a) == list(b) for a, b in zip(answers.tokens, reference.tokens, strict=True))
-    return TaskScore(
-        metric=task.metric,
-        rows=len(new),
-        value=sum(new) / len(new),
-        reference=sum(old) / len(old),
-        difference=result.difference,
-        low=result.low,
-        high=result.high,
-        same_answers=same / len(new),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- one format
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -207,8 +70,9 @@ class ReferenceOutputs:
     """base + adapter's outputs for all probe inputs."""
 
     log_probabilities: list[NDArray[np.float32]]
-    """[positions, vocabulary] for each row: the only large value in memory while formats are verified."""
+    """[positions, vocabulary] for each row. Only this value is large in memory while formats are verified."""
     answers: list[list[int]]
+    """Token ids of each answer."""
     texts: list[list[int]]
     """Token ids of the probe texts."""
 
@@ -241,8 +105,12 @@ def compare_format(
     """Run a format on all probe inputs, and compare its outputs with the reference.
 
     Args:
+        runtime: the format, opened in its runtime.
+        reference: outputs of base + adapter.
+        inputs: the probe inputs.
         decode: converts the tokens of an answer to text without special tokens.
         score: the evaluation's scoring function for `inputs.metric`.
+        progress: called with activity, finished rows and their total.
 
     Raises:
         DamagedFileError: the format has another vocabulary, or returns NaN.
@@ -251,9 +119,12 @@ def compare_format(
     distance = measure_distance(reference.log_probabilities, log_probabilities, inputs.targets)
     answers, speed = _generate_answers(runtime, inputs, progress)
     task = ParityTask(inputs.metric, inputs.expected, score, inputs.groups or None)
-    both = (FormatAnswers(tokens, [decode(one).strip() for one in tokens]) for tokens in (answers, reference.answers))
+    format_answers, reference_answers = (
+        FormatAnswers(rows, [decode(tokens).strip() for tokens in rows]) for rows in (answers, reference.answers)
+    )
+    task_score = score_task(task, format_answers, reference_answers)
     same_texts = sum(runtime.token_ids(text) == ids for text, ids in zip(inputs.texts, reference.texts, strict=True))
-    return ParityResult(distance, score_task(task, *both), same_texts, len(inputs.texts), speed)
+    return ParityResult(distance, task_score, same_texts, len(inputs.texts), speed)
 
 
 def _compute_distributions(
@@ -267,7 +138,7 @@ def _compute_distributions(
 
 
 def _generate_answers(runtime: ModelRuntime, inputs: ProbeInputs, progress: Progress) -> tuple[list[list[int]], float]:
-    """Return the answers and the median of their tokens per second."""
+    """Return the answers, and the median of their tokens per second."""
     answers, speeds, total = [], [], len(inputs.prompts)
     for row, prompt in enumerate(inputs.prompts):
         progress("answers", row, total)
@@ -280,7 +151,145 @@ def _generate_answers(runtime: ModelRuntime, inputs: ProbeInputs, progress: Prog
     return answers, statistics.median(speeds) if speeds else 0.0
 
 
-# -------------------------------------------------------------------------------------------------- the reference model
+# Distributions.
+
+
+@dataclass
+class _DivergenceTotals:
+    """Sums over the rows that were compared so far."""
+
+    rows: int = 0
+    positions: int = 0
+    likely: int = 0
+    difference: float = 0.0
+    max_difference: float = 0.0
+    kl: float = 0.0
+    max_kl: float = 0.0
+    agreements: int = 0
+    nats: float = 0.0
+    reference_nats: float = 0.0
+
+    def add(self, reference: LogProbabilities, compared: LogProbabilities, targets: Sequence[int]) -> None:
+        """Add one row, position by position, so that float64 copies are only as large as the vocabulary."""
+        self.rows += 1
+        for reference_position, compared_position, target in zip(reference, compared, targets, strict=True):
+            p, q = (
+                np.maximum(log_probabilities.astype(np.float64), MIN_LOG_PROBABILITY)
+                for log_probabilities in (reference_position, compared_position)
+            )
+            is_likely = p > -math.log(LIKELY_SHARE * len(p))
+            differences = np.abs(q[is_likely] - p[is_likely])
+            self.likely += len(differences)
+            self.difference += float(differences.sum())
+            self.max_difference = max(self.max_difference, float(differences.max()))
+            # The exact probabilities of both sum to 1, so the terms -p + q only cancel float32 rounding.
+            kl = max(0.0, float((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum()))
+            self.kl += kl
+            self.max_kl = max(self.max_kl, kl)
+            self.agreements += int(p.argmax() == q.argmax())
+            self.nats -= float(q[target])
+            self.reference_nats -= float(p[target])
+            self.positions += 1
+
+
+def measure_distance(
+    reference: Iterable[LogProbabilities], compared: Iterable[LogProbabilities], targets: Iterable[Sequence[int]]
+) -> DistributionDistance:  # fmt: skip
+    """Compare the log-probabilities of two models row by row. Generators are consumed one row at a time.
+
+    `mean_difference` is the mean of |difference| over the same likely tokens as `max_difference`. The divergence is the
+    sum of p (log p - log q) over the vocabulary (Kullback and Leibler 1951). Each term is computed with an additional
+    - p + q: these additions sum to zero for exact probabilities, and remove the effect of float32 rounding. Sums are
+    float64.
+
+    Args:
+        reference: log-probabilities of base + adapter for each row.
+        compared: log-probabilities of the compared model at the same positions.
+        targets: for each row, the token that follows each of its positions.
+
+    Raises:
+        DamagedFileError: the compared model returns NaN, or values for another vocabulary.
+        ValueError: the rows have no position, or the numbers of rows differ.
+    """
+    totals = _DivergenceTotals()
+    for row, (expected, values, tokens) in enumerate(zip(reference, compared, targets, strict=True)):
+        if expected.shape != values.shape:
+            raise DamagedFileError(
+                f"row {row}: log-probabilities: found shape {values.shape}; expected {expected.shape} (positions, "
+                "vocabulary) as in base + adapter; export again"
+            )
+        if np.isnan(values).any() or np.isposinf(values).any():
+            raise DamagedFileError(
+                f"row {row}: log-probabilities: found NaN or infinity; the exported format or its runtime is faulty"
+            )
+        totals.add(expected, values, tokens)
+    if not totals.positions:
+        raise ValueError("no position to compare")
+    return DistributionDistance(
+        rows=totals.rows,
+        positions=totals.positions,
+        max_difference=totals.max_difference,
+        mean_difference=totals.difference / totals.likely,
+        kl=totals.kl / totals.positions,
+        max_kl=totals.max_kl,
+        greedy_agreement=totals.agreements / totals.positions,
+        perplexity=math.exp(totals.nats / totals.positions),
+        reference_perplexity=math.exp(totals.reference_nats / totals.positions),
+    )
+
+
+# Answers.
+
+
+@dataclass(frozen=True)
+class FormatAnswers:
+    """A format's answers, row by row."""
+
+    tokens: Sequence[Sequence[int]]
+    texts: Sequence[str]
+    """The decoded answers, stripped, without special tokens."""
+
+
+@dataclass(frozen=True)
+class ParityTask:
+    """Expected answers, and the metric that scores a model's answers."""
+
+    metric: str
+    expected: Sequence[str]
+    score: Score
+    groups: Sequence[str | None] | None = None
+    """Group of each row; rows of one group are not independent samples. None: each row is a group."""
+
+
+def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
+    """Score a format's answers and base + adapter's answers to the same prompts; return None without prompts.
+
+    The interval of the difference is the quality gate's: Tango's score interval for binary scores, otherwise the BCa
+    bootstrap over complete groups (quality_gate/paired_test.py).
+
+    Raises:
+        ValueError: the number of answers differs from the number of expected answers.
+    """
+    if not task.expected:
+        return None
+    scores = list(map(float, task.score(task.expected, answers.texts)))
+    reference_scores = list(map(float, task.score(task.expected, reference.texts)))
+    pairs = paired_test.PairedScores(scores, reference_scores, "higher", groups=task.groups)
+    result = paired_test.compare(pairs, 0.0, _TEST_PLAN)
+    same = sum(list(a) == list(b) for a, b in zip(answers.tokens, reference.tokens, strict=True))
+    return TaskScore(
+        metric=task.metric,
+        rows=len(scores),
+        value=sum(scores) / len(scores),
+        reference=sum(reference_scores) / len(reference_scores),
+        difference=result.difference,
+        low=result.low,
+        high=result.high,
+        same_answers=same / len(scores),
+    )
+
+
+# The reference model.
 
 
 class TorchRuntime:
@@ -301,20 +310,20 @@ class TorchRuntime:
         return f"transformers {transformers.__version__}"
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokens of a text, with special tokens in it recognized and none added."""
+        """Tokenize a text; special tokens in it are recognized, and none are added."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities of the next token, in nats: [positions, vocabulary]; row i follows position i."""
+        """Return log-probabilities of the next token at each position in nats: [positions, vocabulary]."""
         return log_softmax(logits_at(self._model, ids, positions))
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
-        """Greedy continuation, including the token that ended it."""
+        """Return the greedy continuation, including the token that ended it."""
         config = self._model.config
         use_cache, config.use_cache = config.use_cache, True  # training turned it off, and some models' code reads it
         try:
-            pad = self._tokenizer.pad_token_id  # unused: there is one row
+            pad = self._tokenizer.pad_token_id  # a single row needs no padding
             return scoring.generate(self._model, [prompt], ends, max_new_tokens, 0 if pad is None else pad)[0]
         finally:
             config.use_cache = use_cache
@@ -323,10 +332,12 @@ class TorchRuntime:
 def logits_at(model: Model, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
     """Compute the logits of a row at some positions: [positions, vocabulary] in float32.
 
-    The head runs on chunks of the range from the first to the last position, so the logits of a long row with a large
-    vocabulary are never in memory as a whole.
+    The head runs on chunks of the range from the first to the last position, so memory never contains all logits of a
+    long row with a large vocabulary.
 
     Args:
+        model: a causal model.
+        ids: token ids of the row.
         positions: ascending indices into `ids`, at least one.
     """
     first, end = positions[0], positions[-1] + 1
@@ -334,7 +345,7 @@ def logits_at(model: Model, ids: Sequence[int], positions: Sequence[int]) -> NDA
     with torch.no_grad():
         row = torch.tensor([list(ids)], device=model.device)
         for start, logits in ForwardPass(model, row, (first, end)).pieces():
-            selected = [one - start for one in positions if start <= one < start + logits.shape[1]]
+            selected = [position - start for position in positions if start <= position < start + logits.shape[1]]
             chunks.append(logits[0, selected].float().cpu())
     gathered: NDArray[np.float32] = torch.cat(chunks).numpy()
     return gathered

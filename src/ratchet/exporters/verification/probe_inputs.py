@@ -1,8 +1,9 @@
 """Chooses the inputs that every format is verified with: rows and positions, prompts, and texts for tokenizers.
 
-A wrong pre-tokenizer in a GGUF file affects few words: accuracy does not reveal it, these texts do. They test grouping
-of digits and splitting at apostrophes, merging of spaces and line breaks, normalization, bytes of characters outside
-the vocabulary, and recognition of special tokens. Escapes are used for characters that an editor would change or hide.
+A wrong pre-tokenizer in a GGUF file affects few words, so accuracy does not reveal it, but these texts do. They test
+grouping of digits and splitting at apostrophes, merging of spaces and line breaks, normalization, bytes of characters
+outside of the vocabulary, and recognition of special tokens. Characters that an editor would change or hide are written
+as escapes.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ TEXTS: tuple[str, ...] = (
     "\n" * 20 + "y",
     "\u2581 \u2581\u2581word \u0120token \u010abreak",
 )
-"""Short texts of many scripts and kinds."""
+"""Short texts in many scripts and of many kinds."""
 
 PROBES: tuple[str, ...] = (
     "What can you do?",
@@ -92,11 +93,10 @@ PROBES: tuple[str, ...] = (
     "Write one sentence about the sea.",
     "Thanks, that is all.",
 )
-"""Harmless questions from no data set, so that answers can be published."""
-
+"""Harmless questions that come from no data set, so that answers can be published."""
 
 PROMPT_TEXTS = 32
-"""Prompts of test rows among the texts whose tokens are compared."""
+"""Number of test rows whose prompts are among the texts for tokenizers."""
 
 Metric = Literal["accuracy", "exact_match", "token_f1"]
 
@@ -108,11 +108,11 @@ class ProbeInputs:
     rows: list[list[int]]
     """Token ids of each row."""
     positions: list[list[int]]
-    """For each row, ascending: positions whose next token is an answer token."""
+    """Positions of each row, ascending, whose next token is an answer token."""
     targets: list[list[int]]
     """The next tokens at these positions."""
     prompts: list[list[int]]
-    """Token ids that end where the assistant's answer begins."""
+    """Token ids of each prompt, which ends where the assistant's answer begins."""
     expected: list[str]
     """The correct answer to each prompt, stripped."""
     metric: Metric
@@ -126,16 +126,16 @@ class ProbeInputs:
 
 
 def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: Sequence[int]) -> ProbeInputs:
-    """Choose evenly from the test rows; the same rows give the same inputs.
+    """Choose evenly spread test rows. The same rows give the same inputs.
 
-    Prompts come from rows that the evaluation answers, in the same encoding. If the chosen rows have more answer
-    positions than `export.parity_positions`, each row keeps an evenly spread share of its positions; rows are dropped
-    only if there are fewer positions than rows.
+    Prompts come from rows for which the evaluation generates answers, in the same encoding. If the chosen rows have
+    more answer positions than `export.parity_positions`, each row keeps an evenly spread share of its positions. Rows
+    are dropped only if that limit is lower than the number of rows.
 
     Args:
         test: test rows from `token_files.open_split`.
         tokenizer: the tokenizer of base + adapter.
-        settings: the sections export and evaluate and the setting prepare.task are used.
+        settings: settings of the project, of which the sections export and evaluate and the setting prepare.task count.
         end_ids: tokens that end an answer.
 
     Raises:
@@ -146,14 +146,14 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
     rows = [test[i] for i in spread_indices(count, export.parity_rows)]
     task_rows = [test[i] for i in spread_indices(answered, export.task_rows)]
     conversations = [Conversation.from_json(row["conversation"]) for row in task_rows]
-    with_answers = [(row["input_ids"], found) for row in rows if (found := _answer_positions(row["labels"]))]
+    with_answers = [(row["input_ids"], indices) for row in rows if (indices := _answer_positions(row["labels"]))]
     if not with_answers:
         raise DataError("prepare.split.test: no test row has an answer token to compare; prepare more test rows")
-    chosen = _thin_positions(with_answers, export.parity_positions)
+    probe_rows = _thin_positions(with_answers, export.parity_positions)
     return ProbeInputs(
-        rows=[list(ids) for ids, _ in chosen],
-        positions=[positions for _, positions in chosen],
-        targets=[[ids[one + 1] for one in positions] for ids, positions in chosen],
+        rows=[list(ids) for ids, _ in probe_rows],
+        positions=[positions for _, positions in probe_rows],
+        targets=[[ids[position + 1] for position in positions] for ids, positions in probe_rows],
         prompts=[tokenization.encode_prompt(tokenizer, conversation.context) for conversation in conversations],
         expected=[conversation.response.strip() for conversation in conversations],
         metric=task_metric(settings),
@@ -161,23 +161,27 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
         max_new_tokens=settings.evaluate.max_new_tokens,
         groups=[row["group"] for row in task_rows],
         texts=build_probe_texts(
-            tokenizer, [tokenization.encode_prompt(tokenizer, one.context) for one in conversations[:PROMPT_TEXTS]]
+            tokenizer,
+            [
+                tokenization.encode_prompt(tokenizer, conversation.context)
+                for conversation in conversations[:PROMPT_TEXTS]
+            ],
         ),
     )
 
 
 def build_probe_texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return difficult texts and decoded prompts, each after a special token as in a conversation.
+    """Return difficult texts, each after a special token as in a conversation, and decoded prompts.
 
-    At the beginning of a text SentencePiece inserts a space, and not every format can express that in a file; in a
-    conversation something always precedes the text.
+    SentencePiece inserts a space at the beginning of a text, and some formats cannot express that in a file. In a
+    conversation, other tokens always precede the text.
     """
     prefix = tokenizer.eos_token or ""
     return [*(prefix + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
 def task_metric(settings: Settings) -> Metric:
-    """The metric that scores answers: accuracy for labels; for texts token F1 if it is evaluated, else exact match."""
+    """Return the metric that scores answers: accuracy for labels, otherwise token F1 if evaluated, else exact match."""
     if settings.prepare.task == "labels":
         return "accuracy"
     return "token_f1" if "token_f1" in settings.evaluate.metrics else "exact_match"
@@ -190,18 +194,18 @@ def spread_indices(count: int, limit: int) -> list[int]:
 
 
 def _answer_positions(labels: Sequence[int]) -> list[int]:
-    """Positions whose next token is an answer token: position p predicts token p + 1."""
+    """Return the positions whose next token is an answer token: position p predicts token p + 1."""
     return [index - 1 for index, label in enumerate(labels) if index and label != IGNORE_INDEX]
 
 
 def _thin_positions(rows: Sequence[tuple[Any, list[int]]], budget: int) -> list[tuple[Any, list[int]]]:
-    """Reduce positions to a budget: short rows keep all of theirs, longer rows get equal shares."""
+    """Reduce the number of positions to a budget: short rows keep all positions, longer rows get equal shares."""
     rows = [rows[i] for i in spread_indices(len(rows), budget)]
-    left, share = budget, {}
-    for done, i in enumerate(sorted(range(len(rows)), key=lambda i: (len(rows[i][1]), i))):
-        share[i] = min(len(rows[i][1]), left // (len(rows) - done))
-        left -= share[i]
+    remaining, shares = budget, {}
+    for finished, i in enumerate(sorted(range(len(rows)), key=lambda i: (len(rows[i][1]), i))):
+        shares[i] = min(len(rows[i][1]), remaining // (len(rows) - finished))
+        remaining -= shares[i]
     return [
-        (ids, [positions[k] for k in spread_indices(len(positions), share[i])])
+        (ids, [positions[k] for k in spread_indices(len(positions), shares[i])])
         for i, (ids, positions) in enumerate(rows)
     ]

@@ -1,7 +1,7 @@
 """Computes base + adapter with peft, independently of the merge code, as the reference for merges.
 
-Several adapters, weights and a subset of modules are combined from peft's own forward passes: a module's output is
-base(x) + sum of w_i (adapter_i(x) - base(x)), which holds for LoRA and DoRA alike.
+Several adapters with weights are combined from peft's own forward passes: a module's output is
+base(x) + sum of w_i (adapter_i(x) - base(x)), which is correct for LoRA and DoRA alike.
 """
 
 import copy
@@ -27,9 +27,10 @@ from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.device import Model
 
 _REPLACED = "_replaced_by_adapters"
-"""Attribute of a model from `load_adapted_model`: parameters of the base that adapters replaced, with their values."""
+"""Attribute of a model from `load_adapted_model`: the parameters of the base that adapters replaced."""
 
-_Replaced = list[tuple[nn.Parameter, Tensor]]
+_ReplacedParameters = list[tuple[nn.Parameter, Tensor]]
+"""Parameters with their values in the base."""
 
 
 def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> Model:
@@ -42,7 +43,7 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
 
     Raises:
         BaseModelError, DamagedFileError: an adapter does not fit this base, or cannot be read.
-        SettingsError: the base cannot be loaded like this, or adapters of this kind cannot be combined.
+        SettingsError: the base cannot be loaded with these settings, or adapters of this kind cannot be combined.
     """
     train = recipe.train
     if base == "original":
@@ -69,8 +70,8 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
 
 @contextmanager
 def disable_adapters(model: Model) -> Iterator[None]:
-    """Within the context, the model is the base alone, with its own biases and embeddings instead of replaced ones."""
-    replaced: _Replaced = getattr(model, _REPLACED, [])
+    """Make the model compute as the base alone within the context, with the base's own biases and embeddings."""
+    replaced: _ReplacedParameters = getattr(model, _REPLACED, [])
     adapted_data = [parameter.data for parameter, _ in replaced]
     for parameter, original in replaced:
         parameter.data = original.to(parameter.dtype)
@@ -87,8 +88,8 @@ def disable_adapters(model: Model) -> Iterator[None]:
 def compute_in_float32(model: Model) -> Model:
     """Convert a model to float32 computation in place, so that bfloat16 rounding does not hide errors of a merge.
 
-    4-bit weights stay 4-bit. They are dequantized for each product as in training, to the type used there, because
-    its rounding is part of their values. Everything else becomes float32.
+    4-bit weights stay 4-bit. For each product they are dequantized as in training, to the same type, because rounding
+    to that type is part of their values. Everything else becomes float32.
 
     Returns:
         The same model.
@@ -122,7 +123,7 @@ class _DequantizedForward:
         return functional.linear(x.float(), weight, None if bias is None else bias.float())
 
 
-# -------------------------------------------------------------------------------------------- several adapters
+# Several adapters.
 
 
 def _load_further_adapter(model: Model, part: WeightedAdapter, name: str) -> None:
@@ -154,15 +155,15 @@ def _load_further_adapter(model: Model, part: WeightedAdapter, name: str) -> Non
         parameter.data = tensor.to(parameter.device)  # peft converted it to the base's type or to float32
 
 
-def _copy_replaceable(base: Model, recipe: MergeRecipe) -> _Replaced:
-    """Copy the parameters of the base that peft replaces (biases, whole embeddings), before adapters are loaded."""
+def _copy_replaceable(base: Model, recipe: MergeRecipe) -> _ReplacedParameters:
+    """Copy the parameters of the base that peft replaces (biases, complete embeddings), before adapters are loaded."""
     saved = {key.replace(".base_layer.", ".") for part in recipe.adapters for key in adapter_format.read(part.adapter)}
     named = base.named_parameters()
-    return [(one, one.detach().clone()) for name, one in named if f"base_model.model.{name}" in saved]
+    return [(parameter, parameter.detach().clone()) for name, parameter in named if f"base_model.model.{name}" in saved]
 
 
-def _extract_changes(replaced: _Replaced, weight: float) -> list[Tensor]:
-    """Return the changes that the last loaded adapter made to these parameters, times its weight, and restore them."""
+def _extract_changes(replaced: _ReplacedParameters, weight: float) -> list[Tensor]:
+    """Return the weighted changes of these parameters by the last loaded adapter, and restore the base's values."""
     changes = [weight * (parameter.detach().float() - original.float()) for parameter, original in replaced]
     for parameter, original in replaced:
         parameter.data = original.clone()
@@ -172,7 +173,7 @@ def _extract_changes(replaced: _Replaced, weight: float) -> list[Tensor]:
 def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
     """Change the forward passes of all adapted modules so that they use all adapters, each with its weight."""
     for module in list(model.get_base_model().modules()):
-        if isinstance(module, ParamWrapper):  # experts are not linear in their parameter, so outputs cannot be added
+        if isinstance(module, ParamWrapper):  # experts are not linear in their parameter: outputs cannot be added
             names = [name for name in weights if name in module.lora_A]
             for name in names:
                 module.scaling[name] *= weights[name]
@@ -215,13 +216,13 @@ def _add_token_rows(wrapper: Any, weights: dict[str, float]) -> None:
     frozen, changes = layer.get_base_layer().weight.detach().float(), dict[int, Tensor]()
     for name in names:
         rows = layer.trainable_tokens_delta[name].detach().float()
-        for index, id_ in enumerate(layer.token_indices[name]):
-            change = weights[name] * (rows[index] - frozen[id_])
-            changes[id_] = changes[id_] + change if id_ in changes else change
+        for index, token_id in enumerate(layer.token_indices[name]):
+            change = weights[name] * (rows[index] - frozen[token_id])
+            changes[token_id] = changes[token_id] + change if token_id in changes else change
     ids = sorted(changes)
     layer.token_indices[names[0]] = ids
     dtype = layer.trainable_tokens_delta[names[0]].dtype
-    combined = torch.stack([frozen[id_] + changes[id_] for id_ in ids]).to(dtype)
+    combined = torch.stack([frozen[token_id] + changes[token_id] for token_id in ids]).to(dtype)
     layer.trainable_tokens_delta[names[0]] = nn.Parameter(combined, requires_grad=False)
 
 
@@ -232,7 +233,7 @@ def _add_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
         return
     for key, frozen in wrapper.original_module.named_parameters():
         trained = [wrapper.modules_to_save[name].get_parameter(key) for name in names]
-        if not frozen.is_floating_point() or any(one.shape != frozen.shape for one in trained):
+        if not frozen.is_floating_point() or any(parameter.shape != frozen.shape for parameter in trained):
             raise SettingsError(
                 f"export.additional_adapters: an adapter has a whole {type(wrapper.original_module).__name__} with "
                 "another shape or type than the base's, so it cannot be weighted or combined; export it alone, with "
@@ -240,13 +241,14 @@ def _add_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
             )
         original = frozen.detach().float()
         change = sum(
-            weights[name] * (one.detach().float() - original) for name, one in zip(names, trained, strict=True)
+            weights[name] * (parameter.detach().float() - original)
+            for name, parameter in zip(names, trained, strict=True)
         )
         trained[0].data = (original + change).to(trained[0].dtype)
     wrapper.set_adapter(names[:1], inference_mode=True)
 
 
-# ------------------------------------------------------------------------------------------- a subset of the modules
+# A subset of the modules.
 
 
 def _disable_other_modules(model: Model, recipe: MergeRecipe) -> None:
@@ -265,5 +267,5 @@ def _disable_other_modules(model: Model, recipe: MergeRecipe) -> None:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether peft wraps this module."""
+    """Return whether peft wraps this module."""
     return isinstance(module, BaseTunerLayer | TrainableTokensWrapper | ModulesToSaveWrapper)

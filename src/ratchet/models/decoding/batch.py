@@ -15,7 +15,13 @@ from ratchet.models.device import Model
 from ratchet.models.likelihoods import MIN_SHARED_PREFIX_TOKENS, is_plain_kv_cache
 
 FinishReason = Literal["stop", "length", "context", "memory", "invalid"]
-_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Names under which configs store the maximum length of a text."""
+
+ROOM_COLUMNS = 64
+"""Columns that a buffer gets in addition to the current need."""
+BeforePass = Callable[[int], None]
+"""Called before each pass with its padded tokens (rows x columns, including columns with cached keys)."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class DecodingResult:
     """
     stop     an end token was generated
     length   `max_new_tokens` were generated
-    context  the model's context is full; or the prompt fills it, and there is no answer
-    memory   the prompt does not fit into memory even alone; no answer
+    context  the model's context is full; if the prompt fills it, there is no answer
+    memory   the prompt does not fit into memory even alone, so there is no answer
     invalid  even the row's plain pass gives logits from which no token can be chosen (NaN); earlier tokens are kept
     """
     nats: float
@@ -62,7 +68,7 @@ class DecodingOptions:
     max_rows: int = 0
     """Maximum rows decoded together; 0: a default for the device."""
     window: int = 1024
-    """Prompts that are fetched at a time and sorted by length."""
+    """Prompts that are fetched together and sorted by length."""
 
 
 @dataclass(eq=False)
@@ -71,14 +77,14 @@ class DecodingRow:
 
     request: DecodingRequest
     limit: int
-    """Maximum new tokens; less than `max_new_tokens` if the context ends before."""
+    """Maximum new tokens; less than `max_new_tokens` if the context ends earlier."""
     shared_prefix: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     nats: float = 0.0
     scale: float = 0.0
     """Greatest absolute logit so far."""
     has_nonfinite_logits: bool = False
-    """True if logits of the batch were not finite; then its cached keys may not be finite either."""
+    """True if the batch gave logits that are not finite; the row's cached keys may then not be finite either."""
 
     def text(self) -> tuple[int, ...]:
         return (*self.request.ids, *self.ids)
@@ -99,7 +105,7 @@ class DecodingRow:
 
 
 def longest_first_key(row: DecodingRow) -> tuple[int, int]:
-    """Sort key, longest first: rows that do not fit fail early, and joining rows are never longer than earlier ones."""
+    """Return a sort key, longest first: rows that do not fit fail early, and later rows are never longer."""
     return -row.tokens, row.request.index
 
 
@@ -117,25 +123,19 @@ def get_context_length(model: Model) -> int | None:
     """Return the maximum length of a text; None if the config does not state it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
-    limits = [value for name in _LIMITS if isinstance(value := getattr(config, name, None), int)]
+    limits = [value for name in _CONTEXT_LENGTH_NAMES if isinstance(value := getattr(config, name, None), int)]
     return min(limits, default=None)
 
 
-# Rows that are decoded together: keys and values are in one buffer, written in place, while rows join and leave.
+# Batches. Keys and values of all rows are in one buffer that passes write in place, while rows join and leave.
 #
 # Rows are aligned on the right: a row of n tokens occupies columns end - n .. end - 1, so each step writes one column
 # for all rows. A mask hides the columns before a row, and position ids are passed. A new row is written directly into a
 # free place; existing keys and values are not copied, unlike in a cache that grows by concatenation.
 
-ROOM_COLUMNS = 64
-"""Columns that a buffer gets beyond the current need."""
-
-BeforePass = Callable[[int], None]
-"""Called before each pass with its padded tokens (rows x columns, those with cached keys included)."""
-
 
 class DecodingBatch(Protocol):
-    """Rows with their cached state. After an exception rows are unchanged, or the batch must be discarded."""
+    """Rows with their cached state. Discard the batch after an exception."""
 
     supports_joining: bool
     """True if rows may join later; otherwise all rows start together and have prompts of one length."""
@@ -180,7 +180,7 @@ class KvCacheBatch:
     """Rows of a model whose cache holds only keys and values."""
 
     def __init__(self, model: Model, pad: int, before_pass: BeforePass, supports_joining: bool = True) -> None:
-        """If `supports_joining`, mask and position ids are passed, so that rows may differ in length."""
+        """Create an empty batch; if `supports_joining`, passes get mask and position ids: rows may differ in length."""
         self.supports_joining = supports_joining
         self._model, self._pad, self._before_pass = model, pad, before_pass
         self._window = _CacheWindow()
@@ -287,7 +287,7 @@ class KvCacheBatch:
             layer.values[target, :, columns] = layer.values[source, :, columns]
 
     def _make_room(self, rows: int, longest: int, more_columns: int = 0) -> None:
-        """Make room for `rows` rows, a row of `longest` tokens and `more_columns` after it: shift columns, or grow."""
+        """Shift columns or enlarge buffers for `rows` rows, a row of `longest` tokens, and `more_columns` after it."""
         used = max(self._lengths, default=0)
         needed = max(used, longest)
         start, end = needed, needed + more_columns
@@ -312,7 +312,7 @@ class _CacheWindow:
         self.row_slice, self.start, self.end, self.width = slice(0), 0, 0, 0
 
     def set(self, row_slice: slice, start: int, end: int, width: int) -> None:
-        """The next pass reads `row_slice` and columns start..end - 1, and writes the last `width` columns."""
+        """Let the next pass read `row_slice` and columns start..end - 1, and write the last `width` columns."""
         self.row_slice, self.start, self.end, self.width = row_slice, start, end, width
 
 
@@ -332,7 +332,7 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reserve(key_states, value_states)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate buffers for such keys and values if there are none. They are zero: masked values must be finite."""
+        """Allocate buffers for keys and values if there are none. They are zero: masked values must be finite."""
         if not self.is_initialized:
             shape = self._window.rows, self._window.columns
             self.keys = keys.new_zeros(shape[0], keys.shape[1], shape[1], keys.shape[3])
@@ -345,8 +345,8 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         columns = slice(window.end - window.width, window.end)
         self.keys[window.row_slice, :, columns] = key_states
         self.values[window.row_slice, :, columns] = value_states
-        seen = slice(window.start, window.end)
-        return self.keys[window.row_slice, :, seen], self.values[window.row_slice, :, seen]
+        visible = slice(window.start, window.end)
+        return self.keys[window.row_slice, :, visible], self.values[window.row_slice, :, visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -377,7 +377,7 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class UniformLengthBatch:
-    """Rows of one length for a model with its own kind of cache; the cache is unchanged until all rows have ended."""
+    """Rows of equal length for a model with its own kind of cache; ended rows stay in it until all have ended."""
 
     supports_joining = False
 
@@ -417,7 +417,7 @@ class UniformLengthBatch:
 
 
 class UncachedBatch:
-    """Decodes each row separately and reads its whole text for each token: for models without a usable cache."""
+    """Rows of a model without a usable cache: each row is read separately and from its start for each token."""
 
     supports_joining = True
 

@@ -1,9 +1,9 @@
-"""Answers many prompts: rows are decoded together, and each is answered as if it were alone.
+"""Answers many prompts in batches; each answer is the same as if its prompt were decoded alone.
 
-Prompts are fetched in windows and read longest first; when rows end, other rows take their places. Plain passes (one
-row, no padding, no cache, the whole text) define the answer. A token is taken from a batch only if its lead is larger
-than any rounding error, and a mean log-probability only if rounding cannot change it; otherwise the plain pass decides.
-So batches, restarts and out-of-memory errors do not change a byte of an answer.
+Prompts are fetched in windows and read longest first. When a row (a prompt and its tokens) ends, another takes its
+place. The plain pass of a row (one row, no padding, no cache, the whole text) defines its answer. A token is taken from
+a batch only if its lead is larger than any rounding error, and a mean log-probability only if rounding cannot change
+it. Otherwise the plain pass decides. So batches, restarts and out-of-memory errors do not change a byte of an answer.
 """
 
 import math
@@ -47,8 +47,37 @@ from ratchet.models.device import Model
 from ratchet.models.likelihoods import MIN_TOLERANCE, TOLERANCE_EPSILONS
 from ratchet.models.memory import capacity, parameters
 
+__all__ = ["BatchDecoder", "DecodingOptions", "DecodingRequest", "DecodingResult", "FinishReason"]
+
+DecodingCallback = Callable[[str, dict[str, Any]], None]
+"""Called with the name and data of an event."""
+
 PROBE_TOKENS = 3
-"""Tokens by which the probe's texts grow beyond the prompts."""
+"""Tokens that the probe of a batching method appends to prompts."""
+
+SHRINK = 0.8
+"""Factor on the size that did not fit, at the first failure; further failures before a success halve the budget."""
+GROW = 1.25
+"""Factor on the budget after enough successful passes."""
+GROW_AFTER_PASSES = 50
+"""Successful passes before the budget grows; doubled each time that growth fails."""
+MAX_WAIT_PASSES = 10_000
+MEMORY_SHARE = 0.5
+"""Share of free memory that the forecast gives to rows: others use memory too, and allocations leave gaps."""
+READ_TOKENS = 8192
+"""Maximum padded tokens of prompts that are read in one pass; a single longer prompt is read in one pass too."""
+CPU_ROWS, GPU_ROWS = 64, 256
+"""Default maximum of rows that are decoded together."""
+MIN_JOIN_SHARE = 0.25
+"""Prompts wait until they are this share of the rows, because a pass over few prompts costs as much as over many."""
+REPORT_EVERY_PASSES = 32
+"""Passes between two `batch` events."""
+EXPECTED_LENGTH_FACTOR = 2.0
+"""Expected maximum length of an answer, as a multiple of the mean so far."""
+KNOWN_ANSWERS = 16
+"""Until this many answers have ended, every answer is expected to reach its maximum length."""
+FALLBACK_PROBE_TOKENS = 8
+"""Tokens of a prompt with which the batching method is probed if whole prompts do not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +86,7 @@ class BatchingMethod:
 
     name: str
     """`joined`: rows join and leave at any time. `even`: rows of one length start together. `own cache`: like `even`,
-    for a model whose cache holds more than keys and values. `alone`: each text is read whole for each token."""
+    for a model whose cache holds more than keys and values. `alone`: each row is read from its start for each token."""
     create_batch: Callable[[], DecodingBatch]
     error_units: float
     """Largest measured difference to plain logits, in units of eps x the greatest logit."""
@@ -66,7 +95,7 @@ class BatchingMethod:
 def choose_batching_method(
     model: Model, prompts: Sequence[Sequence[int]], prefix: tuple[int, ...], pad: int, before_pass: BeforePass
 ) -> BatchingMethod:
-    """Return the first method whose logits equal plain ones except for rounding.
+    """Return the first method whose logits equal those of plain passes except for rounding.
 
     Args:
         prompts: some prompts, of different length if possible; all start with `prefix`.
@@ -74,7 +103,6 @@ def choose_batching_method(
     Raises:
         An out-of-memory error (`oom.is_out_of_memory`) of a forward pass.
     """
-    alone = partial(UncachedBatch, model, before_pass)
     candidates: dict[str, Callable[[], DecodingBatch]] = {
         "joined": partial(KvCacheBatch, model, pad, before_pass),
         "even": partial(KvCacheBatch, model, pad, before_pass, False),
@@ -84,7 +112,7 @@ def choose_batching_method(
         error_units = _measure_method_error(model, create_batch, prompts, prefix)
         if error_units is not None:
             return BatchingMethod(name, create_batch, error_units)
-    return BatchingMethod("alone", alone, 0.0)
+    return BatchingMethod("alone", partial(UncachedBatch, model, before_pass), 0.0)
 
 
 def _measure_method_error(
@@ -103,7 +131,7 @@ def _measure_method_error(
 def _exercise_batch(
     model: Model, batch: DecodingBatch, prompts: Sequence[Sequence[int]], prefix: tuple[int, ...]
 ) -> float | None:  # fmt: skip
-    """Start, extend and remove rows, and let another row join if the batch supports it."""
+    """Add, extend and remove rows as decoding does; return the greatest error in units, or None if it is too large."""
     eps, worst = coarsest_epsilon(model), 0.0
     max_units = max(MIN_TOLERANCE, TOLERANCE_EPSILONS * eps) / eps
     first = list(prompts[0])
@@ -128,28 +156,26 @@ def _exercise_batch(
                 texts.append(joined_text)
                 logits = batch.add([tuple(joined_text)], prefix)
                 worst = max(worst, _error_in_units(logits[0], model, joined_text, eps))
-        elif step == 1:  # a row alone may take another code path: in bitsandbytes it does
+        elif step == 1:  # bitsandbytes uses another code path for a single row
             texts = [texts[i] for i in batch.keep([0])]
     return worst if worst <= max_units else None
 
 
-def _error_in_units(found: Tensor, model: Model, text: Sequence[int], eps: float) -> float:
-    """Return the logit error in units of eps x the greatest logit; infinite if it is not finite."""
-    off = relative_logit_difference(found, compute_reference_logits(model, text)[0])
-    return off / eps if math.isfinite(off) else math.inf
+def _error_in_units(logits: Tensor, model: Model, text: Sequence[int], eps: float) -> float:
+    """Return the error of logits in units of eps x the greatest logit; infinite if it is not finite."""
+    error = relative_logit_difference(logits, compute_reference_logits(model, text)[0])
+    return error / eps if math.isfinite(error) else math.inf
 
 
-def relative_logit_difference(found: Tensor, expected: Tensor) -> float:
-    """Return the greatest logit difference relative to the greatest logit [vocabulary]; equal infinities agree."""
-    a, b = found.float(), expected.float()
-    off = torch.where(a == b, 0.0, (a - b).abs()).amax()
+def relative_logit_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the greatest difference of two logits [vocabulary], relative to the greatest expected one.
+
+    Equal infinities do not differ.
+    """
+    a, b = logits.float(), expected.float()
+    difference = torch.where(a == b, 0.0, (a - b).abs()).amax()
     scale = torch.where(torch.isfinite(b), b.abs(), 0.0).amax()
-    return float(off / scale) if float(off) else 0.0
-
-
-__all__ = ["BatchDecoder", "DecodingOptions", "DecodingRequest", "DecodingResult", "FinishReason"]
-
-DecodingCallback = Callable[[str, dict[str, Any]], None]
+    return float(difference / scale) if float(difference) else 0.0
 
 
 class ExactTokenSelector:
@@ -166,14 +192,14 @@ class ExactTokenSelector:
         self._is_unbatched = False
 
     def set_method(self, method: BatchingMethod) -> None:
-        """Adopt a batching method and the error that was measured with it."""
+        """Use a batching method and its measured error."""
         self._is_unbatched = method.name == "alone"
         self._units = max(self._units, MARGIN * method.error_units)
         bound = 0.0 if self._is_unbatched else self._units
         self._on_event("method", {"method": method.name, "error_units": method.error_units, "bound_units": bound})
 
     def choose(self, rows: Sequence[DecodingRow], logits: Tensor) -> TokenChoices:
-        """Choose a token for each row; the row's plain pass decides doubtful ones.
+        """Choose a token for each row; the row's plain pass decides doubtful tokens.
 
         Args:
             rows: rows of the batch.
@@ -220,20 +246,22 @@ class ExactTokenSelector:
 
     @property
     def _bound(self) -> float:
-        """Maximum error of a logit, relative to the row's greatest."""
+        """Maximum error of a logit, relative to the row's greatest logit."""
         return 0.0 if self._is_unbatched else self._units * self._eps
 
-    def _record_error(self, seen_units: float) -> None:
-        """Raise the bound if plain logits differ from the batch's by more than half of it."""
-        if 2 * seen_units > self._units:
-            self._on_event("bound", {"error_units": seen_units, "bound_units": self._units})
-            self._units = MARGIN * seen_units
+    def _record_error(self, error_units: float) -> None:
+        """Raise the bound if a measured error exceeds half of it."""
+        if 2 * error_units > self._units:
+            self._on_event("bound", {"error_units": error_units, "bound_units": self._units})
+            self._units = MARGIN * error_units
 
     def _compute_mean(self, row: DecodingRow, ids: Sequence[int], nats: float, scale: float) -> float:
         """Return the rounded mean log-probability; one plain pass over the text decides doubtful rounding."""
         if not ids:
             return 0.0
-        bound = self._units * self._eps  # also for rows read alone: one pass over all tokens sums in another order
+        bound = (
+            self._units * self._eps
+        )  # also for rows read alone, because one pass over all tokens sums in another order
         if self._settings.exact and not is_rounding_certain(nats / len(ids), len(ids), bound * scale):
             self.figures["means_recomputed"] += 1
             ids_of_text = [*row.request.ids, *ids]
@@ -248,21 +276,10 @@ class ExactTokenSelector:
 
 # Number of tokens decoded together: forecast from free memory, reduced after failures, increased after successes.
 
-SHRINK = 0.8
-"""Factor on the size that did not fit, at the first failure; further failures before a success halve the budget."""
-GROW = 1.25
-GROW_AFTER_PASSES = 50
-"""Successful passes before the budget grows; doubled each time that growth failed."""
-MAX_WAIT_PASSES = 10_000
-MEMORY_SHARE = 0.5
-"""Share of free memory that the forecast gives to rows: others use memory too, and allocations leave gaps."""
-READ_TOKENS = 8192
-"""Padded tokens of prompts that are read in one pass; a single longer prompt is read whole."""
-
 
 @dataclass(frozen=True)
 class PaddedTokenBudget:
-    """Padded tokens (rows x columns) that may be held at once; a single row is decoded at any length."""
+    """Maximum padded tokens (rows x columns) in memory; a single row is decoded at any length."""
 
     tokens: int
     failed_tokens: int = 0
@@ -284,17 +301,17 @@ class PaddedTokenBudget:
 
         Sizes that failed are tried again: another process may have used the memory then.
         """
-        good = self.successful_passes + is_limiting
-        if good < self.wait_passes:
-            return replace(self, successful_passes=good)
+        passes = self.successful_passes + is_limiting
+        if passes < self.wait_passes:
+            return replace(self, successful_passes=passes)
         return replace(self, tokens=max(self.tokens + 1, int(GROW * self.tokens)), successful_passes=0, grown=True)
 
 
 def forecast_tokens(model: Model, rows: int, is_sampled: bool) -> int:
-    """Estimates the padded tokens that fit into free memory; at least 1.
+    """Estimate the padded tokens that fit into free memory; at least 1.
 
-    Counted are keys and values, logits of `rows` rows with the workspace of sampling, one pass over prompts and the
-    weights; a share of the free memory is used.
+    A share of the memory that remains after the weights must hold keys and values, logits of `rows` rows with the
+    workspace of sampling, and one pass over prompts.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
@@ -305,14 +322,14 @@ def forecast_tokens(model: Model, rows: int, is_sampled: bool) -> int:
 
 
 def decoding_bytes(model: Model, rows: int, tokens: int, is_sampled: bool) -> int:
-    """Return the memory of rows with so many padded tokens: keys and values, logits and workspace of sampling."""
+    """Return the bytes of keys and values of all padded tokens, of logits, and of the workspace of sampling."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
     return rows * int(config.vocab_size) * (40 if is_sampled else 12) + tokens * kv_cache_bytes_per_token(model, config)
 
 
 def kv_cache_bytes_per_token(model: Model, config: Any) -> int:
-    """Return the bytes of one token's keys and values in all layers, plus half: buffers have unused columns."""
+    """Return the bytes of one token's keys and values in all layers, plus half for unused columns of the buffers."""
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     key_heads = _largest_setting(getattr(config, "num_key_value_heads", None) or heads)
@@ -334,22 +351,9 @@ def _largest_setting(value: Any) -> int:
 
 # The decoder.
 
-CPU_ROWS, GPU_ROWS = 64, 256
-"""Default maximum of rows that are decoded together."""
-MIN_JOIN_SHARE = 0.25
-"""Prompts wait until they can take this share of the rows: reading few costs a pass like reading many."""
-REPORT_EVERY_PASSES = 32
-"""Passes between two `batch` events."""
-EXPECTED_LENGTH_FACTOR = 2.0
-"""Expected maximum length of an answer, as a multiple of the mean so far."""
-KNOWN_ANSWERS = 16
-"""Until so many answers have ended, each is expected to reach its maximum length."""
-FALLBACK_PROBE_TOKENS = 8
-"""Tokens of a prompt with which the batching method is probed if whole prompts do not fit into memory."""
-
 
 class BatchDecoder:
-    """Answers prompts with one model. `figures` holds counters."""
+    """Answers prompts with one model."""
 
     def __init__(
         self,
@@ -360,14 +364,14 @@ class BatchDecoder:
         heartbeat: Callable[[], None],
         before_pass: BeforePass = lambda _: None,
     ) -> None:
-        """Use the model as it is, in evaluation mode.
+        """Create a decoder for a model in evaluation mode.
 
         Args:
             model: the model that answers.
             settings: decoding settings.
             budget_tokens: initial budget of padded tokens; None: forecast from free memory.
-            on_event: receives `method` (how rows are decoded together), `batch` (current figures), `budget` (it
-                changed) and `bound` (rounding errors are larger than assumed), each with its data.
+            on_event: receives `method` (how rows are decoded together), `batch` (current figures), `budget` (the
+                budget changed) and `bound` (rounding errors are larger than assumed), each with its data.
             heartbeat: called before every pass, several times a second.
             before_pass: called with the padded tokens of each pass; its exceptions count as raised by the pass.
         """
@@ -391,12 +395,12 @@ class BatchDecoder:
 
     @property
     def figures(self) -> dict[str, int]:
-        """Counters: passes, finished answers and their tokens, tokens chosen, tokens rechecked by plain passes, means
-        of log-probabilities recomputed."""
+        """Counts of passes, finished answers and their tokens, chosen tokens, tokens that plain passes rechecked, and
+        recomputed mean log-probabilities."""
         return {**self._counts, **self._selector.figures}
 
     def generate(self, prompts: Iterator[DecodingRequest], stop: Callable[[], bool]) -> Iterator[DecodingResult]:
-        """Yield results as they are finished, in any order.
+        """Yield each result when it is finished, in any order.
 
         Args:
             prompts: the requests.
@@ -419,8 +423,8 @@ class BatchDecoder:
                 return
 
     def _enqueue(self, window: Sequence[DecodingRequest]) -> list[DecodingResult]:
-        """Add prompts to the waiting rows; return results of those that fill the context."""
-        rows, full = [], []
+        """Add prompts to the waiting rows; return results of prompts that fill the context."""
+        rows, results = [], []
         for request in window:
             if not request.ids:
                 raise ValueError(f"prompt {request.index} has no tokens")
@@ -428,14 +432,14 @@ class BatchDecoder:
             if self._context is not None:
                 limit = min(limit, self._context - len(request.ids))
             if limit < 1:
-                full.append(DecodingResult(request.index, (), "context", 0.0))
+                results.append(DecodingResult(request.index, (), "context", 0.0))
             else:
                 rows.append(DecodingRow(request, limit))
         prefix = find_shared_prefix([row.request.ids for row in rows])
         for row in rows:
             row.shared_prefix = prefix
         self._waiting = sorted([*self._waiting, *rows], key=longest_first_key)
-        return full
+        return results
 
     def _run_pass(self) -> list[DecodingResult]:
         """Run one pass and return the results that it finished; handle out-of-memory errors."""
@@ -457,7 +461,7 @@ class BatchDecoder:
         return self._handle_out_of_memory()
 
     def _probe_method(self) -> BatchingMethod:
-        """Find the batching method with the longest prompt and another; with shorter ones if memory is short."""
+        """Choose the batching method by the longest and shortest waiting prompt; by less text if memory is short."""
         longest = None if self._context is None else max(1, self._context - PROBE_TOKENS)
         long, short = (self._waiting[i].request.ids[:longest] for i in (0, -1))
         prefix = self._waiting[0].shared_prefix
@@ -481,7 +485,7 @@ class BatchDecoder:
         return self._method
 
     def _select_prompts(self, batch: DecodingBatch) -> list[DecodingRow]:
-        """Select prompts to read now: as many as fit, if worth a pass. Record whether memory is the limit."""
+        """Select as many prompts as fit, if they are worth a pass; record whether memory is the limit."""
         self._is_memory_limited = False
         if self._active and not batch.supports_joining:
             return []
@@ -503,7 +507,7 @@ class BatchDecoder:
         return group if is_worthwhile else []
 
     def _expected_tokens(self) -> int:
-        """Return the number of tokens that a row is expected to get at most."""
+        """Return the expected maximum number of new tokens of a row."""
         if self._counts["answers"] < KNOWN_ANSWERS:
             return self.settings.max_new_tokens
         return 1 + int(EXPECTED_LENGTH_FACTOR * self._counts["answer_tokens"] / self._counts["answers"])
@@ -525,7 +529,7 @@ class BatchDecoder:
     def _commit(
         self, batch: DecodingBatch, first: int, chosen: TokenChoices, finished: dict[int, DecodingResult]
     ) -> list[DecodingResult]:
-        """Append the chosen tokens to rows from `first` on and remove finished rows."""
+        """Append the chosen tokens to the active rows from index `first`, and remove finished rows."""
         is_cache_invalid = False
         for i, row in enumerate(self._active[first:]):
             is_cache_invalid |= i in finished and (row.has_nonfinite_logits or not chosen.is_finite[i])
@@ -535,7 +539,7 @@ class BatchDecoder:
         if finished:
             remaining = [i for i in range(len(self._active)) if i - first not in finished]
             self._active = [self._active[i] for i in batch.keep(remaining)]
-        if is_cache_invalid:  # NaN in a place that another row takes would spread: masked, it is still NaN
+        if is_cache_invalid:  # cached NaN would spread to the next row in its place, in spite of the mask
             self._requeue_rows()
         elif not self._active:
             self._batch = None
@@ -558,7 +562,7 @@ class BatchDecoder:
         self._active, self._reading, self._batch = [], [], None
 
     def _handle_out_of_memory(self) -> list[DecodingResult]:
-        """Reduce the budget and repeat the same rows; a row that was alone is given up."""
+        """Reduce the budget and queue the same rows again; give up a row that does not fit even alone."""
         pending = [*self._active, *self._reading] or self._waiting[:1]
         failed_tokens = len(pending) * max(row.tokens + 1 for row in pending)
         self._requeue_rows()

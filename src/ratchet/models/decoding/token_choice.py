@@ -5,18 +5,42 @@ logit / temperature + independent standard Gumbel noise is a draw from the softm
 row, sample, step), so a row's draws do not depend on other rows in the batch, on the order or on restarts. Two models
 get the same noise for the same prompt: they give the same answer where their distributions agree, so their difference
 is estimated with less variance.
+
+The nucleus (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) is defined by mass alone: a token
+belongs to it if all likelier tokens together have less mass than top_p. Equal logits belong to it together, so their
+order in a sort has no effect.
+
+Logits of a row depend on its batch only by rounding: sums are taken in another order. A choice is certain if its lead
+over every other token is more than twice the maximum error of a logit (`bound`). The row's own plain pass decides all
+other choices; its bound is 0. So answers are those of plain passes and do not depend on batches.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ratchet.models.device import Model
 from ratchet.storage import digests
+
+FINE_EPSILONS, COARSE_EPSILONS = 16.0, 4.0
+"""Assumed maximum error of a logit in a batch, in units of eps x the row's greatest absolute logit. eps is that of the
+coarsest dtype the model computes in, at least float32's. A bfloat16 product is summed in float32 and rounded once, so
+its units are fewer. The maximum measured in the families of tests/support/families.py, padded, joined and after a
+prefix, is 7.2 and 1.7. `decoder.choose_batching_method` detects models with larger errors and sets their bound.
+"""
+MARGIN = 4.0
+"""The bound is at least this multiple of the model's measured error."""
+MEAN_SHARE = 0.125
+"""Maximum error of a mean log-probability over 64 tokens or more, as a share of a logit's bound. It is small because
+errors have both signs (measured: 1.7 units where single logits had 7.2). For fewer tokens, it is the error of a mean of
+independent errors."""
+DECIMALS = 4
+"""Decimals of the reported mean log-probability."""
+_NOISE = 40.0
+"""Upper bound of Gumbel noise; float64 can give at most 36.7."""
 
 
 class GumbelLogitsWarper:
@@ -46,7 +70,7 @@ def noise_stream_key(seed: int, row: str, sample: int) -> str:
 
 
 def gumbel_noise(stream: str, step: int, count: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [count]. It is made on the CPU, because GPUs draw other numbers."""
+    """Return standard Gumbel noise, float32 [count]. It is drawn on the CPU, because GPUs draw other numbers."""
     return batched_gumbel_noise([(stream, step)], count)[0]
 
 
@@ -59,34 +83,6 @@ def batched_gumbel_noise(streams: Sequence[tuple[str, int]], count: int) -> Tens
         generator.manual_seed(int(digests.hash_bytes(f"{name}/{step}".encode())[:16], 16))
         torch.rand(count, dtype=torch.float64, generator=generator, out=row)
     return uniform.log_().neg_().log_().neg_().float()
-
-
-# Certainty of a choice.
-#
-# Logits of a row depend on its batch only by rounding: sums are taken in another order. A choice is certain if its lead
-# over every other token is more than twice the maximum error of a logit (`bound`). The caller decides the others by the
-# row's own plain pass, for which the bound is 0. So answers are those of plain passes, whatever the batches are.
-#
-# The nucleus (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) is defined by mass alone: a
-# token belongs to it if the tokens likelier than it have together less than top_p. Equal logits belong to it together,
-# so their order in a sort decides nothing.
-
-FINE_EPSILONS, COARSE_EPSILONS = 16.0, 4.0
-"""Assumed maximum error of a logit in a batch, in units of eps x the row's greatest absolute logit. eps is that of the
-coarsest dtype the model computes in, at least float32's. A bfloat16 product is summed in float32 and rounded once, so
-its units are fewer. The maximum measured in the families of tests/support/families.py, padded, joined and after a
-prefix, is 7.2 and 1.7. The batching probe (batching_probe.py) detects models with larger errors and sets their bound.
-"""
-MARGIN = 4.0
-"""The bound is at least this multiple of the error measured with the model."""
-MEAN_SHARE = 0.125
-"""Maximum error of a mean of log-probabilities over 64 tokens or more, as a share of a logit's bound, because errors
-have both signs (measured: 1.7 units where single logits had 7.2). For fewer tokens: the error of a mean of independent
-errors."""
-DECIMALS = 4
-"""Decimals of the reported mean log-probability."""
-_NOISE = 40.0
-"""Upper bound of Gumbel noise; the greatest that float64 can give is 36.7."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,8 @@ class TokenSampler:
         Args:
             logits: [rows, vocabulary], of any floating dtype.
             streams: random stream and step of each row; unused at temperature 0.
-            bound: maximum error of a logit, relative to the row's greatest; 0: these logits decide, and every finite
-                row is certain.
+            bound: maximum error of a logit, relative to the row's greatest logit; 0: these logits decide, and every
+                finite row is certain.
         """
         x = logits.float()
         top, low = x.amax(dim=-1), x.amin(dim=-1)
@@ -156,7 +152,9 @@ class TokenSampler:
         return index.gather(1, choice.unsqueeze(1)).squeeze(1), is_certain
 
     def _nucleus(self, ordered: Tensor, max_error: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return which tokens may belong to the nucleus and which certainly do; the likeliest always belongs to it.
+        """Return masks of tokens that may belong to the nucleus, and of those that certainly do.
+
+        The likeliest token always belongs to it.
 
         Args:
             ordered: float64 [rows, vocabulary], descending.
@@ -180,8 +178,8 @@ def _argmax_with_lead(scores: Tensor, lead: Tensor | None) -> tuple[Tensor, Tens
     tokens = scores.argmax(dim=-1)
     if lead is None:
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
-    two = scores.topk(min(2, scores.shape[1]), dim=-1).values
-    return tokens, two[:, 0] - two[:, -1] > lead if two.shape[1] == 2 else lead >= 0
+    highest = scores.topk(min(2, scores.shape[1]), dim=-1).values
+    return tokens, highest[:, 0] - highest[:, -1] > lead if highest.shape[1] == 2 else lead >= 0
 
 
 def default_error_units(eps: float) -> float:
@@ -198,11 +196,8 @@ def is_rounding_certain(mean: float, tokens: int, bound: float) -> bool:
 def coarsest_epsilon(model: Model) -> float:
     """Return the eps of the coarsest dtype that the model computes in, at least float32's."""
     dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
-    dtypes |= {module.compute_dtype for module in model.modules() if isinstance(_compute_dtype(module), torch.dtype)}
-    eps = float(max((torch.finfo(module).eps for module in dtypes), default=torch.finfo(torch.float32).eps))
+    compute_dtypes = (getattr(module, "compute_dtype", None) for module in model.modules())
+    dtypes |= {dtype for dtype in compute_dtypes if isinstance(dtype, torch.dtype)}
+    eps = float(max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps))
     uses_tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return max(eps, 2.0**-10) if uses_tf32 else eps  # TF32 has 10 bits
-
-
-def _compute_dtype(module: Any) -> Any:
-    return getattr(module, "compute_dtype", None)

@@ -1,4 +1,4 @@
-"""Measures the memory of the machine, container or GPU, and of this process. Imports torch only for a GPU."""
+"""Measures the memory of a machine, container or GPU, and of this process. Imports torch only for a GPU."""
 
 import os
 from contextlib import suppress
@@ -14,7 +14,7 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Files with a container's limit, usage and statistics, and the statistics' field of the file cache: cgroup 2 and 1."""
+"""For cgroup 2 and 1: files with a container's limit, usage and statistics, and the field of the file cache."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Forecasts the memory that a training needs, phase by phase, before weights are loaded.
 
 Weights, constants, adapters and optimizer are calculated; the parts that depend on the model's code are measured by
-running that code without data (trace.py, ranks.py).
+running that code without data (trace.py).
 
 A sharded base splits every matrix of a decoder layer among the ranks and gathers a layer's matrices when it is
 computed, forward and backward (FSDP2: training/sharding.py). Embedding, head, final norm, vectors, quantization
@@ -35,147 +35,12 @@ from ratchet.models.teacher import OnlineTeacher, derive_teacher_settings
 from ratchet.storage.records.training import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 
 GATHERED_LAYERS = 3
-"""Layers whose matrices exist at a time: the current one, the next one, and the flat buffer that receives them."""
+"""Layers whose matrices exist at the same time: the current, the next, and the flat buffer that receives them."""
 GATHERS_PER_MICRO_BATCH = 2
 """Gathers of a layer per micro-batch: forward and backward."""
 
-
-@dataclass(frozen=True)
-class BaseShardSizes:
-    """Sizes of the sharded part of the base, in bytes."""
-
-    whole_bytes: int
-    """All sharded matrices."""
-    local_bytes: int
-    """This rank's shards, with padding."""
-    layer_bytes: int
-    """Gathered matrices of the largest layer."""
-
-    @property
-    def remote_bytes(self) -> int:
-        """Bytes that this rank does not keep."""
-        return self.whole_bytes - self.local_bytes
-
-
-def is_base_sharded(machine: Machine, ranks: int) -> bool:
-    """Return True if the ranks share the base; `machine.shard_base: auto` counts as false."""
-    return machine.shard_base is True and ranks > 1
-
-
-def compute_shard_sizes(meta_model: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
-    """Compute shard sizes with an allocator that rounds to multiples of `granule_bytes`."""
-
-    def round_up(count: int) -> int:
-        return -(-count // granule_bytes) * granule_bytes
-
-    def sum_matrices(size: Callable[[Tensor], int]) -> int:
-        def sum_over_model(model: Model) -> int:
-            return sum(
-                round_up(size(matrix))
-                for block in find_blocks(model)[1]
-                for matrix in iterate_shardable_matrices(block)
-            )
-
-        return meta_model.sum_over_blocks(sum_over_model)
-
-    layers = (block for model in meta_model.models for block in find_blocks(model)[1])
-    largest = max(
-        (sum(ranks * _share_bytes(matrix, ranks) for matrix in iterate_shardable_matrices(layer)) for layer in layers),
-        default=0,
-    )
-    return BaseShardSizes(
-        sum_matrices(lambda matrix: matrix.nbytes), sum_matrices(lambda matrix: _share_bytes(matrix, ranks)), largest
-    )
-
-
-def iterate_shardable_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a decoder layer that are sharded: frozen, with at least two dimensions."""
-    return (parameter for parameter in layer.parameters() if not parameter.requires_grad and parameter.dim() >= 2)
-
-
-def _share_bytes(matrix: Tensor, ranks: int) -> int:
-    """Return the bytes of a shard of a matrix split by its first dimension; all have the size of the first, largest."""
-    rows = int(matrix.shape[0])
-    return -(-rows // ranks) * (int(matrix.nbytes) // rows)
-
-
-# Memory of gradient reduction, measured by reducing tensors without data with the real code (as trace.py does).
-
-_COLLECTIVES = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
-
-
-@dataclass(frozen=True)
-class CommunicationMemory:
-    """Memory of a rank's GradientReducer, in bytes."""
-
-    buffer_bytes: int = 0
-    """Initially: the flat buffer."""
-    held_bytes: int = 0
-    """Between two sums: also the unsent parts of the last sum and of the one before, for `undo`."""
-    peak_bytes: int = 0
-    """Peak during a sum: also data gathered from other ranks, and temporary tensors."""
-    unsent_bytes: int = 0
-    """Unsent part of one sum on this rank; snapshots hold that of all ranks."""
-
-
-def measure_communication_memory(
-    parameters: Sequence[nn.Parameter], settings: GradientCompressionSettings, ranks: int, device: Device
-) -> CommunicationMemory:
-    """Measure one rank's memory for these trainable parameters on the meta device; zero if no reducer is needed.
-
-    Args:
-        parameters: all trainable parameters, in the order in which they are sent.
-        settings: section train.gradient_compression. Initial uncompressed sums need no more than later sums.
-        ranks: all ranks of the run.
-        device: training device.
-    """
-    if not parameters or (ranks == 1 and settings.method == "none"):
-        return CommunicationMemory()
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    gradients = (nn.Parameter(parameter.grad) for parameter in parameters if parameter.grad is not None)
-    tensors = nn.ParameterList([*parameters, *gradients])
-    trace = AllocationTrace(tensors, BatchShape(1, 1, 1, packed=False, device=device), records_graph=False)
-    try:
-        with _MetaCollectives(), trace:
-            group = _MetaProcessGroup(ranks) if ranks > 1 else None
-            reducer = GradientReducer([("", parameter) for parameter in parameters], group, settings, lambda _: None)
-            buffer = trace.total_bytes()
-            for _ in range(2):
-                reducer.sum()
-            held = trace.total_bytes()
-        peak = max(parameter.total_bytes for parameter in trace.peaks.values())
-        unsent = sum(tensor.nbytes for tensor in reducer.state().values())
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
-    return CommunicationMemory(buffer, held, peak, unsent if ranks > 1 else 0)
-
-
-@dataclass(frozen=True)
-class _MetaProcessGroup:
-    """The part of torch's process group that the GradientReducer uses."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return 0
-
-
-class _MetaCollectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
-    """Skips communication: received data already has its place. torch.distributed allows a mode to override it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _COLLECTIVES:
-            return None
-        return func(*args, **(kwargs or {}))
-
-
 MIN_8BIT_ELEMENTS = 4096
-"""Elements from which bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
+"""Minimum elements of a tensor whose optimizer states bitsandbytes keeps in 8 bits (optimizer.py, min_8bit_size)."""
 OPTIMIZER_BLOCK = 256
 """8-bit states per constant of 4 bytes."""
 QUANTIZATION_BYTES_PER_WEIGHT = 20
@@ -186,7 +51,9 @@ CUDA_CONTEXT_BYTES = 500 * MIB
 """Kernels and stacks of a process on a GPU; 300 to 600 MiB depending on GPU and driver. Assumed, not measured."""
 CUBLAS_BYTES = 32 * MIB
 """Workspace of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
-
+DEFAULT_MAX_TOKENS = 131_072
+"""Maximum tokens of a row that are tried for a model without a stated limit."""
+_COLLECTIVES = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
 Parts = dict[str, int]
 
 
@@ -289,8 +156,8 @@ class MemoryForecastBuilder:
         self.communication = measure_communication_memory(
             self.meta_model.trainable_parameters(), self.settings.gradient_compression, ranks, device
         )
-        shared = is_base_sharded(self.machine, ranks)
-        self.shard_sizes = compute_shard_sizes(self.meta_model, ranks, self.granule_bytes) if shared else None
+        is_sharded = is_base_sharded(self.machine, ranks)
+        self.shard_sizes = compute_shard_sizes(self.meta_model, ranks, self.granule_bytes) if is_sharded else None
 
     def forecast(self) -> MemoryForecast:
         """Compute the forecast."""
@@ -308,10 +175,10 @@ class MemoryForecastBuilder:
             ("baseline", {}),
             ("loaded", self._loaded_parts()),
             ("adapters", self._attached_parts()),
-            ("first_step", _elementwise_greatest(at_first_step | first, at_rest | reducing, with_optimizer | updating)),
+            ("first_step", _choose_largest(at_first_step | first, at_rest | reducing, with_optimizer | updating)),
             (
                 "steady",
-                _elementwise_greatest(
+                _choose_largest(
                     with_snapshots | steady,
                     with_snapshots | reducing,
                     with_snapshots | updating,
@@ -320,11 +187,11 @@ class MemoryForecastBuilder:
             ),
             ("evaluation", with_snapshots | evaluation),
         ]
-        measured = tuple(
+        phase_memories = tuple(
             PhaseMemory(phase=name, parts=_drop_zeros((touched_libraries if parts else libraries) | parts))
             for name, parts in phases
         )
-        peak = max(phase.total_bytes for phase in measured)
+        peak = max(phase.total_bytes for phase in phase_memories)
         return MemoryForecast(
             device=self.work.device,
             ranks=self.work.ranks,
@@ -333,7 +200,7 @@ class MemoryForecastBuilder:
             learned_tokens=self.work.learned_tokens,
             activation_checkpointing=self.machine.activation_checkpointing is True,
             shard_base=self.shard_sizes is not None,
-            phases=measured,
+            phases=phase_memories,
             host_bytes=self._host_bytes() if self.on_gpu else peak,
             trainable_parameters=parameters.count_trainable_parameters(self.spec, self.settings, self.work.new_tokens),
             total_parameters=parameters.count_total_parameters(self.spec, self.settings, self.work.new_tokens),
@@ -343,13 +210,13 @@ class MemoryForecastBuilder:
     # Calculated parts.
 
     def _weight_parts(self) -> Parts:
-        """Base and teacher during training."""
-        stored = self.meta_model.base_sizes
-        rounding = stored.allocated_bytes(self.granule_bytes) - stored.total_bytes
-        elsewhere = self.shard_sizes.remote_bytes if self.shard_sizes else 0
+        """Return the parts of base and teacher during training."""
+        sizes = self.meta_model.base_sizes
+        rounding = sizes.allocated_bytes(self.granule_bytes) - sizes.total_bytes
+        remote = self.shard_sizes.remote_bytes if self.shard_sizes else 0
         return {
-            "weights": stored.quantized_bytes + stored.plain_bytes + rounding - elsewhere,
-            "quantization constants": stored.constants_bytes,
+            "weights": sizes.quantized_bytes + sizes.plain_bytes + rounding - remote,
+            "quantization constants": sizes.constants_bytes,
             **self._teacher_parts(),
         }
 
@@ -357,7 +224,7 @@ class MemoryForecastBuilder:
         return {"teacher": self.teacher_sizes.allocated_bytes(self.granule_bytes)} if self.teacher_sizes else {}
 
     def _loaded_parts(self) -> Parts:
-        """While the base is loaded: with a tensor being read, or freed memory that is not yet trimmed.
+        """Return the parts while the base is loaded, with the tensor being read, or freed but untrimmed memory.
 
         A base that will be sharded is loaded whole into host memory.
         """
@@ -369,21 +236,21 @@ class MemoryForecastBuilder:
         return self._weight_parts() | unsharded | {"reading": self._reading_bytes()}
 
     def _attached_parts(self) -> Parts:
-        """After the adapter is attached; a base that will be sharded is then split layer by layer."""
+        """Return the parts after the adapter is attached, while a base to be sharded is split by layer."""
         parts = self._weight_parts() | {"adapters": self.adapters}
         if self.shard_sizes and self.on_gpu:
             return parts | {"gathered layers": self.shard_sizes.layer_bytes}
         return parts | ({UNSHARDED: self.shard_sizes.remote_bytes} if self.shard_sizes else {})
 
     def _reading_bytes(self) -> int:
-        """Host memory besides a base that is loaded there."""
+        """Return the host memory that loading needs in addition to the base."""
         models = [self.meta_model.models[-1], *([self.teacher.model] if self.teacher else [])]
         matrices = [m for model in models for m in model.modules() if isinstance(m, Linear4bit)]
         largest = max((m.in_features * m.out_features for m in matrices), default=0)
         return max(weights.TRIM_EVERY_BYTES, QUANTIZATION_BYTES_PER_WEIGHT * largest)
 
     def _largest_source_bytes(self) -> int:
-        """Largest tensor as read from a file, of base and teacher."""
+        """Return the size of the largest tensor in the files of base and teacher."""
         return max(sizes.largest_source_bytes for sizes in (self.meta_model.base_sizes, self.teacher_sizes) if sizes)
 
     def _build_teacher(self, spec: ModelSpec) -> tuple[OnlineTeacher, BaseTensorSizes]:
@@ -406,7 +273,7 @@ class MemoryForecastBuilder:
         return sum(self._state_bytes(p) for p in model.parameters() if p.requires_grad)
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
-        """Two moments: in the parameter's dtype with torch's AdamW, in 8 bits for large tensors with bitsandbytes'."""
+        """Return the bytes of two moments: in the parameter's dtype, or with bitsandbytes in 8 bits if large."""
         elements = parameter.numel()
         if self.settings.optimizer == "adamw":
             return 2 * self._round_up(parameter.nbytes)
@@ -415,7 +282,7 @@ class MemoryForecastBuilder:
         return 2 * (self._round_up(elements) + self._round_up(4 * -(-elements // OPTIMIZER_BLOCK)))
 
     def _update_bytes(self) -> int:
-        """Temporary tensors of the optimizer, one matrix at a time."""
+        """Return the bytes of the optimizer's temporary tensors, for one matrix at a time."""
         largest = max((p.nbytes for m in self.meta_model.models for p in m.parameters() if p.requires_grad), default=0)
         is_8bit = self.settings.optimizer != "adamw"
         if self.on_gpu:
@@ -428,7 +295,7 @@ class MemoryForecastBuilder:
         return copies * (self.adapters + self.optimizer + self.work.ranks * self.communication.unsent_bytes)
 
     def _gathering_bytes(self) -> int:
-        """While a snapshot collects the unsent parts of all ranks: as bytes, and those of the last rank as tensors."""
+        """Return the bytes for collecting unsent parts: of all ranks as bytes, of the last rank also as tensors."""
         return (self.work.ranks + 2) * self.communication.unsent_bytes
 
     def _round_up(self, count: int) -> int:
@@ -440,14 +307,14 @@ class MemoryForecastBuilder:
         return BatchShape(rows, tokens, rows * max(1, min(learned_per_row, tokens - 1)), packed, self.work.device)
 
     def _trace_phases(self) -> tuple[Parts, Parts, Parts]:
-        """Return the parts of the first step, later steps and validation, without what is held all the time."""
+        """Return the parts of the first step, later steps and validation, without parts that exist all the time."""
         work, checkpointing = self.work, self.machine.activation_checkpointing is True
         models = self.meta_model.models
         batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
         validation_batch = self._batch(
             work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False
         )
-        # Later micro-batches of a step find gradients; a single one does not.
+        # Gradients exist already when the later micro-batches of a step run.
         is_accumulated = work.count_step_rows(self.settings.batch_size) > work.rows
         step_traces = [
             trace.trace_micro_batch(model, batch, is_accumulated, checkpointing, self.teacher) for model in models
@@ -481,7 +348,7 @@ class MemoryForecastBuilder:
         return {"libraries": capacity.resident_bytes()}
 
     def _host_bytes(self) -> int:
-        """Host memory of a training on a GPU: this process, plus what is read and saved."""
+        """Return the host memory of a training on a GPU: this process, plus data that is read or saved."""
         loading = weights.TRIM_EVERY_BYTES + self._largest_source_bytes()
         if self.shard_sizes:  # one rank of a machine loads at a time
             loading = self.meta_model.base_sizes.total_bytes + self._reading_bytes()
@@ -511,15 +378,15 @@ def _add_heap_overhead(live: Parts, resident_bytes: int) -> Parts:
     return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
-def _elementwise_greatest(*found: Parts) -> Parts:
-    return max(found, key=lambda parts: sum(parts.values()))
+def _choose_largest(*candidates: Parts) -> Parts:
+    return max(candidates, key=lambda parts: sum(parts.values()))
 
 
 def _drop_zeros(parts: Parts) -> Parts:
     return {name: count for name, count in parts.items() if count}
 
 
-# Fallbacks for `auto` settings: they need less memory and more time.
+# Fallbacks for `auto` settings, which need less memory and more time.
 
 
 @dataclass(frozen=True)
@@ -564,9 +431,6 @@ def choose_fallback(
 
 
 # Largest sizes that fit: rows, tokens of a row, rank.
-
-DEFAULT_MAX_TOKENS = 131_072
-"""Longest row that is tried for models without a stated limit."""
 
 
 @dataclass(frozen=True)
@@ -628,7 +492,7 @@ def _search_greatest_fitting(
 ) -> int | None:
     """Return the greatest number up to `limit` that fits; None if not even `minimum` fits.
 
-    Needs grow with the number, nearly proportionally, so the search interpolates between known values.
+    The need grows with the number, nearly proportionally, so the search interpolates between known values.
     """
     low, high = minimum, max(minimum, limit)
     needed_low = compute_needed(low)
@@ -652,3 +516,138 @@ def _search_greatest_fitting(
             else:
                 high, needed_high = number, needed
     return low
+
+
+# Sizes of a sharded base.
+
+
+@dataclass(frozen=True)
+class BaseShardSizes:
+    """Sizes of the sharded part of the base, in bytes."""
+
+    whole_bytes: int
+    """All sharded matrices."""
+    local_bytes: int
+    """This rank's shards, with padding."""
+    layer_bytes: int
+    """Gathered matrices of the largest layer."""
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes that this rank does not keep."""
+        return self.whole_bytes - self.local_bytes
+
+
+def is_base_sharded(machine: Machine, ranks: int) -> bool:
+    """Return True if the ranks share the base; `machine.shard_base: auto` counts as false."""
+    return machine.shard_base is True and ranks > 1
+
+
+def compute_shard_sizes(base: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
+    """Compute shard sizes with an allocator that rounds to multiples of `granule_bytes`."""
+
+    def round_up(count: int) -> int:
+        return -(-count // granule_bytes) * granule_bytes
+
+    def sum_matrices(size: Callable[[Tensor], int]) -> int:
+        def sum_over_model(model: Model) -> int:
+            return sum(
+                round_up(size(matrix))
+                for block in find_blocks(model)[1]
+                for matrix in iterate_shardable_matrices(block)
+            )
+
+        return base.sum_over_blocks(sum_over_model)
+
+    layers = (block for model in base.models for block in find_blocks(model)[1])
+    largest = max(
+        (sum(ranks * _share_bytes(matrix, ranks) for matrix in iterate_shardable_matrices(layer)) for layer in layers),
+        default=0,
+    )
+    return BaseShardSizes(
+        sum_matrices(lambda matrix: matrix.nbytes), sum_matrices(lambda matrix: _share_bytes(matrix, ranks)), largest
+    )
+
+
+def iterate_shardable_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a decoder layer that are sharded: frozen, with at least two dimensions."""
+    return (parameter for parameter in layer.parameters() if not parameter.requires_grad and parameter.dim() >= 2)
+
+
+def _share_bytes(matrix: Tensor, ranks: int) -> int:
+    """Return the bytes of a shard of a matrix that is split by its first dimension; padding makes all shards equal."""
+    rows = int(matrix.shape[0])
+    return -(-rows // ranks) * (int(matrix.nbytes) // rows)
+
+
+# Memory of gradient reduction: the real code reduces tensors without data, as in trace.py.
+
+
+@dataclass(frozen=True)
+class CommunicationMemory:
+    """Memory of a rank's GradientReducer, in bytes."""
+
+    buffer_bytes: int = 0
+    """Memory at the start: the flat buffer."""
+    held_bytes: int = 0
+    """Memory between two sums, which adds the unsent parts of the last two sums (`undo` needs both)."""
+    peak_bytes: int = 0
+    """Peak during a sum, which adds data gathered from other ranks and temporary tensors."""
+    unsent_bytes: int = 0
+    """Unsent part of one sum on this rank; snapshots hold the unsent parts of all ranks."""
+
+
+def measure_communication_memory(
+    parameters: Sequence[nn.Parameter], settings: GradientCompressionSettings, ranks: int, device: Device
+) -> CommunicationMemory:
+    """Measure one rank's memory for these trainable parameters on the meta device; zero if no reducer is needed.
+
+    Args:
+        parameters: all trainable parameters, in the order in which they are sent.
+        settings: section train.gradient_compression. Initial uncompressed sums need no more than later sums.
+        ranks: all ranks of the run.
+        device: training device.
+    """
+    if not parameters or (ranks == 1 and settings.method == "none"):
+        return CommunicationMemory()
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    gradients = (nn.Parameter(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    tensors = nn.ParameterList([*parameters, *gradients])
+    allocations = AllocationTrace(tensors, BatchShape(1, 1, 1, packed=False, device=device), records_graph=False)
+    try:
+        with _MetaCollectives(), allocations:
+            group = _MetaProcessGroup(ranks) if ranks > 1 else None
+            reducer = GradientReducer([("", parameter) for parameter in parameters], group, settings, lambda _: None)
+            buffer = allocations.total_bytes()
+            for _ in range(2):
+                reducer.sum()
+            held = allocations.total_bytes()
+        highest = max(peak.total_bytes for peak in allocations.peaks.values())
+        unsent = sum(tensor.nbytes for tensor in reducer.state().values())
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return CommunicationMemory(buffer, held, highest, unsent if ranks > 1 else 0)
+
+
+@dataclass(frozen=True)
+class _MetaProcessGroup:
+    """The part of torch's process group that the GradientReducer uses."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+class _MetaCollectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
+    """Mode that skips communication, for which torch.distributed can be overridden; buffers of received data exist."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COLLECTIVES:
+            return None
+        return func(*args, **(kwargs or {}))

@@ -2,8 +2,8 @@
 
 If its blocks repeat, two shorter models represent it. Memory is a sum over blocks. If all periods of blocks are equal,
 a model with one more period needs a fixed additional amount at each point of the step, so models of three and four
-periods determine the memory for any number. This is exact, and it is checked first: blocks are compared by their
-classes, shapes, settings and adapters. Models whose blocks do not repeat are built whole.
+periods determine the memory for any number. This is exact if all periods are equal, which is checked first: blocks are
+compared by their classes, shapes, settings and adapters. Models whose blocks do not repeat are built whole.
 """
 
 import warnings
@@ -21,17 +21,16 @@ from ratchet.config.train import Train
 from ratchet.models import adapters, targets
 from ratchet.models.device import Model
 from ratchet.models.memory import parameters
-from ratchet.models.memory.parameters import BaseTensorSizes
+from ratchet.models.memory.parameters import BLOCK_SIZE, NESTED_BLOCK_SIZE, BaseTensorSizes
 from ratchet.models.memory.trace import AllocationTrace, Device, MallocSimulator, MemoryPeak, Segment
 from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
 
 PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
 """Periods of the two models that represent a longer one. At least three are needed: the last block is computed only at
 trained positions (chunked_loss.py), so one must be neither first nor last. On CPUs memory also depends on how the
-allocator fills gaps, which is regular only in the long run."""
+allocator fills gaps, which is regular only over many periods."""
 SCHEDULE_STEPS = 1000
 """Steps of AdaLoRA's schedule; they do not affect memory."""
-_BLOCK, _NESTED_BLOCK = 64, 256
 _INDEX_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
 """Names under which transformers stores a block's index."""
 
@@ -41,11 +40,11 @@ class ExtrapolatedMetaModel:
     """Models with adapters on the meta device, from which figures of the real model are extrapolated."""
 
     models: tuple[Model, ...]
-    """The real model; or a short and a long one."""
+    """The real model, or a short and a long model."""
     periods: tuple[int, ...]
-    """Periods of the short, the long and the real model; empty if `models` holds the real one."""
+    """Periods of the short, the long and the real model; empty if `models` has only the real model."""
     boundary_blocks: tuple[tuple[int, int], ...]
-    """For each model: number of blocks counted from the first, and from the last; others are between them."""
+    """For each model: number of first blocks, and of last blocks, whose peaks are used; blocks between are left out."""
     base_sizes: BaseTensorSizes
     """Tensor sizes of the real model's base."""
 
@@ -61,38 +60,38 @@ class ExtrapolatedMetaModel:
         return self.extrapolate(tuple(figure(model) for model in self.models))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of the real model in order; a represented block's are repeated."""
+        """Return the trainable parameters of the real model in order; those of one period stand for missing periods."""
         model, boundary = self.models[-1], self.boundary_blocks[-1]
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not self.periods:
             return [parameter for _, parameter in trainable]
         short, long, real = self.periods
-        (_, short_blocks), (stack, long_blocks) = (find_blocks(parameter) for parameter in self.models)
+        (_, short_blocks), (stack, long_blocks) = map(find_blocks, self.models)
         period = (len(long_blocks) - len(short_blocks)) // (long - short)
         repeated = tuple(f"{stack}.{number}." for number in range(boundary[0], boundary[0] + period))
         period_parameters = [parameter for name, parameter in trainable if name.startswith(repeated)]
         end = max(
             (position + 1 for position, (name, _) in enumerate(trainable) if name.startswith(repeated)), default=0
         )
-        parameters = [parameter for _, parameter in trainable]
-        return parameters[:end] + (real - long) * period_parameters + parameters[end:]
+        built = [parameter for _, parameter in trainable]
+        return built[:end] + (real - long) * period_parameters + built[end:]
 
     def find_highest_peak(self, traces: Sequence[AllocationTrace]) -> dict[str, int]:
         """Return the parts of the highest peak of any segment of the real model's step; empty without traces."""
         best: dict[str, int] = {}
         if traces:
             aligned = [
-                _align_peaks(*peaks_of_model)
-                for peaks_of_model in zip(traces, self.models, self.boundary_blocks, strict=True)
+                _align_peaks(trace, model, boundary)
+                for trace, model, boundary in zip(traces, self.models, self.boundary_blocks, strict=True)
             ]
             for segment, first in aligned[0].items():
                 peaks = [peaks_of_model[segment].parts for peaks_of_model in aligned]
                 parts = {part: self.extrapolate(tuple(peak[part] for peak in peaks)) for part in first.parts}
-                best = max(best, parts, key=lambda peaks_of_model: sum(peaks_of_model.values()))
+                best = max(best, parts, key=lambda candidate: sum(candidate.values()))
         return best
 
     def resident_bytes(self, heaps: Sequence[MallocSimulator], traces: Sequence[AllocationTrace]) -> int:
-        """Return the pages that the real process has touched after these traces."""
+        """Return the highest resident memory of the real process while it runs these traces."""
         return self.extrapolate(tuple(heap.replay(trace.events) for heap, trace in zip(heaps, traces, strict=True)))
 
 
@@ -118,7 +117,7 @@ class _BlockRepetition:
     rest: int
 
     def block_indices(self, periods: int) -> list[int]:
-        """Return the block indices of a model with so many periods."""
+        """Return the indices of the blocks that a model with `periods` periods keeps."""
         end = self.first + self.period * self.count
         return [*range(self.first + self.period * periods), *range(end, end + self.rest)]
 
@@ -187,7 +186,7 @@ def _quantize_on_meta(model: Model, names: tuple[str, ...], settings: Train, dty
         layer: Any = Linear4bit(inputs, outputs, module.bias is not None, dtype, device="meta")
         layer.weight = _pack_on_meta(layer, settings, dtype)
         layer.bias = module.bias
-        layer.source_cls = type(module)  # transformers records it too
+        layer.source_cls = type(module)  # transformers sets it too
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer.requires_grad_(False))
     model.is_loaded_in_4bit = True
@@ -198,31 +197,31 @@ def _pack_on_meta(layer: Linear4bit, settings: Train, dtype: torch.dtype) -> Par
         return torch.empty(shape, dtype=element_dtype, device="meta")
 
     elements = layer.in_features * layer.out_features
-    blocks = -(-elements // _BLOCK)
+    blocks = -(-elements // BLOCK_SIZE)
     nested: dict[str, Any] = {}
     if settings.double_quantization:
         nested_state = QuantState(
-            empty(-(-blocks // _NESTED_BLOCK)), code=empty(256), blocksize=_NESTED_BLOCK, dtype=torch.float32
+            empty(-(-blocks // NESTED_BLOCK_SIZE)), code=empty(256), blocksize=NESTED_BLOCK_SIZE, dtype=torch.float32
         )
         nested = {"offset": empty(), "state2": nested_state}
     state = QuantState(
         empty(blocks, element_dtype=torch.uint8 if nested else torch.float32),
         shape=torch.Size((layer.out_features, layer.in_features)),
         code=empty(16),
-        blocksize=_BLOCK,
+        blocksize=BLOCK_SIZE,
         quant_type=settings.quantization,
         dtype=dtype,
         **nested,
     )
     return Params4bit(
         empty((elements + 1) // 2, 1, element_dtype=torch.uint8), requires_grad=False, quant_state=state,
-        blocksize=_BLOCK, compress_statistics=settings.double_quantization, quant_type=settings.quantization,
+        blocksize=BLOCK_SIZE, compress_statistics=settings.double_quantization, quant_type=settings.quantization,
         module=layer, bnb_quantized=True,
     )  # fmt: skip
 
 
 def _attach_adapter(model: Model, settings: Train, new_tokens: int) -> Model:
-    # PiSSA has other values in matrices of the same shapes; the meta device has no values to decompose.
+    # PiSSA changes only the values of the matrices, not their shapes; the meta device has no values to decompose.
     settings = settings.model_copy(update={"initialization": "zero"})
     # peft creates its matrices on torch's default device and moves them to the model's device only afterwards.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
@@ -247,15 +246,18 @@ def _find_repetition(model: Model, settings: Train) -> _BlockRepetition | None:
 
 def _block_signatures(model: Model, name: str, blocks: nn.ModuleList, settings: Train) -> list[str]:
     """Return a text for each block; blocks with equal texts need equal memory."""
-    adapters: dict[str, list[str]] = {str(number): [] for number in range(len(blocks))}
+    adapted_layers: dict[str, list[str]] = {str(number): [] for number in range(len(blocks))}
     for layer in targets.choose(list_layers(model), settings.target_modules):
         if layer.name.startswith(f"{name}."):
             number, _, rest = layer.name.removeprefix(f"{name}.").partition(".")
-            adapters[number].append(f"{rest} {targets.layer_rank(layer, settings)}")
+            adapted_layers[number].append(f"{rest} {targets.layer_rank(layer, settings)}")
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     kinds = list(kinds) + [None] * (len(blocks) - len(kinds))
-    return [f"{kinds[number]} {adapters[str(number)]} {_block_signature(block)}" for number, block in enumerate(blocks)]
+    return [
+        f"{kinds[number]} {adapted_layers[str(number)]} {_block_signature(block)}"
+        for number, block in enumerate(blocks)
+    ]
 
 
 def _block_signature(block: nn.Module) -> str:

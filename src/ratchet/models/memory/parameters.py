@@ -11,7 +11,7 @@ sections 2 and 3):
     absmax 2   one constant per 256 constants, float32
     code 2     the 256 values of an 8-bit number, float32
 
-Matrices share none of this: each has its own copy of both codes, 1,088 bytes.
+Matrices share none of these tensors: each has its own copy of both codes, 1,088 bytes.
 
 transformers 5 quantizes exactly the layers of class `nn.Linear` or `Conv1D`. It does not quantize the output head (tied
 or not), fused experts (parameters, not layers), embeddings, and subclasses of `nn.Linear`.
@@ -34,9 +34,10 @@ from ratchet.models.device import Model
 from ratchet.models.model_spec import LayerSpec, ModelSpec, list_layers
 from ratchet.models.targets import choose, layer_rank
 
-_BLOCK = 64
+BLOCK_SIZE = 64
 """Elements per constant: bitsandbytes' default, which transformers does not change."""
-_NESTED_BLOCK = 256
+NESTED_BLOCK_SIZE = 256
+"""Constants per nested constant of double quantization."""
 _FLOAT32 = 4
 _CODE_BYTES = 16 * _FLOAT32
 _NESTED_CODE_BYTES = 256 * _FLOAT32
@@ -53,9 +54,9 @@ class BaseTensorSizes:
     plain_bytes: int
     """All other tensors, including buffers."""
     largest_plain_bytes: int
-    """The largest of these tensors."""
+    """Largest tensor that is not quantized."""
     largest_source_bytes: int
-    """The largest tensor before quantization, in the compute dtype."""
+    """Largest tensor before quantization, in the compute dtype."""
     quantized_modules: tuple[str, ...]
     """Names of 4-bit modules."""
     unquantized_layers: tuple[str, ...]
@@ -74,14 +75,14 @@ class BaseTensorSizes:
 
 
 def estimate_base_sizes(spec: ModelSpec, settings: Train, compute_bytes: int) -> BaseTensorSizes:
-    """Compute the sizes of a base whose compute dtype has so many bytes (2 or 4)."""
+    """Compute the sizes of a base whose compute dtype has `compute_bytes` bytes (2 or 4)."""
     compute_dtype = settings.compute_dtype
     half_dtype = torch.float16 if compute_dtype == "float16" else torch.bfloat16
     return measure_base_sizes(spec.model({2: half_dtype, 4: torch.float32}[compute_bytes]), settings)
 
 
 def measure_base_sizes(model: Model, settings: Train) -> BaseTensorSizes:
-    """Compute the sizes for an existing unquantized model on any device, with weights in the compute dtype.
+    """Compute the sizes of an existing unquantized model on any device, with weights in the compute dtype.
 
     For a model that was loaded in 4 bits use `list_unique_tensors` instead.
 
@@ -160,7 +161,10 @@ def count_total_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0
 
 
 def _count_adapter_parameters(layer: LayerSpec, settings: Train) -> int:
-    """A [r, inputs] and B [outputs, r] (LoRA); magnitudes of the outputs (DoRA); r singular values (AdaLoRA)."""
+    """Count the parameters of a layer's adapter.
+
+    These are A [r, inputs] and B [outputs, r]; DoRA adds magnitudes of the outputs, AdaLoRA r singular values.
+    """
     rank = layer_rank(layer, settings)
     matrices = rank * layer.count * (layer.inputs + layer.outputs)
     return matrices + {"lora": 0, "dora": layer.outputs, "adalora": rank}[settings.adapter]
@@ -192,10 +196,10 @@ def _packed_bytes(elements: int, settings: Train, name: str) -> int:
 
 def _constant_sizes(elements: int, double: bool) -> list[int]:
     """Return the sizes in bytes of each constant tensor of a 4-bit matrix."""
-    blocks = -(-elements // _BLOCK)
+    blocks = -(-elements // BLOCK_SIZE)
     if not double:
         return [blocks * _FLOAT32, _CODE_BYTES]
-    return [blocks, _CODE_BYTES, _FLOAT32, -(-blocks // _NESTED_BLOCK) * _FLOAT32, _NESTED_CODE_BYTES]
+    return [blocks, _CODE_BYTES, _FLOAT32, -(-blocks // NESTED_BLOCK_SIZE) * _FLOAT32, _NESTED_CODE_BYTES]
 
 
 def _list_unquantized_tensors(model: Model, names: frozenset[str]) -> tuple[str, ...]:

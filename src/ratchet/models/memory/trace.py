@@ -1,19 +1,22 @@
-"""Traces every memory block that is alive while torch runs: its size, purpose and lifetime.
+"""Traces every memory block that is alive while torch runs a training step without data: size, purpose and lifetime.
 
-On a CPU, glibc's malloc is simulated for these blocks: resident memory exceeds live memory.
+The real classes run: transformers' model, peft's layers, bitsandbytes' 4-bit layers, our loss, autograd, activation
+checkpointing. Only their tensors are on the meta device, with shapes and lifetimes but without contents. Attention is
+dispatched to the operators that CPUs and GPUs use, because they save different tensors for the backward pass
+(FlashAttention, Dao et al. 2022, does not save the softmax).
 
-A dispatch mode sees the result of every operation; a block lives from there until torch releases its storage. On the
-meta device the mode also answers questions about tensor contents: how many positions are trained (`nonzero`), and
-whether a batch is packed. Large workspaces inside operators are added.
+A dispatch mode sees the result of every operation; a block lives from there until torch releases its storage. The mode
+also answers questions about tensor contents: how many positions are trained (`nonzero`), and whether a batch is packed.
+Large workspaces inside operators are added.
 
-torch requests aligned blocks (posix_memalign). glibc 2.36 searches a block that is larger by alignment and a header,
-and frees the remainder. A freed block is then too small for the next request of the same size, unless it merged with
-its neighbours; and autograd's records (edges, versions, hooks: tens of bytes each, alive until the block's backward
-pass) are placed in those remainders and keep neighbours apart. Freed blocks serve only smaller requests, the heap
-grows, and its pages stay resident. On small models we measured twice the live memory.
-
-The simulation covers best fit, merging of free blocks, trimming of the top, and large blocks that are mapped separately
-above a dynamic threshold (malloc/malloc.c: _int_malloc, _int_memalign, _int_free, sysmalloc, systrim).
+On a CPU, resident memory exceeds live memory, so glibc's malloc is simulated for these blocks. torch requests aligned
+blocks (posix_memalign). glibc 2.36 searches a block that is larger by alignment and a header, and frees the remainder.
+A freed block is then too small for the next request of the same size, unless it merged with its neighbours; and
+autograd's records (edges, versions, hooks: tens of bytes each, alive until the block's backward pass) are placed in
+those remainders and keep neighbours apart. Freed blocks serve only smaller requests, the heap grows, and its pages stay
+resident. On small models we measured twice the live memory. The simulation covers best fit, merging of free blocks, and
+large blocks that are mapped separately above a dynamic threshold (malloc/malloc.c: _int_malloc, _int_memalign,
+_int_free, sysmalloc). The heap is not trimmed.
 """
 
 import bisect
@@ -38,20 +41,34 @@ from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.model_spec import find_blocks
 from ratchet.models.teacher import OnlineTeacher, OnlineTeacherTargets
 
+Device = Literal["cpu", "cuda"]
+Part = Literal["activations", "logits and loss", "dequantized weights", "gradients", "temporary"]
+PARTS: tuple[Part, ...] = ("activations", "logits and loss", "dequantized weights", "gradients", "temporary")
+Segment = tuple[str, str, int]
+"""Direction; before, inside or after the blocks; index of the block. A peak is recorded for each segment."""
+
 PAGE = 4096
 HEADER = 8
 ALIGNMENT = 64
 """Alignment of torch's CPU allocator (c10/core/alignment.h, gAlignment)."""
 MIN_BLOCK = 32
 ALIGNMENT_SLACK = ALIGNMENT + MIN_BLOCK
-"""Additional bytes that an aligned request asks for."""
+"""Bytes that an aligned request needs in addition."""
 TOP_PADDING = 128 * 1024
-"""The heap grows by this beyond a request, and a trimmed top keeps it (DEFAULT_TOP_PAD)."""
+"""The heap grows by this in addition to a request (DEFAULT_TOP_PAD)."""
 MAX_MMAP_THRESHOLD = 32 * 2**20
 """Larger blocks are always mapped separately (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits)."""
 HELD_SHARE = 0.6
-"""Share of the remainders next to blocks of a forward pass that autograd's records occupy. The only fitted number here:
-fitted to the resident memory of trainings with and without checkpointing."""
+"""Share of the remainders next to blocks of a forward pass that autograd's records occupy. The only fitted number in
+this module, from the resident memory of trainings with and without checkpointing."""
+
+GRANULE_BYTES = {"cpu": 64, "cuda": 512}
+"""Block sizes are multiples of this: alignment of c10's CPU allocator, kMinBlockSize of CUDACachingAllocator."""
+CUSTOM_GEMM_ROWS = 1536
+"""Up to this many rows, bitsandbytes 0.50 may multiply 4-bit weights on a GPU without dequantizing (backends/cuda)."""
+MAX_FUSED_HEAD_SIZE = 256
+"""Largest attention head size for which GPUs have fused kernels."""
+_ATTENTION_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -60,146 +77,10 @@ class AllocationEvent:
 
     key: Hashable
     size_bytes: int
-    """Size of a new block; negative: the block, or a part of the graph, is released."""
+    """Size of a new block; negative if the block, or a part of the graph, is released."""
     graph: Hashable = None
     """Part of the graph that a block of a forward pass belongs to; with a negative size and no key: the released
     part."""
-
-
-class MallocSimulator:
-    """The main heap of a process. Addresses are offsets from its beginning.
-
-    Args:
-        threshold_bytes: initial size from which blocks are mapped separately.
-    """
-
-    def __init__(self, threshold_bytes: int) -> None:
-        self.peak_bytes = 0
-        """Highest resident memory since it was last set to 0."""
-        self._threshold = min(max(TOP_PADDING, threshold_bytes), MAX_MMAP_THRESHOLD)
-        self._top = self._end = self._touched = self._mapped = 0
-        self._free: dict[int, int] = {}
-        self._by_end: dict[int, int] = {}
-        self._by_size: list[tuple[int, int]] = []
-        self._live: dict[Hashable, tuple[int | None, int]] = {}
-        self._held_remainders: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
-        self._held_fraction = 0.0
-
-    @property
-    def resident_bytes(self) -> int:
-        """Touched heap pages that were not trimmed, plus mapped blocks."""
-        return self._touched + self._mapped
-
-    def replay(self, events: Iterable[AllocationEvent]) -> int:
-        """Apply the events; return the highest resident memory meanwhile."""
-        self.peak_bytes = self.resident_bytes
-        live_keys: set[Hashable] = set()
-        for event in events:
-            if event.size_bytes > 0:
-                self._allocate(event)
-                live_keys.add(event.key)
-            elif event.key is None:
-                self._free_graph(event.graph)
-            elif event.key in live_keys:
-                live_keys.remove(event.key)
-                self._release(event.key)
-        for key in live_keys:  # memory that outlives a micro-batch is counted elsewhere
-            self._release(key)
-        for graph in list(self._held_remainders):
-            self._free_graph(graph)
-        return self.peak_bytes
-
-    def _allocate(self, event: AllocationEvent) -> None:
-        needed = max(MIN_BLOCK, -(-(event.size_bytes + HEADER) // 16) * 16)
-        start, size = self._find_block(needed + ALIGNMENT_SLACK)
-        if start is None:
-            self._mapped += size
-        else:
-            size = self._split_remainder(start, needed, size, event.graph)
-        self._live[event.key] = start, size
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-
-    def _split_remainder(self, start: int, needed: int, size: int, graph: Hashable) -> int:
-        """Free the remainder of a block, or let the graph hold it; return the size that the block keeps."""
-        self._held_fraction += HELD_SHARE if graph is not None else 0.0
-        if graph is not None and self._held_fraction >= 1:
-            self._held_fraction -= 1
-            self._held_remainders[graph].append((start + needed, size - needed))
-        else:
-            self._free_block(start + needed, size - needed)
-        return needed
-
-    def _find_block(self, size: int) -> tuple[int | None, int]:
-        """Return start and size of the smallest sufficient free block, or of new memory; start None: mapped
-        separately."""
-        index = bisect.bisect_left(self._by_size, (size, 0))
-        if index < len(self._by_size):
-            block_size, start = self._by_size[index]
-            self._remove_free(start)
-            if block_size - size >= MIN_BLOCK:
-                self._add_free(start + size, block_size - size)
-                block_size = size
-            return start, block_size
-        if self._end - self._top < size + MIN_BLOCK:
-            if size >= self._threshold:
-                return None, _round_up_to_pages(size + HEADER)
-            self._end += _round_up_to_pages(size + TOP_PADDING + MIN_BLOCK - (self._end - self._top))
-        start, self._top = self._top, self._top + size
-        self._touched = max(self._touched, self._top)
-        return start, size
-
-    def _release(self, key: Hashable) -> None:
-        start, size = self._live.pop(key)
-        if start is not None:
-            self._free_block(start, size)
-            return
-        self._mapped -= size
-        if self._threshold < size <= MAX_MMAP_THRESHOLD:
-            self._threshold = size
-
-    def _free_block(self, start: int, size: int) -> None:
-        """Free a block and merge it with free neighbours; at the top, trim a large top."""
-        if start in self._by_end:
-            neighbour = self._by_end[start]
-            size += self._remove_free(neighbour)
-            start = neighbour
-        if start + size in self._free:
-            size += self._remove_free(start + size)
-        if start + size != self._top:
-            self._add_free(start, size)
-            return
-        self._top = start
-
-    def _free_graph(self, graph: Hashable) -> None:
-        for start, size in self._held_remainders.pop(graph, ()):
-            self._free_block(start, size)
-
-    def _remove_free(self, start: int) -> int:
-        size = self._free.pop(start)
-        del self._by_end[start + size]
-        self._by_size.pop(bisect.bisect_left(self._by_size, (size, start)))
-        return size
-
-    def _add_free(self, start: int, size: int) -> None:
-        self._free[start] = size
-        self._by_end[start + size] = start
-        bisect.insort(self._by_size, (size, start))
-
-
-def _round_up_to_pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
-
-
-Device = Literal["cpu", "cuda"]
-Part = Literal["activations", "logits and loss", "dequantized weights", "gradients", "temporary"]
-PARTS: tuple[Part, ...] = ("activations", "logits and loss", "dequantized weights", "gradients", "temporary")
-Segment = tuple[str, str, int]
-"""Direction; before, inside or after the blocks; index of the block. A peak is recorded for each segment."""
-
-GRANULE_BYTES = {"cpu": 64, "cuda": 512}
-"""Block sizes are multiples of it: alignment of c10's CPU allocator, kMinBlockSize of CUDACachingAllocator."""
-CUSTOM_GEMM_ROWS = 1536
-"""Up to this many rows, bitsandbytes 0.50 may multiply 4-bit weights on a GPU without dequantizing (backends/cuda)."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +108,7 @@ class MemoryPeak:
 class _AllocatedBlock:
     number: int
     storage_ref: "weakref.ref[Any]"
-    """Kept because its callback reports the release."""
+    """Reference whose callback reports the release."""
     size_bytes: int
     part: Part
 
@@ -236,8 +117,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     """Records live bytes by part, their peak in every segment, and all allocations and releases.
 
     Args:
-        model: its own tensors are not counted.
-        batch: answers questions about tensor contents.
+        model: the model; its own tensors are not counted.
+        batch: sizes of the batch, which answer questions about tensor contents.
         records_graph: True if a graph for the backward pass is recorded.
     """
 
@@ -263,7 +144,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
         return sum(self.live.values())
 
     def enter_segment(self, segment: Segment) -> None:
-        """Start a segment: its peak is recorded from here on."""
+        """Start a segment and record its peak from now on."""
         if self.segment[0] == "backward":
             self.events.append(AllocationEvent(None, -1, self.segment[1:]))
         self.segment = segment
@@ -302,7 +183,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
             return not self.batch.packed if args[0].dtype == torch.bool else 1
         if func is aten.nonzero.default:
             return torch.empty((self.batch.learned_positions, args[0].dim()), dtype=torch.int64, device="meta")
-        if func is aten._grouped_mm.default:  # its kernel on meta takes bfloat16 only, those of CPUs take any type
+        if func is aten._grouped_mm.default:  # its meta kernel takes only bfloat16, CPU kernels take any dtype
             return _grouped_mm_on_meta(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -328,8 +209,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
 
     def _current_graph(self) -> Any:
         """Return the part of the graph that is being recorded, or None."""
-        making = self.records_graph and (self.segment[0] == "forward" or self.is_recomputing)
-        return self.segment[1:] if making else None
+        is_recording = self.records_graph and (self.segment[0] == "forward" or self.is_recomputing)
+        return self.segment[1:] if is_recording else None
 
     def _update_peak(self, extra_bytes: int, extra_part: Part = "temporary") -> None:
         total = self.total_bytes() + extra_bytes
@@ -351,7 +232,7 @@ def iterate_own_tensors(model: Model) -> Iterator[Tensor]:
 
 
 def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the result shape of `grouped_mm`: grouped rows times one matrix per group, or the gradient of these."""
+    """Return an empty result of `grouped_mm`: grouped rows times one matrix per group, or a gradient of these."""
     if first.dim() == 2 and second.dim() == 2:
         return first.new_empty((offsets.shape[0], first.shape[0], second.shape[1]))
     if first.dim() == 3 and second.dim() == 2:
@@ -360,7 +241,7 @@ def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any,
 
 
 def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device) -> int:
-    """Return the bytes that an operator allocates and frees internally, if large."""
+    """Return the bytes that an operator allocates and frees internally; 0 if they are few."""
     if func is torch.ops.bitsandbytes.gemm_4bit.default:
         rows = math.prod(args[0].shape[:-1])
         if device == "cuda" and rows <= CUSTOM_GEMM_ROWS and args[0].dtype != torch.float32:
@@ -375,19 +256,11 @@ def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device
 
 
 def classify_workspace(func: Any) -> Part:
-    """Return the part that such a workspace belongs to."""
+    """Return the part that the workspace of an operator belongs to."""
     return "dequantized weights" if func.namespace == "bitsandbytes" else "temporary"
 
 
-# Runs a training step without data.
-#
-# The real classes run: transformers' model, peft's layers, bitsandbytes' 4-bit layers, our loss, autograd, activation
-# checkpointing. Only their tensors are on the meta device, with shapes and lifetimes but without contents. Attention is
-# dispatched to the operators that CPUs and GPUs use, because they save different tensors for the backward pass
-# (FlashAttention, Dao et al. 2022, does not save the softmax).
-
-MAX_FUSED_HEAD_SIZE = 256
-"""Largest attention head size for which GPUs have fused kernels."""
+# Training and validation steps without data.
 
 
 class DeviceKernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
@@ -405,9 +278,6 @@ class DeviceKernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it 
         if self.device == "cuda" and getattr(func, "__name__", "") == "dropout" and len(args) == 3 and args[2]:
             return torch.native_dropout(args[0], args[1], train=True)[0]  # saves a byte mask; CPUs save the noise
         return func(*args, **(kwargs or {}))
-
-
-_ATTENTION_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _attention_on_device(device: Device, arguments: dict[str, Any]) -> Tensor:
@@ -438,7 +308,7 @@ def _attention_on_device(device: Device, arguments: dict[str, Any]) -> Tensor:
 
 
 def _attention_on_gpu(heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Run FlashAttention 2 for 16 bits without a mask, else the memory-efficient kernel, which repeats the keys."""
+    """Run FlashAttention 2 for 16 bits without a mask, else the memory-efficient kernel, which needs repeated keys."""
     query, key, value = heads
     if mask is None and query.element_size() == 2:
         return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **options)[0])
@@ -535,7 +405,7 @@ def _fold_experts_without_autocast() -> Iterator[None]:
 def trace_micro_batch(
     model: Model, batch: BatchShape, is_accumulated: bool, checkpointing: bool, teacher: OnlineTeacher | None = None
 ) -> AllocationTrace:  # fmt: skip
-    """Trace loss and gradient of one micro-batch, without weights, adapters and optimizer.
+    """Trace the loss and gradient of one micro-batch; weights, adapters and optimizer are not counted.
 
     Args:
         model: model with adapters on the meta device.
@@ -635,3 +505,132 @@ def _report_phases_to(trace: AllocationTrace) -> chunked_loss.Phase:
         return nullcontext()
 
     return enter_phase
+
+
+# Simulation of glibc's malloc.
+
+
+class MallocSimulator:
+    """Simulation of the main heap of a process. Addresses are offsets from its beginning.
+
+    Args:
+        threshold_bytes: initial size from which blocks are mapped separately.
+    """
+
+    def __init__(self, threshold_bytes: int) -> None:
+        self.peak_bytes = 0
+        """Highest resident memory since it was last set to 0."""
+        self._threshold = min(max(TOP_PADDING, threshold_bytes), MAX_MMAP_THRESHOLD)
+        self._top = self._end = self._touched = self._mapped = 0
+        self._free: dict[int, int] = {}
+        self._by_end: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self._live: dict[Hashable, tuple[int | None, int]] = {}
+        self._held_remainders: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+        self._held_fraction = 0.0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of touched heap pages and of separately mapped blocks."""
+        return self._touched + self._mapped
+
+    def replay(self, events: Iterable[AllocationEvent]) -> int:
+        """Apply the events and return the highest resident memory while they run."""
+        self.peak_bytes = self.resident_bytes
+        live_keys: set[Hashable] = set()
+        for event in events:
+            if event.size_bytes > 0:
+                self._allocate(event)
+                live_keys.add(event.key)
+            elif event.key is None:
+                self._free_graph(event.graph)
+            elif event.key in live_keys:
+                live_keys.remove(event.key)
+                self._release(event.key)
+        for key in live_keys:  # memory that outlives a micro-batch is counted elsewhere
+            self._release(key)
+        for graph in list(self._held_remainders):
+            self._free_graph(graph)
+        return self.peak_bytes
+
+    def _allocate(self, event: AllocationEvent) -> None:
+        needed = max(MIN_BLOCK, -(-(event.size_bytes + HEADER) // 16) * 16)
+        start, size = self._find_block(needed + ALIGNMENT_SLACK)
+        if start is None:
+            self._mapped += size
+        else:
+            size = self._split_remainder(start, needed, size, event.graph)
+        self._live[event.key] = start, size
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+    def _split_remainder(self, start: int, needed: int, size: int, graph: Hashable) -> int:
+        """Free the remainder of a block, or let the graph hold it; return the new size of the block."""
+        self._held_fraction += HELD_SHARE if graph is not None else 0.0
+        if graph is not None and self._held_fraction >= 1:
+            self._held_fraction -= 1
+            self._held_remainders[graph].append((start + needed, size - needed))
+        else:
+            self._free_block(start + needed, size - needed)
+        return needed
+
+    def _find_block(self, size: int) -> tuple[int | None, int]:
+        """Return start and size of the smallest sufficient free block, or of new memory.
+
+        The start is None if the memory is mapped separately.
+        """
+        index = bisect.bisect_left(self._by_size, (size, 0))
+        if index < len(self._by_size):
+            block_size, start = self._by_size[index]
+            self._remove_free(start)
+            if block_size - size >= MIN_BLOCK:
+                self._add_free(start + size, block_size - size)
+                block_size = size
+            return start, block_size
+        if self._end - self._top < size + MIN_BLOCK:
+            if size >= self._threshold:
+                return None, _round_up_to_pages(size + HEADER)
+            self._end += _round_up_to_pages(size + TOP_PADDING + MIN_BLOCK - (self._end - self._top))
+        start, self._top = self._top, self._top + size
+        self._touched = max(self._touched, self._top)
+        return start, size
+
+    def _release(self, key: Hashable) -> None:
+        start, size = self._live.pop(key)
+        if start is not None:
+            self._free_block(start, size)
+            return
+        self._mapped -= size
+        if self._threshold < size <= MAX_MMAP_THRESHOLD:
+            self._threshold = size
+
+    def _free_block(self, start: int, size: int) -> None:
+        """Free a block and merge it with free neighbours, or with the top of the heap."""
+        if start in self._by_end:
+            neighbour = self._by_end[start]
+            size += self._remove_free(neighbour)
+            start = neighbour
+        if start + size in self._free:
+            size += self._remove_free(start + size)
+        if start + size != self._top:
+            self._add_free(start, size)
+            return
+        self._top = start
+
+    def _free_graph(self, graph: Hashable) -> None:
+        for start, size in self._held_remainders.pop(graph, ()):
+            self._free_block(start, size)
+
+    def _remove_free(self, start: int) -> int:
+        size = self._free.pop(start)
+        del self._by_end[start + size]
+        self._by_size.pop(bisect.bisect_left(self._by_size, (size, start)))
+        return size
+
+    def _add_free(self, start: int, size: int) -> None:
+        self._free[start] = size
+        self._by_end[start + size] = start
+        bisect.insort(self._by_size, (size, start))
+
+
+def _round_up_to_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

@@ -11,11 +11,11 @@ Properties of xllamacpp 2026.10 (docs of llama.cpp: tools/server/README.md):
 - Its log is written by its own thread: the last lines are lost if the process ends immediately.
 - It installs no signal handlers: SIGTERM ends this process immediately, even during loading.
 - The context is rounded up to a multiple of 256 tokens.
-- Flash attention, enabled by default where available, computes in F16 on CPUs, whatever the cache type: an F32 cache
-  alone changes nothing; without flash attention log-probabilities are off by 8e-6 nats instead of 0.007 (2.5M
+- Flash attention, enabled by default where available, computes in F16 on CPUs for every cache type, so an F32 cache
+  alone changes nothing. Without flash attention, log-probabilities are off by 8e-6 nats instead of 0.007 (2.5M
   parameters in F32).
 - By default a web page of any origin may send requests, answers are kept in up to 8 GiB of memory for later prompts,
-  and the context is shrunk to what fits the machine (`fit_params`): all three are disabled here.
+  and the context shrinks until it fits the machine (`fit_params`). All three are disabled here.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LOG_TIMEOUT_S, LOG_STEP_S = 2.0, 0.1
 
 
 def build_server_parameters(options: argparse.Namespace) -> Any:
-    """Build llama.cpp's settings; settings that are not set here have its server's defaults."""
+    """Build llama.cpp's settings; all settings that are not set here keep the server's defaults."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -75,13 +75,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _exit_when_stdin_closes() -> None:
-    while os.read(0, 4096):  # not sys.stdin: Python aborts at exit while a thread reads from it
+    while os.read(0, 4096):  # not sys.stdin, because Python aborts at exit while a thread reads from it
         pass
     os._exit(0)  # the parent process is gone
 
 
 def _flush_llama_log() -> None:
-    """Wait for llama.cpp's log thread: lines that it still holds are lost when the process ends."""
+    """Wait for llama.cpp's log thread, because lines that it has not written are lost when the process ends."""
     size, deadline_s = 0, time.monotonic() + LOG_TIMEOUT_S
     while time.monotonic() < deadline_s:
         time.sleep(LOG_STEP_S)

@@ -1,4 +1,4 @@
-"""Client of a local llama.cpp server, the server as a child process, and the runtime that verifies GGUF files.
+"""Serves a GGUF file by llama.cpp in a child process: the server, its client, and a runtime to verify files.
 
 The client uses `http.client`, which ignores proxies. Greedy answers (GREEDY) use only the temperature sampler of
 llama.cpp, where 0 selects the likeliest token; otherwise penalties, or defaults in a GGUF file (`general.sampling.*`),
@@ -6,8 +6,9 @@ would change answers. Log-probabilities are those of the model before any sample
 endpoints are described in llama.cpp's tools/server/README.md.
 
 With keys and values in F32 and without flash attention, log-probabilities of an F32 file differ from transformers' by
-some 1e-5 nats; llama.cpp's defaults (F16 both) add 0.007 on the same file, which would hide the effect of quantization.
-So a file is verified with `f32`, and its smoke prompts are answered with the defaults (`f16`), as it is served.
+about 1e-5 nats; llama.cpp's defaults (both in F16) add 0.007 on the same file, which would hide the effect of
+quantization. So a file is verified with `f32`, and its smoke prompts are answered with the defaults (`f16`), as users
+serve it.
 """
 
 import http.client
@@ -37,8 +38,11 @@ from ratchet.storage.records.export import ExportProbe
 Message = dict[str, str]
 """`role` and `content`."""
 
+Cache = Literal["f32", "f16"]
+"""Type of cached keys and values."""
+
 ANSWER_TIMEOUT_S = 900.0
-"""A long prompt on few threads takes minutes; a server without an answer for this long hangs."""
+"""Time without data after which the server counts as hanging; a long prompt on few threads takes minutes."""
 
 BOUNDARY_TEXTS = ("a", "1", " ", "\n")
 """Texts that end at a character boundary; every vocabulary has at least one of them."""
@@ -47,6 +51,22 @@ GREEDY: dict[str, Any] = {
     "temperature": 0, "samplers": ["temperature"], "mirostat": 0, "repeat_penalty": 1.0, "seed": 0,
     "post_sampling_probs": False,
 }  # fmt: skip
+
+MODULE = "ratchet.models.runtimes.llama_process"
+ENVIRONMENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
+"""Environment variables that the child gets; tokens of hubs and trackers are not among them."""
+READY_TIMEOUT_S = 900.0
+"""Maximum time until the server is ready; reading a large file from a slow disk takes minutes."""
+STOP_TIMEOUT_S = 10.0
+LOG_BYTES = 16384
+ERROR_LINE = re.compile(r"[\d.]+ E (?:\w+ +)?[\w~]+: (.*)")
+"""A line of llama.cpp's log: seconds, level, function, message."""
+UNSUPPORTED_TEXTS = ("unknown model architecture", "unknown pre-tokenizer", "unknown tokenizer")
+MAX_TOKENS_PER_REQUEST = 64
+"""Maximum tokens per request; an end token that llama.cpp does not recognize costs at most this many tokens."""
+MIN_LOG_PROBABILITY = -104.0
+"""llama.cpp rounds probabilities below 1e-45 to 0 and reports -3.4e38; e^-104 is the next smaller number."""
+LOGPROB_ENTRY = re.compile(rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?\d[\d.eE+-]*)\}')
 
 
 @dataclass(frozen=True)
@@ -138,11 +158,11 @@ class LlamaClient:
         return kind(f"{self.source}: llama.cpp rejected {path}: {_read_error_message(content)}")
 
     def describe_no_answer(self, error: Exception) -> str:
-        """Describe for a message why there is no answer."""
+        """Describe, for a message, why the server does not answer."""
         return f"llama.cpp's server at {self.address} does not answer ({error or type(error).__name__})"
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Like `request_bytes`, parsed as JSON."""
+        """Send a request like `request_bytes` and parse the response as JSON."""
         document: dict[str, Any] = json.loads(self.request_bytes(path, body))
         return document
 
@@ -174,8 +194,8 @@ class LlamaClient:
     def chat(self, messages: Sequence[Message], max_tokens: int) -> LlamaReply:
         """Send a greedy request to the OpenAI-compatible chat endpoint, without using cached prompts.
 
-        It returns a text. Its log-probabilities do not name every token (see `top_log_probabilities`), so the tokens
-        are those that /completion gives for the same prompt; the token counts of both must be equal.
+        The endpoint returns a text. Its log-probabilities do not name every token (see `top_log_probabilities`), so
+        the tokens come from /completion with the same prompt. The token counts of both must be equal.
 
         Raises:
             RatchetError: the counts differ, or an error of `request_bytes`.
@@ -198,8 +218,8 @@ class LlamaClient:
     def top_log_probabilities(self, prompt: Sequence[int], count: int, cache_prompt: bool) -> bytes:
         """Return the `count` likeliest next tokens and their log-probabilities, as JSON with `top_logprobs`.
 
-        llama.cpp lists none if the chosen token ends within a multi-byte character. So it is forced to choose an `a`;
-        the list is that of the model, before the choice.
+        llama.cpp lists no tokens if the chosen token ends within a multi-byte character. So the request forces it to
+        choose one of BOUNDARY_TEXTS; the listed values are those of the model before the choice.
         """
         if self._boundary_ids is None:
             self._boundary_ids = next((ids[-1:] for text in BOUNDARY_TEXTS if (ids := self.tokenize(text))), [])
@@ -243,25 +263,12 @@ def _read_error_message(content: bytes) -> str:
 
 # A llama.cpp server as a child process.
 #
-# The child runs `llama_process.py`. It gets no secrets of this process and ends together with it (its standard input is
-# a pipe that only this process holds); any failure in it, even a crash in C++, becomes an exception here.
-
-Cache = Literal["f32", "f16"]
-
-MODULE = "ratchet.models.runtimes.llama_process"
-ENVIRONMENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
-"""Environment variables that the child gets; tokens of hubs and trackers are not among them."""
-READY_TIMEOUT_S = 900.0
-"""Reading a large file from a slow disk takes minutes."""
-STOP_TIMEOUT_S = 10.0
-LOG_BYTES = 16384
-ERROR_LINE = re.compile(r"[\d.]+ E (?:\w+ +)?[\w~]+: (.*)")
-"""A line of llama.cpp's log: seconds, level, function, message."""
-UNSUPPORTED_TEXTS = ("unknown model architecture", "unknown pre-tokenizer", "unknown tokenizer")
+# The child runs `llama_process.py`. It gets no secrets of this process and ends together with it, because its standard
+# input is a pipe that only this process holds. Any failure of it, even a crash in C++, becomes an exception here.
 
 
 class LlamaServer(LlamaClient):
-    """A running server. Use it in a `with` statement, or call `close`."""
+    """A running server and its client. Use it in a `with` statement, or call `close`."""
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes], log: IO[bytes], streams: ExitStack) -> None:
         super().__init__("", str(path))
@@ -293,7 +300,7 @@ class LlamaServer(LlamaClient):
         return tail.decode("utf-8", "replace").splitlines()
 
     def describe_no_answer(self, error: Exception) -> str:
-        """Describe for a message why there is no answer."""
+        """Describe, for a message, why the server does not answer."""
         try:
             code = self.process.wait(1.0)  # a connection breaks shortly before its process ends
         except subprocess.TimeoutExpired:
@@ -340,7 +347,7 @@ def start_server(
 
 
 def get_version() -> str:
-    """Return the version of llama.cpp: that of the installed wheel."""
+    """Return the version of llama.cpp, which is that of the installed wheel."""
     return f"llama.cpp (xllamacpp {metadata.version('xllamacpp')})"
 
 
@@ -404,16 +411,8 @@ def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-MAX_TOKENS_PER_REQUEST = 64
-"""Tokens per request: an end that llama.cpp does not recognize costs at most this many."""
-MIN_LOG_PROBABILITY = -104.0
-"""llama.cpp rounds probabilities below 1e-45 to 0 and reports -3.4e38; e^-104 is the next smaller number."""
-
-LOGPROB_ENTRY = re.compile(rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?\d[\d.eE+-]*)\}')
-
-
 class LlamaRuntime:
-    """A ModelRuntime (runtime.py) with its own llama.cpp server."""
+    """A ModelRuntime (exporters/verification/parity.py) with its own llama.cpp server."""
 
     def __init__(self, server: LlamaServer) -> None:
         model = server.model()
@@ -429,11 +428,11 @@ class LlamaRuntime:
         return self._server.tokenize(text)
 
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
-        """See ModelRuntime. One request per position, of which the server computes only new tokens.
+        """See ModelRuntime. Sends one request per position; the server computes only the new tokens.
 
-        The request asks for the whole vocabulary (`n_probs`), which is listed before any sampler, so top-k does not
-        shorten it. It takes 8 ms for 2,000 tokens and 1 s for 152,000 (16 MB of JSON). llama.cpp sums probabilities in
-        float32, with an error of 1e-5 for a large vocabulary, so they are normalized again.
+        The request asks for the whole vocabulary (`n_probs`), which llama.cpp lists before any sampler, so top-k does
+        not shorten it. It takes 8 ms for 2,000 tokens and 1 s for 152,000 (16 MB of JSON). llama.cpp sums
+        probabilities in float32, with an error of 1e-5 for a large vocabulary, so they are normalized again.
         """
         self._require_context(max(positions, default=-1) + 2)
         result = np.empty((len(positions), self._vocabulary), np.float32)
@@ -460,8 +459,8 @@ class LlamaRuntime:
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
         """See ModelRuntime.
 
-        llama.cpp also stops at tokens whose names look like ends (`<|endoftext|>`), whatever the file says; if such a
-        token is not one of `ends`, generation continues.
+        llama.cpp also stops at tokens with names like `<|endoftext|>`, even if the file does not define them as end
+        tokens. If such a token is not one of `ends`, generation continues.
         """
         self._require_context(len(prompt) + max_new_tokens)
         answer_ids: list[int] = []
@@ -488,7 +487,7 @@ class LlamaRuntime:
         return self._server.tokenize(text, add_special=True)
 
     def probes(self, questions: Sequence[str], max_new_tokens: int) -> tuple[ExportProbe, ...]:
-        """Answer questions as for users: with the OpenAI-compatible chat, and the file's current cache type."""
+        """Answer questions as users get them: by the OpenAI-compatible chat, with the cache type of this server."""
         probes = []
         for question in questions:
             messages = [{"role": "user", "content": question}]
@@ -513,6 +512,6 @@ class LlamaRuntime:
 
 @contextmanager
 def open_runtime(path: Path, threads: int, context_tokens: int, cache: Cache = "f32") -> Iterator[LlamaRuntime]:
-    """Open the file in llama.cpp until the block ends; raises like `llama_server.start_server`."""
+    """Open a file in llama.cpp until the block ends; raises like `start_server`."""
     with start_server(path, threads, context_tokens, cache) as server:
         yield LlamaRuntime(server)

@@ -4,10 +4,7 @@
 `ratchet.models.answer_process`, but "prompt" is null, because no chat template is rendered here.
 
 The graph takes input_ids, attention_mask, position_ids and cached keys and values, and returns logits and the extended
-keys and values; so a prompt is read once and further tokens one at a time.
-
-Run as `python -m ratchet.models.runtimes.onnx DIR [--threads N]`. Input and output are as in
-`ratchet.models.answer_process`, but "prompt" is null, because no chat template is rendered here.
+keys and values. So a prompt is read once, and further tokens one at a time.
 """
 
 import argparse
@@ -30,7 +27,7 @@ MODEL_FILE = "model.onnx"
 TOKENIZER_FILE = "tokenizer.json"
 
 _MAX_LOGITS = 2**26
-"""Maximum number of logits per call, 256 MB: longer rows are read in pieces, each with the cache of earlier ones."""
+"""Maximum number of logits per call, 256 MB; longer rows are read in pieces, each with the cache of earlier pieces."""
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
@@ -43,7 +40,7 @@ class _OnnxCache:
 
 
 class OnnxRuntime:
-    """A ModelRuntime (runtime.py) on the CPU."""
+    """A ModelRuntime (exporters/verification/parity.py) on the CPU."""
 
     def __init__(self, directory: Path, session: Any, tokenizer: Tokenizer) -> None:
         self._directory = directory
@@ -164,7 +161,7 @@ def _require_inputs(path: Path, session: Any) -> None:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer without truncation and padding, whatever the file says."""
+    """Load a tokenizer without the truncation and padding that its file may define."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library's errors are plain Exceptions
@@ -183,9 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with open_runtime(options.directory, options.threads) as runtime:
             requests = json.load(sys.stdin)
-            # The verified answers give the lengths, so no end token is needed.
+            # The lengths of the verified answers are given, so no end token is needed.
             answers = [
-                {"prompt": None, "answer": runtime.generate(one["prompt"], one["tokens"], ())} for one in requests
+                {"prompt": None, "answer": runtime.generate(request["prompt"], request["tokens"], ())}
+                for request in requests
             ]
     except Exception as error:  # the caller needs the reason in one line, not a traceback
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)

@@ -1,5 +1,10 @@
 """Client of OpenAI-compatible servers: concurrent chats with retries, and streamed answers.
 
+The client retries transient failures with increasing delays: broken connections, stalls, 429, 5xx, incomplete answers.
+A permanent rejection is an error at once, with the server's message. The key comes from the environment
+(RATCHET_ENDPOINT_KEY), is sent only to the configured address (https, or this machine), and appears in no message.
+`http.client` follows no redirects and uses no proxies, so request and key go only to that address.
+
 Streams have the fields of chat completion chunks (`delta.content`, `delta.reasoning_content` or `delta.reasoning`,
 `finish_reason`, `usage`). A server that returns a whole completion instead is supported too.
 """
@@ -26,6 +31,7 @@ MAX_MESSAGE_CHARACTERS = 300
 """Maximum number of characters of a server's message that is repeated."""
 
 CONTEXT_LENGTH_KEYS = ("max_model_len", "n_ctx", "n_ctx_train")
+"""Keys of a server's model entry with the context length."""
 
 CONTEXT_EXCEEDED_TEXTS = (
     "context_length_exceeded",
@@ -33,11 +39,55 @@ CONTEXT_EXCEEDED_TEXTS = (
     "maximum context length",
     "context size",
 )
-"""Texts in responses to prompts that do not fit: OpenAI and vLLM, llama.cpp, vLLM's message, llama.cpp's message."""
+"""Texts in responses to prompts that do not fit: codes of OpenAI (vLLM) and llama.cpp, texts of vLLM and llama.cpp."""
+
+STREAM_END = "[DONE]"
+"""Data of the event with which OpenAI-compatible servers end a stream."""
+CONNECT_TIMEOUT_S = 30.0
+"""Connection timeout."""
+MAX_RESPONSE_BYTES = 64 * 2**20
+"""Maximum size of a response."""
+POLL_S = 0.05
+"""Interval between two checks of `stop`."""
+CLOSE_POLL_S = 0.25
+"""Interval between two checks of how long a server has sent nothing."""
+KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
+MAX_LISTED_MODELS = 8
+"""Maximum number of models that a message lists."""
+OPTIONAL_PARAMETERS = ("logprobs", "seed", "top_p", "stream_options")
+"""Parameters that a server may not support; if it rejects one by name, requests are sent without it."""
+IDENTITY_KEYS = ("id", "root", "owned_by", "meta")
+"""Keys of a server's model entry that identify the model; times and random permissions are left out."""
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+Message = Mapping[str, Any]
+"""`role`, `content`, and other fields that the server reads."""
 
 
 class MalformedReplyError(ValueError):
     """The response is not a valid reply; the message describes it."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Sampling parameters of an answer."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: bool = False
+    """Request the log-probability of each token."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One chat to answer."""
+
+    index: int
+    """Identifies the chat for the caller."""
+    messages: Sequence[Message]
+    sampling: SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -48,8 +98,8 @@ class ChatReply:
     reasoning: str | None
     """Reasoning that the server separates (`reasoning_content` or `reasoning`); None if it does not."""
     finish: str
-    """Finish reason of the server (stop, length, ...); `context`: it rejected the prompt as too long; `refused`: it
-    rejected the chat for another reason, see `refusal`."""
+    """Finish reason of the server (stop, length, ...); `context` if it rejected the prompt as too long; `refused` if it
+    rejected the chat for another reason (see `refusal`)."""
     prompt_tokens: int | None
     """Count by the server; None if not reported."""
     tokens: int | None
@@ -105,7 +155,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_error_message(body: bytes) -> str:
-    """Return a server's error message, shortened: that of its error object, else the body."""
+    """Return the message of a server's error object, else the body, shortened."""
     try:
         document = read_object(body)
     except MalformedReplyError:
@@ -161,14 +211,11 @@ def _mean_log_probability(logprobs: Any) -> float | None:
 #
 # Only the data of events is read. Names, ids, retry times and comments, which keep a connection alive, are ignored.
 
-STREAM_END = "[DONE]"
-"""Data of the event with which OpenAI-compatible servers end a stream."""
-
 
 def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
     """Yield the data of each event from the lines of a stream (with line ends); None for a comment.
 
-    An incomplete last event is yielded too: its data is then invalid.
+    An incomplete last event is yielded too; its data may be invalid.
     """
     data: list[str] = []
     for raw in lines:
@@ -188,13 +235,6 @@ def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
 
 
 # One HTTP request with a deadline for the whole response; another thread may cancel it.
-#
-# `http.client` follows no redirects and uses no proxies: the request and the key go only to the configured address.
-
-CONNECT_TIMEOUT_S = 30.0
-"""Connection timeout."""
-MAX_RESPONSE_BYTES = 64 * 2**20
-"""Maximum size of a response."""
 
 
 class IncompleteReplyError(Exception):
@@ -250,7 +290,7 @@ class HttpExchange:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._end_reason: str | None = None
-        """Why this process ended it: `late` or `stopped`."""
+        """Why this process ended the request: `late` or `stopped`."""
 
     def run(
         self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
@@ -318,7 +358,7 @@ def create_connection(address: ServerAddress, timeout_s: float) -> http.client.H
 
 
 def shut_down_socket(sock: socket.socket) -> None:
-    """Wake the thread that reads from the socket. Not with SSL sockets' own method, which drops the reader's state."""
+    """Wake the thread that reads from the socket, without the method of SSL sockets, which drops the reader's state."""
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
@@ -326,12 +366,6 @@ def shut_down_socket(sock: socket.socket) -> None:
 
 
 # Concurrent requests: each has its own thread, results arrive in any order, and all can be cancelled.
-
-POLL_S = 0.05
-"""Interval between two checks of `stop`."""
-
-RequestT = TypeVar("RequestT")
-ResultT = TypeVar("ResultT")
 
 
 class RetriableRequest:
@@ -425,7 +459,7 @@ class RequestPool(Generic[RequestT, ResultT]):
         self._results.put((active, request, result))
 
     def _drain_results(self) -> Iterator[tuple[RequestT, ResultT]]:
-        """Yield results that have arrived; errors among them are dropped."""
+        """Yield results that have arrived; drop errors among them."""
         while True:
             try:
                 active, request, result = self._results.get_nowait()
@@ -447,10 +481,6 @@ def run_single_request(answer: Callable[[RetriableRequest], ResultT], stop: Call
         pool.cancel()
 
 
-CLOSE_POLL_S = 0.25
-"""Interval between two checks of how long the server has been silent."""
-
-
 class ChatDelta(NamedTuple):
     """A piece of an answer."""
 
@@ -463,7 +493,7 @@ class ChatStream:
     """One request and its streamed answer. Used by one thread.
 
     Args:
-        silent_s: maximum time without a piece of the answer; keep-alive comments do not count.
+        silent_s: maximum time without a piece of the answer; keep-alive comments are not pieces.
     """
 
     def __init__(self, silent_s: float) -> None:
@@ -481,7 +511,7 @@ class ChatStream:
     def exchange(
         self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """Send the request. An error response includes its body; the body of an answer is read by `pieces`.
+        """Send the request. An error response includes its body; `pieces` reads the body of an answer.
 
         Raises:
             IncompleteReplyError: no response started within `limit_s` seconds, or the connection failed.
@@ -624,42 +654,7 @@ def _parse_unstreamed_reply(body: bytes) -> Iterator[ChatDelta | ChatReply]:
     yield reply
 
 
-# The client retries transient failures with increasing delays: broken connections, stalls, 429, 5xx, incomplete
-# answers. A permanent rejection is an error at once, with the server's message. The key comes from the environment
-# (RATCHET_ENDPOINT_KEY), is sent only to the configured address (https, or this machine), and appears in no message.
-
-KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
-Message = Mapping[str, Any]
-"""`role`, `content`, and other fields that the server reads."""
-
-MAX_LISTED_MODELS = 8
-"""Maximum number of models that a message lists."""
-OPTIONAL_PARAMETERS = ("logprobs", "seed", "top_p", "stream_options")
-"""Parameters that a server may not support: if it rejects one by name, requests are sent without it."""
-IDENTITY_KEYS = ("id", "root", "owned_by", "meta")
-"""Keys of a server's model entry that identify the model; times and random permissions do not."""
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Sampling parameters of an answer."""
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: bool = False
-    """Request the log-probability of each token."""
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """One chat to answer."""
-
-    index: int
-    """Identifies the chat for the caller."""
-    messages: Sequence[Message]
-    sampling: SamplingOptions
+# The client.
 
 
 @dataclass(frozen=True)
@@ -712,9 +707,9 @@ class OpenAiEndpoint:
         """Return the model that answers; the server is queried once.
 
         Raises:
-            SettingsError: the server serves several models, or not the configured one; or it does not list its models,
-                and none is configured.
-            EndpointError: it does not answer.
+            SettingsError: the server serves several models, or not the configured model; or it does not list its
+                models, and none is configured.
+            EndpointError: the server does not answer.
         """
         if self._model_info is None:
             try:
@@ -759,10 +754,10 @@ class OpenAiEndpoint:
 
         Raises:
             SettingsError: the server rejects the request.
-            EndpointError: it does not answer, or the stream broke.
+            EndpointError: the server does not answer, or the stream broke.
         """
         model, silent_s = self.get_model().name, self._settings.timeout_s
-        stream_ = ChatStream(silent_s)
+        chat_stream = ChatStream(silent_s)
 
         def body() -> dict[str, Any]:
             streaming = {"stream": True, "stream_options": {"include_usage": True}}
@@ -771,14 +766,14 @@ class OpenAiEndpoint:
 
         parser: _ResponseParser[ChatReply | None] = _ResponseParser(lambda response, tries: None, self._parse_refusal)
         try:
-            if (replacement := self._request_with_retries("/chat/completions", body, parser, stream_)) is not None:
+            if (replacement := self._request_with_retries("/chat/completions", body, parser, chat_stream)) is not None:
                 yield replacement
                 return
-            yield from stream_.pieces()
+            yield from chat_stream.pieces()
         except (IncompleteReplyError, MalformedReplyError) as error:
             raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
         finally:
-            stream_.close()
+            chat_stream.close()
 
     def _answer(self, model: str, chat: ChatRequest, request: RetriableRequest) -> ChatReply:
         def read(response: EndpointResponse, tries: int) -> ChatReply:
@@ -812,12 +807,10 @@ class OpenAiEndpoint:
                 raise MalformedReplyError(f"not a list of models: {read_error_message(response.body)}")
             return models
 
-        def treat_missing(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
+        def read_missing(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
             return [] if response.status in (404, 405) else None
 
-        return (
-            self._request_with_retries("/models", lambda: None, _ResponseParser(read, treat_missing), request) or None
-        )
+        return self._request_with_retries("/models", lambda: None, _ResponseParser(read, read_missing), request) or None
 
     def _choose_model(self, entries: list[Mapping[str, Any]] | None) -> ServedModel:
         if entries is None:
@@ -887,17 +880,16 @@ class OpenAiEndpoint:
         )
 
     def _interpret_error(self, response: EndpointResponse) -> http_client.PostResult:
-        message = http_client.interpret_status(response.status, response.retry_after)
+        outcome = http_client.interpret_status(response.status, response.retry_after)
         if 300 <= response.status < 400:
-            return message
-        again = message.is_retryable or response.status in (408, 425)
+            return outcome
+        is_retryable = outcome.is_retryable or response.status in (408, 425)
         key = f"; the key is read from {KEY_VARIABLE}" if response.status in (401, 403) else ""
-        return replace(
-            message, is_retryable=again, detail=f"{message.detail}: {read_error_message(response.body)}{key}"
-        )
+        detail = f"{outcome.detail}: {read_error_message(response.body)}{key}"
+        return replace(outcome, is_retryable=is_retryable, detail=detail)
 
     def _pause_s(self, attempt: int, outcome: http_client.PostResult) -> float:
-        """Return the delay, doubled with each try; if the server asks to wait, all requests wait (`_not_before_s`)."""
+        """Return the delay, doubled with each try. If the server asks to wait, all requests wait (`_not_before_s`)."""
         if outcome.retry_after_s:
             with self._lock:
                 until_s = time.monotonic() + min(outcome.retry_after_s, http_client.MAX_DELAY_S)
@@ -909,7 +901,7 @@ class OpenAiEndpoint:
         return min(backoff_s, http_client.MAX_DELAY_S)
 
     def _drop_unsupported(self, message: str, payload: Mapping[str, Any]) -> bool:
-        """Return True if the rejection names a parameter that can be omitted or renamed; later requests do so."""
+        """Omit or rename the parameter that a rejection names, in all later requests; return True if it names one."""
         with self._lock:
             if "max_completion_tokens" in message and "max_tokens" in payload:
                 self._max_tokens_name = "max_completion_tokens"
@@ -927,13 +919,13 @@ class OpenAiEndpoint:
         return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
 
     def _hide_key(self, text: str) -> str:
-        """Remove the key from a message: servers repeat a key that they reject."""
+        """Remove the key from a message, because servers repeat a key that they reject."""
         return text.replace(self._key, "(the key)") if self._key else text
 
 
 @dataclass(frozen=True)
 class _ResponseParser(Generic[ResultT]):
-    """Parses responses: status 200, and rejections, for which None means an error."""
+    """Functions that parse a response of status 200 and a rejection; None for a rejection means an error."""
 
     parse: Callable[[EndpointResponse, int], ResultT]
     parse_refusal: Callable[[EndpointResponse, int], ResultT | None]

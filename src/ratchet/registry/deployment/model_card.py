@@ -1,7 +1,7 @@
-"""Renders README.md of a promoted model: the model card of all its formats, in its folder and in every release.
+"""Renders the model card, README.md of a promoted model and of each of its releases; it describes all formats.
 
-The card contains facts from bundle.json only, so equal facts give equal bytes: no row of the data, no path of a
-machine, no time, and no measured speed. The front matter follows the Hugging Face hub
+The card contains only facts from bundle.json, so equal facts give equal bytes. It contains no row of the data, no path
+of a machine, no time, and no measured speed. The front matter follows the Hugging Face hub
 (https://huggingface.co/docs/hub/model-cards#model-card-metadata).
 """
 
@@ -26,8 +26,8 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
     Args:
         bundle: the exported model and its measurements.
         name: name of the registered model.
-        forced: who promoted it against the verdict; None: the gate approved it.
-        commands: a command or a line of Python for each format, by its name.
+        forced: the forced promotion; None: the gate approved the model.
+        commands: a command or a line of Python for each format, by the format's name.
     """
     lines = [*_front_matter(bundle.lineage), f"# {escape_markdown(name)}", ""]
     if forced is not None:
@@ -50,7 +50,7 @@ def escape_markdown(text: str) -> str:
 
 
 def _front_matter(lineage: ModelLineage | None) -> list[str]:
-    """YAML between two lines of dashes. Texts are JSON strings, which are valid YAML."""
+    """Return YAML between two lines of dashes. Texts are JSON strings, which are valid YAML."""
     front: dict[str, object] = {"pipeline_tag": "text-generation"}
     if lineage is not None and lineage.base.revision is not None:
         front |= {"base_model": lineage.base.source, "base_model_relation": "finetune"}
@@ -64,11 +64,11 @@ def _front_matter(lineage: ModelLineage | None) -> list[str]:
 
 
 def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
-    """Rows of the table about the model's origin."""
+    """Yield the rows of the table about the model's origin."""
     lineage = bundle.lineage
     yield "Model digest", f"`{bundle.model_digest}`"
     if lineage is not None:
-        yield "Base", _base(lineage.base)
+        yield "Base", _describe_base(lineage.base)
     yield "Base SHA-256", f"`{bundle.base_digest}`"
     if lineage is not None:
         yield "Licence of the base", escape_markdown(lineage.base.licence or "not declared")
@@ -78,13 +78,13 @@ def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     step = f", weights of step {lineage.kept_step:,}" if lineage is not None else ""
     yield "Run", f"`{bundle.run_id}`{step}"
     yield "Adapter SHA-256", f"`{bundle.adapter_digest}`"
-    yield from _merge(bundle)
+    yield from _merge_facts(bundle)
     if lineage is not None:
         yield "Created by", escape_markdown(f"Ratchet {lineage.code}; libraries in sbom.json")
 
 
-def _base(base: BaseCard) -> str:
-    """The base's public source, if it has one; a local path is not shown."""
+def _describe_base(base: BaseCard) -> str:
+    """Describe the base: its source if it is public (a local path is not shown), architecture and size."""
     if base.revision is not None:
         source = f"[{escape_markdown(base.source)}](https://huggingface.co/{base.source}) at `{base.revision}`"
     else:
@@ -92,7 +92,7 @@ def _base(base: BaseCard) -> str:
     return f"{source}, {escape_markdown(base.architecture)}, {base.parameters:,} weights"
 
 
-def _merge(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
+def _merge_facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     weights = bundle.merge.adapters if bundle.merge is not None else {}
     if any(weight != 1 for weight in weights.values()) or len(weights) > 1:
         yield "Adapters merged", ", ".join(f"`{sha}` x {weight:g}" for sha, weight in sorted(weights.items()))
@@ -108,7 +108,7 @@ def _merge(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
 
 def _formats(bundle: ModelBundle) -> Iterator[str]:
     positions = bundle.artifacts[0].distance.positions
-    task = next((one.task for one in bundle.artifacts if one.task is not None), None)
+    task = next((artifact.task for artifact in bundle.artifacts if artifact.task is not None), None)
     yield from ("## Formats", "")
     yield (
         f"Each format was run in its own runtime and compared with base + adapter at {positions:,} answer positions of "
@@ -123,16 +123,18 @@ def _formats(bundle: ModelBundle) -> Iterator[str]:
     yield from ("", "| Format | Type | Bytes | KL | Same token | Task | Runtime |", "|---|---|---:|---:|---:|---|---|")
     yield from map(_row, bundle.artifacts)
     yield ""
-    notes = [f"- `{one.name}`: {escape_markdown(note)}" for one in bundle.artifacts for note in one.notes]
+    notes = [
+        f"- `{artifact.name}`: {escape_markdown(note)}" for artifact in bundle.artifacts for note in artifact.notes
+    ]
     yield from (*notes, *([""] if notes else []))
 
 
-def _row(one: ExportArtifact) -> str:
-    task, distance = one.task, one.distance
+def _row(artifact: ExportArtifact) -> str:
+    task, distance = artifact.task, artifact.distance
     score = f"{task.value:.4g} ({task.difference:+.4g}, {task.low:+.4g} to {task.high:+.4g})" if task else "no answers"
     cells = [
-        f"`{one.name}`", escape_markdown(one.type), f"{one.size_bytes:,}", f"{distance.kl:.3g}",
-        f"{distance.greedy_agreement:.2%}", score, escape_markdown(one.runtime),
+        f"`{artifact.name}`", escape_markdown(artifact.type), f"{artifact.size_bytes:,}", f"{distance.kl:.3g}",
+        f"{distance.greedy_agreement:.2%}", score, escape_markdown(artifact.runtime),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -143,5 +145,5 @@ def _usage(bundle: ModelBundle, commands: Mapping[str, str]) -> Iterator[str]:
         "A deployed directory contains one of these formats: release.json names it, and SERVE.md lists all commands "
         "for it. Run in the directory:"
     )
-    for one in bundle.artifacts:
-        yield from ("", f"`{artifact_path(one)}`:", "", f"    {commands[one.name]}")
+    for artifact in bundle.artifacts:
+        yield from ("", f"`{artifact_path(artifact)}`:", "", f"    {commands[artifact.name]}")

@@ -1,4 +1,4 @@
-"""Manages releases of promoted models and the directory that they are deployed into.
+"""Manages releases of promoted models, and the directory into which they are deployed.
 
 A release is one format of one promoted model with the files that its server needs, sealed:
 
@@ -13,13 +13,13 @@ A deployment directory:
 
     deployment.json     the model that it serves
     deployments.jsonl   history: one JSON line per deployment
-    releases/           sealed directories: the last three, and those that a link names; foreign files are left alone
+    releases/           sealed directories: the last three, and those that a link names; foreign files are not touched
     current, previous   links to releases; a server reads `current`
-    .rollback.json      only while the two are exchanged: the line that deployments.jsonl will get
+    .rollback.json      only while the links are exchanged: the next line of deployments.jsonl
 
-A link is replaced atomically, after its target is complete and durable. `previous` is set first: after a crash in
-between, both name the old release, and repeating the command completes the deployment. An exchange is recorded before
-it starts, so that repeating a completed rollback does not undo it.
+A link is replaced atomically, after its target is complete and durable. `previous` is set before `current`: after a
+crash in between, both name the old release, and repeating the command completes the deployment. A rollback exchanges
+the links. It is recorded before it starts, so that repeating a completed rollback does not undo it.
 """
 
 import hashlib
@@ -51,11 +51,11 @@ NAME = re.compile(rf"\d+-[0-9a-f]{{{digests.SHORT}}}-(hf|gguf-\w+|onnx-\w+)")
 """Directory name of a release."""
 _BLOCK_BYTES = 4 * 2**20
 _UNSIGNED = (RECORD, SIGNATURE)
-
 KEPT_RELEASES = 3
 """Most recent releases that stay on disk, in addition to those that a link names."""
 LOCK_WAIT_S = 60.0
 OWNER = "deployment.json"
+"""File with the name of the model that a deployment directory serves."""
 LOCK = ".deploy.lock"
 
 
@@ -74,7 +74,7 @@ class Release(Record):
     signed_by: str
     """Fingerprint of the key, or the identity."""
     forced: ForcedPromotion | None = None
-    """Who promoted the model against the verdict, as in the signed forced.json."""
+    """The forced promotion, as in the signed forced.json; None: not forced."""
     origins: dict[str, str]
     """For each file, its name in the promoted model's folder."""
 
@@ -84,7 +84,7 @@ class Release(Record):
         return f"{self.version}-{self.model_digest[: digests.SHORT]}-{server_files.format_slug(self.artifact_name)}"
 
     def __str__(self) -> str:
-        """Description for the user."""
+        """Describe the release for the user."""
         return f"version {self.version} (model {self.model_digest[: digests.SHORT]}, {self.artifact_name})"
 
 
@@ -101,12 +101,12 @@ class PromotedModel:
 
     @property
     def forced(self) -> ForcedPromotion | None:
-        """Content of forced.json, if the promotion was forced."""
+        """Content of forced.json; None if the promotion was not forced."""
         return ForcedPromotion.load(self.folder / FORCED) if FORCED in self.files else None
 
     @property
     def has_dated_prompts(self) -> bool:
-        """Whether the chat template writes the current date, so that prompts change from day to day."""
+        """Whether the chat template writes the current date, so that prompts change every day."""
         template = self.folder / "hf" / "chat_template.jinja"
         return template.is_file() and "strftime_now" in template.read_text(encoding="utf-8")
 
@@ -114,27 +114,28 @@ class PromotedModel:
 def choose_artifact(bundle: ModelBundle, format_: str | None) -> ExportArtifact:
     """Choose a format by its name, or by its kind if there is one format of this kind.
 
-    Without a name: the first GGUF file, which needs the least to run, or the merged model if there is none.
+    Without a name: the first GGUF file, because its server needs the least, or else the merged model.
 
     Raises:
         SettingsError: the model has no such format; the message lists its formats.
     """
-    available = ", ".join(one.name for one in bundle.artifacts)
+    available = ", ".join(artifact.name for artifact in bundle.artifacts)
     if not available:
         raise SettingsError(
             f"model {bundle.model_digest[: digests.SHORT]}: bundle.json lists no formats, because an earlier version "
             "exported it; run `dvc repro -f export`, and promote it again"
         )
     if format_ is None:
-        return next((one for one in bundle.artifacts if one.kind == "gguf"), bundle.artifacts[0])
-    matching = [one for one in bundle.artifacts if format_ in (one.name, one.kind)]
+        return next((artifact for artifact in bundle.artifacts if artifact.kind == "gguf"), bundle.artifacts[0])
+    matching = [artifact for artifact in bundle.artifacts if format_ in (artifact.name, artifact.kind)]
     if not matching:
         raise SettingsError(
             f"--format {format_}: model {bundle.model_digest[: digests.SHORT]} has {available}; choose one of them, or "
             "add the format to section export of params.yaml, run `dvc repro`, and promote"
         )
     if len(matching) > 1:
-        raise SettingsError(f"--format {format_}: matches {', '.join(one.name for one in matching)}; choose one")
+        names = ", ".join(artifact.name for artifact in matching)
+        raise SettingsError(f"--format {format_}: matches {names}; choose one")
     return matching[0]
 
 
@@ -159,12 +160,12 @@ def plan_release(promoted: PromotedModel, artifact: ExportArtifact) -> Release:
 
 
 def release_size_bytes(promoted: PromotedModel, release: Release) -> int:
-    """Size of the files that `stage_release` writes."""
+    """Return the size of the files that `stage_release` writes."""
     return sum(promoted.files[origin][1] for origin in release.origins.values())
 
 
 def stage_release(promoted: PromotedModel, release: Release, target: Path) -> None:
-    """Write and seal a release; an existing release with this name is replaced.
+    """Write and seal a release; it replaces an existing release with this name.
 
     Raises:
         DamagedFileError: a file of the promoted model changed since it was verified.
@@ -194,7 +195,12 @@ def _copy(source: Path, target: Path, expected: files.Entry) -> None:
 
 
 def is_release(folder: Path, known: Container[str]) -> bool:
-    """Whether a directory is a release, judged by its name, and by its manifest or the names in the history."""
+    """Return whether a directory is a release: by its name, and by its manifest or the names in the history.
+
+    Args:
+        folder: the directory.
+        known: names of releases in the history.
+    """
     if folder.is_symlink() or not folder.is_dir() or NAME.fullmatch(folder.name) is None:
         return False
     try:
@@ -264,15 +270,15 @@ class Deployment(Record):
     model_digest: str
     artifact_name: str
     previous_release: str | None
-    """Release that was current before."""
+    """Release that was current before the deployment."""
     smoke_test: str | None
     """Result of the smoke test; None: not run."""
     event: str | None = None
     """Id of the ledger entry of the promotion that started the deployment."""
     forced: ForcedPromotion | None = None
-    """Who promoted the model against the verdict."""
+    """The forced promotion of the model; None: not forced."""
     damage: str | None = None
-    """Damage of the release that was current before."""
+    """Damage of the release that was current before the deployment."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,7 @@ class DeploymentDirectory:
 
     @property
     def previous(self) -> Path:
-        """Link to the release that was current before."""
+        """Link to the release that was current before the current one."""
         return self.root / "previous"
 
     @property
@@ -309,7 +315,7 @@ class DeploymentDirectory:
         return self.root / ".rollback.json"
 
     def linked_release(self, link: Path) -> Path | None:
-        """The release that a link names; None without a link. Raises DamagedFileError for a link to anything else."""
+        """Return the release that a link names; None without a link. Raises DamagedFileError for another target."""
         if not os.path.lexists(link):
             return None
         target = str(link.readlink()) if link.is_symlink() else ""
@@ -337,7 +343,7 @@ class DeploymentDirectory:
         self.exchange_links()
 
     def exchange_links(self) -> None:
-        """Exchange current and previous. On file systems without an atomic exchange, both briefly name one release."""
+        """Exchange current and previous. If the file system has no atomic exchange, both briefly name one release."""
         current, previous = self.linked_release(self.current), self.linked_release(self.previous)
         if current is None or previous is None:
             raise RuntimeError("current and previous must exist")
@@ -349,7 +355,7 @@ class DeploymentDirectory:
         self._set_link(self.previous, current.name)
 
     def complete_rollback(self) -> Deployment | None:
-        """Complete a recorded exchange. Returns its line of the history; None if there was none or it had not begun."""
+        """Complete a recorded exchange. Returns its line of the history; None if no exchange had begun."""
         if not self.intent_path.exists():
             return None
         try:
@@ -392,7 +398,7 @@ class DeploymentDirectory:
     def append_history(self, entry: Deployment) -> None:
         """Append a line to the history."""
         text = self.history_path.read_bytes() if self.history_path.exists() else b""
-        text += b"" if text.endswith(b"\n") or not text else b"\n"  # the file may have been edited
+        text += b"" if text.endswith(b"\n") or not text else b"\n"  # a user may have edited the file
         files.write_atomic(self.history_path, text + to_json_line(entry.model_dump(mode="json")).encode())
 
     def prune(self) -> list[str]:
@@ -414,8 +420,8 @@ def build_deployment(
 
     Args:
         release: the release.
-        action: what was done.
-        actor: who did it.
+        action: the action.
+        actor: person or service that started it.
         details: `previous_release`, `smoke_test`, `event` and `damage`; see `Deployment`.
     """
     return Deployment(
@@ -482,7 +488,7 @@ def convert_os_errors(root: Path) -> Iterator[None]:
 
 
 def _require_directory(root: Path, model_name: str, may_create: bool) -> None:
-    """Raises SettingsError unless this is, or may become, the directory of this model."""
+    """Raise SettingsError unless this is, or may become, the directory of this model."""
     if root.exists() and not root.is_dir():
         raise SettingsError(f"{root}: found a file; expected a directory")
     if (root / OWNER).exists():
@@ -507,7 +513,7 @@ def _require_directory(root: Path, model_name: str, may_create: bool) -> None:
 
 
 def _read_owner(path: Path, model_name: str) -> str:
-    """Name of the model that a directory serves."""
+    """Return the name of the model that a directory serves."""
     try:
         return DeploymentOwner.model_validate_json(path.read_bytes()).model_name
     except ValueError:

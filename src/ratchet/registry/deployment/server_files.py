@@ -1,10 +1,10 @@
-"""Writes the files that servers need besides the weights, for every format of a promoted model.
+"""Builds the files that servers need in addition to the weights, for every format of a promoted model.
 
     README.md  serving/gguf-q8_0/Modelfile  SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  components/tokenizer/
 
-The files are created when a model is promoted, so its signature covers them. A release has those of its format at its
-top. All commands make servers listen on 127.0.0.1 only.
+The files are created when a model is promoted, so its signature covers them. A release has the files of its format in
+its top directory. With the commands in these files, servers listen on 127.0.0.1 only.
 """
 
 import json
@@ -29,17 +29,39 @@ from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
+MLMODEL = "MLmodel"
+TASK = "llm/v1/chat"
+REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate")
+_TOKENIZER = "components/tokenizer"
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
+_OTHER_FILES = ("config.json", "generation_config.json", "README.md")
+"""Files of a Hugging Face directory that do not belong to the tokenizer."""
+
+_SHAPES = ("u", "uau", "uauau", "su", "suau", "suauau")
+"""Conversations, one letter per message, for which the Go template must equal Jinja's output."""
+
+_ROLES = {"s": "system", "u": "user", "a": "assistant"}
+FOLDER = "serving"
+MODELFILE = "Modelfile"
+GUIDE = "SERVE.md"
+MAX_CONTEXT_TOKENS = 8192
+"""Context size in the commands, unless the model's limit is smaller; a server's memory grows with it."""
+
+_CONTEXT_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+Message = Mapping[str, str]
+
 
 def build_model_files(
     export: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
 ) -> dict[str, bytes]:
-    """Build model card and files for MLflow, Ollama, llama.cpp and vLLM, by their names in the model's folder.
+    """Build the model card and the files for MLflow, Ollama, llama.cpp and vLLM, by their names in the model's folder.
 
     Args:
         export: directory of the export.
         bundle: the exported model.
         name: name of the registered model.
-        forced: who promoted it against the verdict; the card and the guides show it.
+        forced: the forced promotion, which the card and the guides show; None: not forced.
 
     Raises:
         DamagedFileError: the merged model in the export has no valid config.json.
@@ -51,24 +73,16 @@ def build_model_files(
 #
 # The flavor is `mlflow.transformers` on the folder's own `hf/`, so `mlflow models serve` works: the serving process
 # needs mlflow, torch and transformers, but neither Ratchet nor peft. These files are signed with the model, because
-# MLmodel controls imports. Classes are transformers' Auto classes on purpose: for a class that transformers does not
-# have, MLflow trusts code that came with the model (mlflow/transformers/model_io.py). `source_model_name` is missing
-# for a similar
-# reason: MLflow would contact a hub. Answers are greedy, as every format was verified, unless a request sets
-# `do_sample`; transformers' pipeline would sample at temperature 0.7 by default. The flavor renders prompts with the
-# chat template and tokenizes them like any text; `add_special_tokens` is off, because the first token would otherwise
-# appear twice.
+# MLmodel controls imports. The classes are transformers' Auto classes on purpose: for a class that transformers does
+# not have, MLflow trusts code that came with the model (mlflow/transformers/model_io.py). `source_model_name` is
+# missing on purpose, too, because MLflow would contact a hub. Answers are greedy, as in the verification of every
+# format, unless a request sets `do_sample`; transformers' pipeline would sample at temperature 0.7 by default. The
+# flavor renders prompts with the chat template and tokenizes them like any text; `add_special_tokens` is off, because
+# the first token would otherwise appear twice.
 #
-# MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens it from a
-# local disk (store/artifact/models_artifact_repo.py): files.FOREIGN. Nothing reads it; seal and signature exclude it.
-
-MLMODEL = "MLmodel"
-TASK = "llm/v1/chat"
-REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate")
-_TOKENIZER = "components/tokenizer"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
-_OTHER_FILES = ("config.json", "generation_config.json", "README.md")
-"""Files of a Hugging Face directory that do not belong to the tokenizer."""
+# MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens the folder
+# on a local disk (store/artifact/models_artifact_repo.py). Ratchet does not read it; seal and signature exclude it
+# (files.FOREIGN).
 
 
 def mlmodel_files(directory: Path) -> dict[str, bytes]:
@@ -117,7 +131,7 @@ def _mlmodel_document() -> dict[str, Any]:
 
 
 def _mlmodel_signature() -> dict[str, Any]:
-    """Signature of MLflow's chat task without `stop`, which the flavor accepts but ignores."""
+    """Return the signature of MLflow's chat task, without `stop`, which the flavor accepts but ignores."""
     texts = {key: {"type": "string", "required": True} for key in ("role", "content")}
     inputs = [
         {"name": "messages", "type": "array", "items": {"type": "object", "properties": texts}, "required": True},
@@ -135,6 +149,174 @@ def _encode_yaml(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
+# ------------------------------------------------------------------------------------ commands and guide of a format
+
+
+@dataclass(frozen=True)
+class ServingFacts:
+    """Facts about a model from its Hugging Face directory."""
+
+    name: str
+    """Name of the served model: the name of the registered model."""
+    context_tokens: int
+    max_context_tokens: int | None
+    """Longest context that the model supports."""
+    dtype: str
+    end_texts: tuple[str, ...]
+    """Texts of the tokens that end an answer."""
+    ollama_template: str | None
+
+
+def format_slug(format_: str) -> str:
+    """Convert a format's name to a file name: `gguf/q8_0` → `gguf-q8_0`."""
+    return format_.replace("/", "-")
+
+
+def build_server_files(
+    directory: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
+) -> dict[str, bytes]:
+    """Build the files of every format, and the model card, by their names in the promoted model's folder.
+
+    Args:
+        directory: Hugging Face directory of the merged model.
+        bundle: the exported model.
+        name: name of the registered model.
+        forced: the forced promotion; None: not forced.
+
+    Raises:
+        DamagedFileError: the directory has no valid config.json.
+    """
+    facts = read_facts(directory, name)
+    commands = {artifact.name: _open_command(artifact, facts) for artifact in bundle.artifacts}
+    contents = {model_card.MODEL_CARD: model_card.render_card(bundle, name, forced, commands).encode()}
+    for artifact in bundle.artifacts:
+        folder = f"{FOLDER}/{format_slug(artifact.name)}"
+        contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
+        if artifact.kind == "gguf":
+            contents[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
+    return contents
+
+
+def read_facts(directory: Path, name: str) -> ServingFacts:
+    """Read facts from a Hugging Face directory. Raises DamagedFileError if it has no valid config.json."""
+    config = _read_json(directory / "config.json")
+    if not config:
+        raise DamagedFileError(f"{directory / 'config.json'}: expected a model's config; run `dvc repro -f export`")
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    limits = [part.get(key) for part in (config, text_config) for key in _CONTEXT_LIMIT_KEYS if isinstance(part, dict)]
+    limit = next((number for number in limits if isinstance(number, int) and number > 0), None)
+    tokens = _special_tokens(_read_json(directory / "tokenizer_config.json"))
+    return ServingFacts(
+        name=name, context_tokens=min(limit or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS), max_context_tokens=limit,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), end_texts=_read_end_texts(directory),
+        ollama_template=_ollama_template(directory, tokens),
+    )  # fmt: skip
+
+
+def render_modelfile(weights: str, facts: ServingFacts) -> str:
+    """Render Ollama's Modelfile; answers are greedy, as in the verification of every format."""
+    lines = [f"FROM ./{weights}", "PARAMETER temperature 0", f"PARAMETER num_ctx {facts.context_tokens}"]
+    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in facts.end_texts]
+    if facts.ollama_template is not None:
+        lines.append(f'TEMPLATE """{facts.ollama_template}"""')
+    else:
+        lines.insert(
+            0, "# Ollama cannot express this model's chat template: send complete prompts, or use llama-server."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
+    """Return the command of llama.cpp's OpenAI-compatible server."""
+    return [
+        "llama-server", "--model", artifact_path(artifact), "--alias", facts.name, "--host", "127.0.0.1",
+        "--port", "8080", "--ctx-size", str(facts.context_tokens), "--jinja",
+    ]  # fmt: skip
+
+
+def vllm_command(facts: ServingFacts) -> list[str]:
+    """Return the command of vLLM's OpenAI-compatible server."""
+    length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
+    return [
+        "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000", *length,
+        "--dtype", facts.dtype,
+    ]  # fmt: skip
+
+
+def _open_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
+    """Return a command or a line of Python that opens a format."""
+    if artifact.kind == "gguf":
+        return shlex.join(llama_command(artifact, facts))
+    if artifact.kind == "hf":
+        return f'transformers.AutoModelForCausalLM.from_pretrained("{artifact_path(artifact)}", dtype="auto")'
+    return f'onnxruntime.InferenceSession("{artifact_path(artifact)}/model.onnx")'
+
+
+def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedPromotion | None) -> str:
+    lines = [f"# Serving {facts.name}, {artifact.name}", ""]
+    if forced is not None:
+        lines += [f"**{model_card.escape_markdown(model_card.describe_forced(forced))}**", ""]
+    lines += ["Run these commands in this directory.", ""]
+    if artifact.kind == "gguf":
+        lines += _command_block(
+            "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts)
+        )
+        if facts.ollama_template is None:
+            lines += ["Ollama cannot express this model's chat template; see Modelfile.", ""]
+        lines += _command_block(
+            "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
+        )
+    elif artifact.kind == "hf":
+        lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
+        lines += [
+            f"transformers: `{_open_command(artifact, facts)}`; the directory also has the chat template.", "",
+        ]  # fmt: skip
+    else:
+        lines += [
+            f"onnxruntime: `{_open_command(artifact, facts)}`; the directory also has tokenizer and config. "
+            "`session.get_inputs()` lists the inputs, including keys and values of earlier tokens.", "",
+        ]  # fmt: skip
+    lines.append(f"Measured in {artifact.runtime}: KL divergence from base + adapter {artifact.distance.kl:.3g} nats.")
+    return "\n".join(lines) + "\n"
+
+
+def _command_block(title: str, *commands: list[str]) -> list[str]:
+    return [f"## {title}", "", *(f"    {shlex.join(command)}" for command in commands), ""]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    values = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_end_texts(directory: Path) -> tuple[str, ...]:
+    """Return the texts of the end tokens in generation_config.json."""
+    value = _read_json(directory / "generation_config.json").get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
+    texts = {token.get("id"): token.get("content") for token in added if isinstance(token, dict)}
+    return tuple(text for number in ids if isinstance(text := texts.get(number), str))
+
+
+def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if not path.is_file():
+        return None
+    bos_token = tokens.get("bos_token", "")
+    template_processing = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
+    adds_bos = bool(bos_token) and json.dumps(bos_token, ensure_ascii=False) in template_processing
+    return convert_template(path.read_text(encoding="utf-8"), tokens, adds_bos)
+
+
 # ----------------------------------------------------------------------------------------------- Ollama's chat template
 #
 # Ollama does not read Jinja: it uses a GGUF file's template only if it equals one of a built-in list (ollama/ollama,
@@ -143,19 +325,13 @@ def _encode_yaml(value: Any) -> bytes:
 # (https://docs.ollama.com/modelfile). The literals must reproduce Jinja's output exactly for conversations of several
 # shapes; a template that does more than put texts between literals cannot be converted.
 
-Message = Mapping[str, str]
-
-_SHAPES = ("u", "uau", "uauau", "su", "suau", "suauau")
-"""Conversations, one letter per message, for which the Go template must equal Jinja's output."""
-_ROLES = {"s": "system", "u": "user", "a": "assistant"}
-
 
 @dataclass(frozen=True)
 class TemplateLiterals:
     """Literals around the texts of a conversation; (before, after) for each role."""
 
     opening: str
-    """Text before the first message of a conversation without system message, such as a default system message."""
+    """Text before a conversation without system message, such as a default system message."""
     system: tuple[str, str] | None
     """None: the template rejects system messages."""
     user: tuple[str, str]
@@ -169,7 +345,7 @@ class _InconvertibleTemplateError(Exception):
 
 
 class _GenerationTag(Extension):
-    """transformers' `{% generation %}` marks trained text and produces no output."""
+    """Jinja extension for transformers' tag `{% generation %}`, which marks trained text and produces no output."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja2 declares it)
 
@@ -209,7 +385,7 @@ def convert_template(jinja: str, tokens: Mapping[str, str], adds_bos: bool) -> s
 
 
 def render_literals(literals: TemplateLiterals, conversation: Sequence[Message]) -> str:
-    """Render a conversation as the Go template from `_go_template` does, for comparison with Jinja."""
+    """Render a conversation as the Go template does (`_go_template`), for comparison with Jinja."""
     by_role = {"system": literals.system, "user": literals.user, "assistant": literals.assistant}
     text = "" if any(message["role"] == "system" for message in conversation) else literals.opening
     for message in conversation:
@@ -240,7 +416,7 @@ def _render(
     add_generation_prompt: bool = True,
 ) -> str:
     variables: dict[str, Any] = {**tokens, "tools": None, "documents": None}
-    messages = [dict(one) for one in conversation]
+    messages = [dict(message) for message in conversation]
     return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
@@ -256,7 +432,7 @@ def _read_literals(template: jinja2.Template, tokens: Mapping[str, str]) -> Temp
     try:
         system_before, system_to_user, *_ = _literals_around(template, tokens, "su")
         system = (system_before, _remove_suffix(system_to_user, user_before))
-    except jinja2.TemplateError:  # the template rejects system messages; Ollama then omits them
+    except jinja2.TemplateError:  # the template rejects system messages: the Go template omits them
         system = None
     return TemplateLiterals(
         opening=_remove_suffix(opening, user_before),
@@ -313,181 +489,3 @@ def _go_template(literals: TemplateLiterals, first_token: str) -> str:
 def _go_literal(text: str) -> str:
     """Escape a text so that a Go template writes it unchanged."""
     return text.replace("{{", '{{ "{{" }}')
-
-
-# ------------------------------------------------------------------------------------------- commands and guide per
-# format
-
-FOLDER = "serving"
-MODELFILE = "Modelfile"
-GUIDE = "SERVE.md"
-MAX_CONTEXT_TOKENS = 8192
-"""Context size in the commands, unless the model's is smaller; a server's memory grows with it."""
-
-_CONTEXT_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-
-@dataclass(frozen=True)
-class ServingFacts:
-    """Facts about a model from its Hugging Face directory."""
-
-    name: str
-    """Name of the served model: that of the registered model."""
-    context_tokens: int
-    max_context_tokens: int | None
-    """Longest context that the model supports."""
-    dtype: str
-    end_texts: tuple[str, ...]
-    """Texts of the tokens that end an answer."""
-    ollama_template: str | None
-
-
-def format_slug(format_: str) -> str:
-    """Convert a format's name to a file name: `gguf/q8_0` → `gguf-q8_0`."""
-    return format_.replace("/", "-")
-
-
-def build_server_files(
-    directory: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
-) -> dict[str, bytes]:
-    """Build the files of every format, and the model card, by their names in the promoted model's folder.
-
-    Args:
-        directory: Hugging Face directory of the merged model.
-        bundle: the exported model.
-        name: name of the registered model.
-        forced: who promoted it against the verdict.
-
-    Raises:
-        DamagedFileError: the directory has no valid config.json.
-    """
-    facts = read_facts(directory, name)
-    commands = {one.name: _open_command(one, facts) for one in bundle.artifacts}
-    contents = {model_card.MODEL_CARD: model_card.render_card(bundle, name, forced, commands).encode()}
-    for artifact in bundle.artifacts:
-        folder = f"{FOLDER}/{format_slug(artifact.name)}"
-        contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
-        if artifact.kind == "gguf":
-            contents[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
-    return contents
-
-
-def read_facts(directory: Path, name: str) -> ServingFacts:
-    """Read facts from a Hugging Face directory. Raises DamagedFileError if it has no valid config.json."""
-    config = _read_json(directory / "config.json")
-    if not config:
-        raise DamagedFileError(f"{directory / 'config.json'}: expected a model's config; run `dvc repro -f export`")
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    limits = [part.get(key) for part in (config, text_config) for key in _CONTEXT_LIMIT_KEYS if isinstance(part, dict)]
-    limit = next((number for number in limits if isinstance(number, int) and number > 0), None)
-    tokens = _special_tokens(_read_json(directory / "tokenizer_config.json"))
-    return ServingFacts(
-        name=name, context_tokens=min(limit or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS), max_context_tokens=limit,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), end_texts=_read_end_texts(directory),
-        ollama_template=_ollama_template(directory, tokens),
-    )  # fmt: skip
-
-
-def render_modelfile(weights: str, facts: ServingFacts) -> str:
-    """Render Ollama's Modelfile; answers are greedy, as every format was verified."""
-    lines = [f"FROM ./{weights}", "PARAMETER temperature 0", f"PARAMETER num_ctx {facts.context_tokens}"]
-    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in facts.end_texts]
-    if facts.ollama_template is not None:
-        lines.append(f'TEMPLATE """{facts.ollama_template}"""')
-    else:
-        lines.insert(
-            0, "# Ollama cannot express this model's chat template: send complete prompts, or use llama-server."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
-    """Command of llama.cpp's OpenAI-compatible server."""
-    return [
-        "llama-server", "--model", artifact_path(artifact), "--alias", facts.name, "--host", "127.0.0.1",
-        "--port", "8080", "--ctx-size", str(facts.context_tokens), "--jinja",
-    ]  # fmt: skip
-
-
-def vllm_command(facts: ServingFacts) -> list[str]:
-    """Command of vLLM's OpenAI-compatible server."""
-    length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
-    return [
-        "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000", *length,
-        "--dtype", facts.dtype,
-    ]  # fmt: skip
-
-
-def _open_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
-    """A command or a line of Python that opens a format."""
-    if artifact.kind == "gguf":
-        return shlex.join(llama_command(artifact, facts))
-    if artifact.kind == "hf":
-        return f'transformers.AutoModelForCausalLM.from_pretrained("{artifact_path(artifact)}", dtype="auto")'
-    return f'onnxruntime.InferenceSession("{artifact_path(artifact)}/model.onnx")'
-
-
-def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedPromotion | None) -> str:
-    lines = [f"# Serving {facts.name}, {artifact.name}", ""]
-    if forced is not None:
-        lines += [f"**{model_card.escape_markdown(model_card.describe_forced(forced))}**", ""]
-    lines += ["Run these commands in this directory.", ""]
-    if artifact.kind == "gguf":
-        lines += _command_block(
-            "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts)
-        )
-        if facts.ollama_template is None:
-            lines += ["Ollama cannot express this model's chat template; see Modelfile.", ""]
-        lines += _command_block(
-            "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
-        )
-    elif artifact.kind == "hf":
-        lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
-        lines += [
-            f"transformers: `{_open_command(artifact, facts)}`; the directory also has the chat template.", "",
-        ]  # fmt: skip
-    else:
-        lines += [
-            f"onnxruntime: `{_open_command(artifact, facts)}`; the directory also has tokenizer and config. "
-            "`session.get_inputs()` lists the inputs, including keys and values of earlier tokens.", "",
-        ]  # fmt: skip
-    lines.append(f"Measured in {artifact.runtime}: KL divergence from base + adapter {artifact.distance.kl:.3g} nats.")
-    return "\n".join(lines) + "\n"
-
-
-def _command_block(title: str, *commands: list[str]) -> list[str]:
-    return [f"## {title}", "", *(f"    {shlex.join(command)}" for command in commands), ""]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    values = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _read_end_texts(directory: Path) -> tuple[str, ...]:
-    """Texts of the end tokens in generation_config.json."""
-    value = _read_json(directory / "generation_config.json").get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
-    texts = {one.get("id"): one.get("content") for one in added if isinstance(one, dict)}
-    return tuple(text for number in ids if isinstance(text := texts.get(number), str))
-
-
-def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if not path.is_file():
-        return None
-    bos_token = tokens.get("bos_token", "")
-    template_processing = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
-    adds_bos = bool(bos_token) and json.dumps(bos_token, ensure_ascii=False) in template_processing
-    return convert_template(path.read_text(encoding="utf-8"), tokens, adds_bos)

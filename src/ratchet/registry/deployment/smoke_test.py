@@ -1,9 +1,9 @@
 """Starts a server on loopback from the files of a release, and repeats the probes that were recorded at export.
 
-gguf: llama.cpp's OpenAI-compatible server over HTTP, with the settings of the release's commands. hf and onnx: a
-separate process that opens the format as any server would. Answers must equal the verified ones token by token. If they
-differ at a token that was almost a tie (TIE_NATS), another processor may have rounded differently: this is reported and
-is not a failure; every other difference is. Servers end with this process, however it ends.
+For gguf, the server is llama.cpp's OpenAI-compatible server over HTTP, with the settings of the release's commands. For
+hf and onnx, it is a separate process that opens the format as any server would. Answers must equal the verified ones
+token by token. A difference at a token that was almost a tie (TIE_NATS) is reported but is no failure, because another
+processor may round differently. Every other difference is a failure. Servers end with this process, however it ends.
 """
 
 import json
@@ -19,13 +19,13 @@ from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ExportProbe
 
 TIE_NATS = 0.05
-"""Margin of the verified token's log-probability below which another processor may choose another token."""
+"""Margin of the verified token's log-probability, below which another processor may choose another token."""
 ANSWER_TIMEOUT_S = 900.0
 """Time for loading a large model from a slow disk and for answers on few threads."""
 INHERITED_VARIABLES = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS",
 )  # fmt: skip
-"""Environment variables for the child process; they do not include tokens of hubs and trackers."""
+"""Environment variables that the child process gets; none contains a token of a hub or tracker."""
 _MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.models.runtimes.onnx"}
 _EXTRA_CONTEXT_TOKENS = 8
 """Context beyond the longest prompt with its answer."""
@@ -39,7 +39,7 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bo
         folder: the release.
         artifact: its format, with the verified answers.
         has_dated_prompts: whether the chat template writes the current date, so that today's prompts differ.
-        threads: CPU threads; None: as in the measurement.
+        threads: CPU threads; None: as many as at export.
 
     Returns:
         A summary for the user.
@@ -67,7 +67,7 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bo
 
 
 def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int) -> list[tuple[int, ...]]:
-    """Ask over HTTP: as a chat, or with the whole recorded prompt if the chat template writes the date."""
+    """Ask over HTTP: as a chat, or with the recorded prompt if the chat template writes another date."""
     longest = max(len(probe.prompt_ids) + len(probe.answer_ids) for probe in artifact.probes)
     context_tokens = longest + _EXTRA_CONTEXT_TOKENS
     with llama_server.start_server(folder / artifact_path(artifact), threads, context_tokens) as server:
@@ -79,7 +79,7 @@ def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, 
                 answers.append(server.chat(messages, len(probe.answer_ids)).ids)
             else:
                 tokens = server.completion(probe.prompt_ids, len(probe.answer_ids))["tokens"]
-                answers.append(tuple(int(one) for one in tokens))
+                answers.append(tuple(int(token) for token in tokens))
         return answers
 
 
@@ -113,7 +113,7 @@ def _ask_process(
 
 
 def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], has_dated_prompts: bool) -> bool:
-    """Whether a prompt equals the recorded one. Raises ChampionError if it differs without a date in the prompt."""
+    """Return whether a prompt equals the recorded one. Raises ChampionError if it differs and contains no date."""
     is_same = tuple(prompt) == probe.prompt_ids
     if not is_same and not has_dated_prompts:
         raise ChampionError(
@@ -127,10 +127,10 @@ def _compare_answer(folder: Path, probe: ExportProbe, answer: Sequence[int]) -> 
     """Compare an answer with the verified one.
 
     Returns:
-        None if they are equal; a description if they differ at a tie.
+        None if the answers are equal; a description if they differ at a tie.
 
     Raises:
-        ChampionError: they differ elsewhere.
+        ChampionError: they differ at another token.
     """
     if tuple(answer) == probe.answer_ids:
         return None

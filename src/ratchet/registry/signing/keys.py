@@ -1,18 +1,16 @@
-"""Manages the keyring (keys and identities that may sign a project's models) and the project's own key pair.
+"""Manages a project's keyring, its key pair, and the format of signature files.
 
-A signature file is a sigstore bundle with a DSSE envelope, whose in-toto statement lists the signed files.
-
-The keyring is in git (`.ratchet/keys.json`), so its history records who was trusted when, and who changed that.
+The keyring contains the keys and identities that may sign the project's models. It is in git (`.ratchet/keys.json`), so
+its history shows who was trusted when, and who changed that.
 
 The private key is in `.ratchet/private.pem`, which git and DVC ignore, or in the file that RATCHET_SIGNING_KEY names.
-It is refused if others can read it. Only its public part leaves this module.
+The key is refused if other users can read the file. Only its public part leaves this module.
 
-The format is OpenSSF Model Signing 1.0, so its `model_signing` command and other implementations can verify the files.
-Sources: the in-toto Statement v1 (in-toto/attestation, spec/v1), the DSSE protocol 1.0 (secure-systems-lab/dsse,
-protocol.md), sigstore's bundle v0.3 (sigstore/protobuf-specs), and for the predicate sigstore/model-transparency
+A signature file is a sigstore bundle with a DSSE envelope, whose in-toto statement lists the signed files. The format
+is OpenSSF Model Signing 1.0, so its `model_signing` command and other implementations can verify the files. Sources:
+the in-toto Statement v1 (in-toto/attestation, spec/v1), the DSSE protocol 1.0 (secure-systems-lab/dsse, protocol.md),
+sigstore's bundle v0.3 (sigstore/protobuf-specs), and for the predicate sigstore/model-transparency
 (model_signing.signing).
-
-Callers hash the files: those of a sealed folder were just compared with its manifest.
 """
 
 import base64
@@ -36,128 +34,20 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 
-MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
-STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+KEY_VARIABLE = "RATCHET_SIGNING_KEY"
+"""Environment variable with the path of a PEM file, whose private key is used instead of the project's."""
 
+PASSWORD_VARIABLE = "RATCHET_SIGNING_PASSWORD"  # noqa: S105 (its name, not its value)
+"""Environment variable with the password of an encrypted private key."""
 
-class NotSignedError(ValueError):
-    """The file is not a signature in this format; the message says why."""
-
-
-@dataclass(frozen=True)
-class DsseEnvelope:
-    """A parsed signature file; nothing in it is verified."""
-
-    payload: bytes
-    """The signed statement."""
-    signature: bytes
-    fingerprint: str | None
-    """The key named in the file; None if it contains a sigstore certificate instead."""
-    text: str
-    """Content of the whole file."""
-
-
-def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -> bytes:
-    """Build the statement to be signed; equal files give equal bytes.
-
-    Args:
-        name: name of the model for readers; it proves nothing.
-        digests: SHA-256 of each file by relative POSIX name.
-        ignored: names of files in the same folder that the signature does not cover.
-    """
-    names = sorted(digests, key=PurePosixPath)
-    root = hashlib.sha256(b"".join(bytes.fromhex(digests[one]) for one in names)).hexdigest()
-    statement = {
-        "_type": STATEMENT_TYPE,
-        "subject": [{"name": name, "digest": {"sha256": root}}],
-        "predicateType": PREDICATE_TYPE,
-        "predicate": {
-            "serialization": {
-                "method": "files",
-                "hash_type": "sha256",
-                "allow_symlinks": False,
-                "ignore_paths": list(ignored),
-            },
-            "resources": [{"name": one, "algorithm": "sha256", "digest": digests[one]} for one in names],
-        },
-    }
-    return json.dumps(statement, indent=2, ensure_ascii=False).encode()
-
-
-def parse_digests(payload: bytes) -> dict[str, str]:
-    """Parse the SHA-256 of every file in a statement. Raises NotSignedError for a statement in another format."""
-    try:
-        statement = json.loads(payload)
-        types = (statement["_type"], statement["predicateType"])
-        serialization = statement["predicate"]["serialization"]
-        resources = statement["predicate"]["resources"]
-        rows = [(str(row["name"]), str(row["algorithm"]), str(row["digest"])) for row in resources]
-        root, subjects = statement["subject"][0]["digest"]["sha256"], len(statement["subject"])
-        total = hashlib.sha256(b"".join(bytes.fromhex(sha) for _, _, sha in rows)).hexdigest()
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise NotSignedError(f"its statement is not about a model ({error!r})") from None
-    if types != (STATEMENT_TYPE, PREDICATE_TYPE):
-        raise NotSignedError(f"its statement: found predicate type {types[1]!r}; expected {PREDICATE_TYPE!r}")
-    if serialization.get("method") != "files" or serialization.get("allow_symlinks") or subjects != 1:
-        raise NotSignedError("its statement does not list whole files")
-    digests = {name: sha for name, algorithm, sha in rows if algorithm == "sha256"}
-    if len(digests) != len(rows):
-        raise NotSignedError("its statement lists a file twice, or a digest other than SHA-256")
-    if total != root:
-        raise NotSignedError("its statement's total digest does not match the files that it lists")
-    return digests
-
-
-def encode_payload(payload: bytes) -> bytes:
-    """Encode the bytes that a key signs: DSSE's pre-authentication encoding `DSSEv1 LENGTH TYPE LENGTH PAYLOAD`."""
-    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
-
-
-def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
-    """Build the signature file for a signature by a key."""
-    bundle = {
-        "mediaType": MEDIA_TYPE,
-        "verificationMaterial": {"publicKey": {"hint": fingerprint}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(payload).decode(),
-            "payloadType": PAYLOAD_TYPE,
-            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
-        },
-    }
-    return json.dumps(bundle)
-
-
-def parse_envelope(text: str) -> DsseEnvelope:
-    """Parse a signature file. Raises NotSignedError if it is not one."""
-    try:
-        bundle = json.loads(text)
-        envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
-        payload = _decode_base64(envelope["payload"])
-        (signature,) = (_decode_base64(one["sig"]) for one in envelope["signatures"])
-        hint = material["publicKey"]["hint"] if "publicKey" in material else None
-        types = (bundle["mediaType"], envelope["payloadType"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotSignedError(f"not a signature file ({error!r})") from None
-    if types != (MEDIA_TYPE, PAYLOAD_TYPE):
-        raise NotSignedError(f"found a bundle with types {types[0]!r}, {types[1]!r}, which this version cannot read")
-    if hint is None and "certificate" not in material:
-        raise NotSignedError("found neither a key nor a certificate")
-    return DsseEnvelope(payload, signature, None if hint is None else str(hint), text)
-
-
-def _decode_base64(text: Any) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from None
-
+LOCK_WAIT_S = 10.0
+"""Maximum wait for another process that changes the keys."""
 
 SHOWN_DIGITS = 16
 """Hex digits of a fingerprint in messages."""
+
 MIN_DIGITS = 6
-"""Hex digits of a fingerprint that users must give."""
+"""Hex digits of a fingerprint that a user must give at least."""
 
 _HASHES: dict[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
@@ -165,6 +55,11 @@ _HASHES: dict[str, hashes.HashAlgorithm] = {
     "secp521r1": hashes.SHA512(),
 }
 """Hash algorithm of each curve, as in sigstore (protobuf-specs, PublicKeyDetails)."""
+
+MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 
 
 class PublicKey(Record):
@@ -197,7 +92,7 @@ class Keyring(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it never contained a signer; then the first promotion may create a key."""
+        """Whether it contains no signer; then the first promotion may create a key."""
         return not self.keys and not self.identities
 
     def find_key(self, fingerprint: str) -> PublicKey | None:
@@ -216,13 +111,14 @@ class Keyring(Record):
 
     def with_key(self, key: PublicKey) -> "Keyring":
         """Return a keyring with this key, which replaces an entry with the same fingerprint."""
-        others = [one for one in self.keys if one.fingerprint != key.fingerprint]
-        return self.model_copy(update={"keys": tuple(sorted([*others, key], key=lambda one: one.fingerprint))})
+        others = [other for other in self.keys if other.fingerprint != key.fingerprint]
+        return self.model_copy(update={"keys": tuple(sorted([*others, key], key=lambda entry: entry.fingerprint))})
 
     def with_identity(self, identity: SigningIdentity) -> "Keyring":
         """Return a keyring with this identity, which replaces an entry with the same identity and issuer."""
-        others = [one for one in self.identities if (one.identity, one.issuer) != (identity.identity, identity.issuer)]
-        ordered = sorted([*others, identity], key=lambda one: (one.identity, one.issuer))
+        pair = (identity.identity, identity.issuer)
+        others = [other for other in self.identities if (other.identity, other.issuer) != pair]
+        ordered = sorted([*others, identity], key=lambda entry: (entry.identity, entry.issuer))
         return self.model_copy(update={"identities": tuple(ordered)})
 
 
@@ -249,7 +145,7 @@ def read_keyring(path: Path) -> Keyring:
 
 
 def read_public_key(path: Path) -> PublicKey:
-    """Read the public key in a PEM file. Raises SettingsError if there is none."""
+    """Read the public key in a PEM file. Raises SettingsError if the file has none."""
     try:
         return parse_public_key(path.read_bytes(), str(path))
     except OSError as error:
@@ -259,7 +155,15 @@ def read_public_key(path: Path) -> PublicKey:
 
 
 def parse_public_key(pem: bytes, where: str) -> PublicKey:
-    """Parse a public key from `where`. Raises SettingsError if it is not a public key that can sign models."""
+    """Parse a public key.
+
+    Args:
+        pem: the key.
+        where: file with the key, for messages.
+
+    Raises:
+        SettingsError: it is not a public key, or of a kind that cannot sign models.
+    """
     if b"PRIVATE KEY" in pem:
         raise SettingsError(
             f"{where}: found a private key; expected its public part, which `openssl pkey -in FILE -pubout` prints"
@@ -287,78 +191,13 @@ def load_public_key(key: PublicKey) -> ec.EllipticCurvePublicKey:
 
 
 def signature_hash(key: ec.EllipticCurvePublicKey) -> hashes.HashAlgorithm:
-    """Hash algorithm of signatures by this key."""
+    """Return the hash algorithm of signatures by this key."""
     return _HASHES[key.curve.name]
 
 
 def build_keyring(keys: Sequence[PublicKey]) -> Keyring:
-    """Build a keyring of these keys alone, for example of a key that the user names."""
+    """Build a keyring with only these keys, for example with a key that the user names."""
     return Keyring(keys=tuple(keys))
-
-
-# ----------------------------------------------------------------------------------------------------- signing keys
-
-KEY_VARIABLE = "RATCHET_SIGNING_KEY"
-"""Environment variable: path of a PEM file with a private key that replaces the project's."""
-PASSWORD_VARIABLE = "RATCHET_SIGNING_PASSWORD"  # noqa: S105 (its name, not its value)
-"""Environment variable: password of an encrypted private key."""
-
-LOCK_WAIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class KeySigner:
-    """Signs with a private key."""
-
-    fingerprint: str
-    notice: str | None
-    """Message to the user: a key was created, or became trusted."""
-    _sign: Callable[[bytes], bytes]
-
-    @property
-    def name(self) -> str:
-        """Description of the signer."""
-        return f"key {self.fingerprint[:SHOWN_DIGITS]}"
-
-    def sign(self, payload: bytes) -> str:
-        """Return the signature file of a statement; equal statements give equal files."""
-        return build_bundle(payload, self._sign(encode_payload(payload)), self.fingerprint)
-
-
-def create_key_pair(layout: ProjectLayout) -> PublicKey:
-    """Create the project's key pair and add it to the keyring. A revoked private key is replaced.
-
-    Raises:
-        SettingsError: the project has a key that is not revoked.
-    """
-    with _acquire_lock(layout):
-        keyring = read_keyring(layout.keyring)
-        path = layout.private_key
-        if path.exists():
-            existing = _load_private_key(path, None)
-            record = keyring.find_key(build_key_record(existing.public_key(), str(path)).fingerprint)
-            if record is None:
-                raise SettingsError(
-                    f"{path}: found a key that is not in keys.json; move it away, or add its public part with "
-                    "`ratchet keys --trust FILE`"
-                )
-            if record.revoked is None:
-                name = record.fingerprint[:SHOWN_DIGITS]
-                raise SettingsError(
-                    f"{path}: found the trusted key {name}; to replace it, first run "
-                    f"`ratchet keys --revoke {name} --reason TEXT`"
-                )
-            path.unlink()
-        files.make_directory(path.parent)
-        files.write_atomic(path.parent / ".gitignore", f"/{path.name}\n")
-        private = ec.generate_private_key(ec.SECP256R1())
-        format_, encryption = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # private from the first instant
-        files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, format_, encryption)]])
-        files.fsync_directory(path.parent)
-        key = build_key_record(private.public_key(), str(path))
-        keyring.with_key(key).save(layout.keyring)
-    return key
 
 
 def trust_key(layout: ProjectLayout, file: Path) -> PublicKey:
@@ -408,11 +247,12 @@ def revoke_trust(layout: ProjectLayout, name: str, reason: str) -> str:
         raise SettingsError("--revoke: found no reason; add --reason TEXT")
     with _acquire_lock(layout):
         keyring = read_keyring(layout.keyring)
-        identities = [one for one in keyring.identities if one.identity == name]
+        identities = [identity for identity in keyring.identities if identity.identity == name]
         keys = [] if identities else [keyring.find_by_prefix(name)]
-        for revoked in (*(one.revoked for one in identities), *(one.revoked for one in keys)):
-            if revoked is not None:
-                raise SettingsError(f"{name}: is already revoked ({revoked})")
+        signers: tuple[PublicKey | SigningIdentity, ...] = (*identities, *keys)
+        for signer in signers:
+            if signer.revoked is not None:
+                raise SettingsError(f"{name}: is already revoked ({signer.revoked})")
         for identity in identities:
             keyring = keyring.with_identity(identity.model_copy(update={"revoked": reason}))
         for key in keys:
@@ -421,11 +261,73 @@ def revoke_trust(layout: ProjectLayout, name: str, reason: str) -> str:
     return name if identities else keys[0].fingerprint
 
 
-def load_signer(layout: ProjectLayout) -> KeySigner:
-    """Load the project's key signer. If the keyring is empty, create a key pair, or trust the available key.
+def _acquire_lock(layout: ProjectLayout) -> FileLock:
+    return FileLock(layout.stage_lock("keys"), f"the keys of {layout.root}").acquire(wait_s=LOCK_WAIT_S)
+
+
+# ----------------------------------------------------------------------------------------------------- signing keys
+
+
+@dataclass(frozen=True)
+class KeySigner:
+    """Signer with a private key."""
+
+    fingerprint: str
+    notice: str | None
+    """Message to the user: a key was created, or became trusted."""
+    _sign: Callable[[bytes], bytes]
+
+    @property
+    def name(self) -> str:
+        """Description of the signer."""
+        return f"key {self.fingerprint[:SHOWN_DIGITS]}"
+
+    def sign(self, payload: bytes) -> str:
+        """Return the signature file of a statement; equal statements give equal files."""
+        return build_bundle(payload, self._sign(encode_payload(payload)), self.fingerprint)
+
+
+def create_key_pair(layout: ProjectLayout) -> PublicKey:
+    """Create the project's key pair and add it to the keyring. A revoked private key is replaced.
 
     Raises:
-        SettingsError: the key is missing, it cannot be opened, others can read it, or the project does not trust it.
+        SettingsError: the project has a key that is not revoked.
+    """
+    with _acquire_lock(layout):
+        keyring = read_keyring(layout.keyring)
+        path = layout.private_key
+        if path.exists():
+            existing = _load_private_key(path, None)
+            record = keyring.find_key(build_key_record(existing.public_key(), str(path)).fingerprint)
+            if record is None:
+                raise SettingsError(
+                    f"{path}: found a key that is not in keys.json; move it away, or add its public part with "
+                    "`ratchet keys --trust FILE`"
+                )
+            if record.revoked is None:
+                name = record.fingerprint[:SHOWN_DIGITS]
+                raise SettingsError(
+                    f"{path}: found the trusted key {name}; to replace it, first run "
+                    f"`ratchet keys --revoke {name} --reason TEXT`"
+                )
+            path.unlink()
+        files.make_directory(path.parent)
+        files.write_atomic(path.parent / ".gitignore", f"/{path.name}\n")
+        private = ec.generate_private_key(ec.SECP256R1())
+        format_, encryption = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # no other user can read it at any time
+        files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, format_, encryption)]])
+        files.fsync_directory(path.parent)
+        key = build_key_record(private.public_key(), str(path))
+        keyring.with_key(key).save(layout.keyring)
+    return key
+
+
+def load_signer(layout: ProjectLayout) -> KeySigner:
+    """Load the signer with the project's key. If the keyring is empty, create a key pair, or trust the existing key.
+
+    Raises:
+        SettingsError: the key is missing, cannot be opened, can be read by other users, or is not trusted.
     """
     keyring = read_keyring(layout.keyring)
     path = _private_key_path(layout)
@@ -462,7 +364,7 @@ def load_signer(layout: ProjectLayout) -> KeySigner:
 
 
 def describe_signer(layout: ProjectLayout) -> str:
-    """Describe what `load_signer` and signing would do, without changing anything. Raises SettingsError as it does."""
+    """Describe the effect of `load_signer` and signing, without changing anything. Raises SettingsError as it does."""
     if not read_keyring(layout.keyring).is_empty:
         return f"sign the model with {load_signer(layout).name}"
     path = _private_key_path(layout)
@@ -472,7 +374,7 @@ def describe_signer(layout: ProjectLayout) -> str:
 
 
 def own_fingerprint(layout: ProjectLayout) -> str | None:
-    """Fingerprint of the key that would sign; None without a key. Raises SettingsError if it cannot be opened."""
+    """Return the fingerprint of the key that would sign; None without a key. Raises SettingsError as `load_signer`."""
     path = _private_key_path(layout)
     if path is None:
         return None
@@ -481,13 +383,13 @@ def own_fingerprint(layout: ProjectLayout) -> str | None:
 
 
 def _build_signer(private: ec.EllipticCurvePrivateKey, key: PublicKey, notice: str | None) -> KeySigner:
-    # RFC 6979: no dependence on a random source, and equal files have equal signatures.
+    # Deterministic (RFC 6979): signing needs no random source, and equal files have equal signatures.
     scheme = ec.ECDSA(signature_hash(private.public_key()), deterministic_signing=True)
     return KeySigner(key.fingerprint, notice, lambda data: private.sign(data, scheme))
 
 
 def _private_key_path(layout: ProjectLayout) -> Path | None:
-    """Path of the private key, if there is one."""
+    """Return the path of the private key; None if there is none."""
     named = os.environ.get(KEY_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -533,5 +435,116 @@ def _parse_private_key(path: Path, content: bytes, password: str | None) -> obje
         ) from None
 
 
-def _acquire_lock(layout: ProjectLayout) -> FileLock:
-    return FileLock(layout.stage_lock("keys"), f"the keys of {layout.root}").acquire(wait_s=LOCK_WAIT_S)
+# --------------------------------------------------------------------------------------------------- signature files
+
+
+class NotSignedError(ValueError):
+    """The file is not a signature in this format; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class DsseEnvelope:
+    """A parsed signature file; nothing in it is verified."""
+
+    payload: bytes
+    """The signed statement."""
+    signature: bytes
+    fingerprint: str | None
+    """The key named in the file; None if it contains a sigstore certificate instead."""
+    text: str
+    """Content of the whole file."""
+
+
+def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, ...]) -> bytes:
+    """Build the statement to be signed; equal files give equal bytes. The caller hashes the files.
+
+    Args:
+        name: name of the model, for display only.
+        digests: SHA-256 of each file by relative POSIX name.
+        ignored: names of files in the same folder that the signature does not cover.
+    """
+    names = sorted(digests, key=PurePosixPath)
+    root = hashlib.sha256(b"".join(bytes.fromhex(digests[file]) for file in names)).hexdigest()
+    statement = {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": root}}],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": list(ignored),
+            },
+            "resources": [{"name": file, "algorithm": "sha256", "digest": digests[file]} for file in names],
+        },
+    }
+    return json.dumps(statement, indent=2, ensure_ascii=False).encode()
+
+
+def parse_digests(payload: bytes) -> dict[str, str]:
+    """Parse the SHA-256 of every file in a statement. Raises NotSignedError for a statement in another format."""
+    try:
+        statement = json.loads(payload)
+        types = (statement["_type"], statement["predicateType"])
+        serialization = statement["predicate"]["serialization"]
+        resources = statement["predicate"]["resources"]
+        rows = [(str(row["name"]), str(row["algorithm"]), str(row["digest"])) for row in resources]
+        root, subjects = statement["subject"][0]["digest"]["sha256"], len(statement["subject"])
+        total = hashlib.sha256(b"".join(bytes.fromhex(sha) for _, _, sha in rows)).hexdigest()
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise NotSignedError(f"its statement is not about a model ({error!r})") from None
+    if types != (STATEMENT_TYPE, PREDICATE_TYPE):
+        raise NotSignedError(f"its statement: found predicate type {types[1]!r}; expected {PREDICATE_TYPE!r}")
+    if serialization.get("method") != "files" or serialization.get("allow_symlinks") or subjects != 1:
+        raise NotSignedError("its statement does not list whole files")
+    digests = {name: sha for name, algorithm, sha in rows if algorithm == "sha256"}
+    if len(digests) != len(rows):
+        raise NotSignedError("its statement lists a file twice, or a digest other than SHA-256")
+    if total != root:
+        raise NotSignedError("its statement's total digest does not match the files that it lists")
+    return digests
+
+
+def encode_payload(payload: bytes) -> bytes:
+    """Encode the bytes that a key signs: DSSE's pre-authentication encoding `DSSEv1 LENGTH TYPE LENGTH PAYLOAD`."""
+    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
+
+
+def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
+    """Build the signature file for a signature by a key."""
+    bundle = {
+        "mediaType": MEDIA_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": fingerprint}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": PAYLOAD_TYPE,
+            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
+        },
+    }
+    return json.dumps(bundle)
+
+
+def parse_envelope(text: str) -> DsseEnvelope:
+    """Parse a signature file. Raises NotSignedError if the text has another format."""
+    try:
+        bundle = json.loads(text)
+        envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
+        payload = _decode_base64(envelope["payload"])
+        (signature,) = (_decode_base64(entry["sig"]) for entry in envelope["signatures"])
+        hint = material["publicKey"]["hint"] if "publicKey" in material else None
+        types = (bundle["mediaType"], envelope["payloadType"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotSignedError(f"not a signature file ({error!r})") from None
+    if types != (MEDIA_TYPE, PAYLOAD_TYPE):
+        raise NotSignedError(f"found a bundle with types {types[0]!r}, {types[1]!r}, which this version cannot read")
+    if hint is None and "certificate" not in material:
+        raise NotSignedError("found neither a key nor a certificate")
+    return DsseEnvelope(payload, signature, None if hint is None else str(hint), text)
+
+
+def _decode_base64(text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None

@@ -1,10 +1,10 @@
 """Signs the folders of promoted models and verifies their signatures: signer, covered files, and trust.
 
 A signature covers every file except itself and the seal's manifest, which is written after it. It contains the names
-and digests of all covered files, so that a changed, added or removed file is named.
+and digests of all covered files, so that messages can name a changed, added or removed file.
 
-Signing needs sigstore's servers. Verification works offline with the trust roots that the installed `sigstore` contains
-or has fetched.
+A signer uses a private key, or an identity that sigstore certifies. Signing through sigstore needs its servers;
+verification works offline with the trust roots that the installed `sigstore` contains or has fetched.
 """
 
 import logging
@@ -21,150 +21,32 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError, first_line
 from ratchet.registry.signing import keys
-from ratchet.registry.signing import keys as envelope
 from ratchet.registry.signing.keys import SHOWN_DIGITS, DsseEnvelope, Keyring, NotSignedError, SigningIdentity
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ModelBundle
 
+SIGNATURE = "model.sig"
+"""Name of the signature file."""
+
+SIGSTORE = "sigstore"
+"""Signer in the verdict about a sigstore signature without a trusted identity."""
+
+UNCOVERED = (SIGNATURE, files.MANIFEST, files.FOREIGN)
+"""Files at the top of the folder that the signature does not cover; it covers files with these names in subfolders."""
+
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
-"""Environment variable with the signer's OpenID Connect token. In jobs of several CI services sigstore finds a token by
-itself."""
+"""Environment variable with the signer's OpenID Connect token. In jobs of several CI services, sigstore finds the token
+without it."""
 
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 """Certificate extension with the address of the identity's issuer (sigstore/fulcio, docs/oid-info.md)."""
-
-
-@dataclass(frozen=True)
-class IdentitySigner:
-    """Signs through sigstore with an identity that the project trusts."""
-
-    name: str
-    notice: str | None
-    _token: Any
-    _trusted: tuple[SigningIdentity, ...]
-
-    def sign(self, payload: bytes) -> str:
-        """Return the signature file of a statement. Raises SettingsError if sigstore does not answer or refuses."""
-        from sigstore import dsse, models, sign
-
-        try:
-            context = sign.SigningContext.from_trust_config(models.ClientTrustConfig.production())
-            with context.signer(self._token) as open_signer:
-                text = str(open_signer.sign_dsse(dsse.Statement(payload)).to_json())
-        except Exception as error:  # TUF, requests, certificate authority and log have unrelated exceptions
-            raise SettingsError(
-                f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); retry with "
-                "access to its servers, or sign with a key"
-            ) from None
-        signer = verify_identity(envelope.parse_envelope(text), self._trusted)  # as certified, not as in the token
-        if signer.revoked is not None:
-            raise SettingsError(
-                f"promote.signing: {signer.identity} is revoked ({signer.revoked}); sign with another identity"
-            )
-        return text
-
-
-def load_identity_signer(layout: ProjectLayout) -> IdentitySigner:
-    """Load the signer for the identity in the environment's token.
-
-    Raises:
-        SettingsError: the project trusts no identity, or the environment contains no valid token.
-    """
-    from sigstore import oidc
-
-    trusted = keys.read_keyring(layout.keyring).identities
-    if all(one.revoked is not None for one in trusted):
-        raise SettingsError(
-            "promote.signing: sigstore: this project trusts no identity; add one with "
-            "`ratchet keys --trust-identity IDENTITY --issuer URL`"
-        )
-    try:
-        token = os.environ.get(TOKEN_VARIABLE) or oidc.detect_credential()
-        if not token:
-            raise SettingsError(
-                f"promote.signing: sigstore: found no identity token; put one into {TOKEN_VARIABLE}, or promote in a "
-                "CI job that has an identity"
-            )
-        parsed = oidc.IdentityToken(token)
-    except oidc.IdentityError as error:
-        raise SettingsError(
-            f"promote.signing: sigstore: the identity token is invalid ({first_line(error)}); request a new one"
-        ) from None
-    return IdentitySigner(f"{parsed.identity} of {parsed.federated_issuer}", None, parsed, trusted)
-
-
-def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
-    """Verify a signature, and return its identity.
-
-    Raises:
-        DamagedFileError: sigstore's authority or log does not confirm it, or it belongs to another statement.
-        SettingsError: the project never trusted the identity, or sigstore's trust roots cannot be read.
-    """
-    from sigstore import errors, models, verify
-    from sigstore.verify import policy
-
-    logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns about offline verification, which is intended
-    recorder = _CertificateRecorder()
-    try:
-        verifier = verify.Verifier(trusted_root=models.ClientTrustConfig.production(offline=True).trusted_root)
-    except (OSError, errors.Error) as error:
-        raise SettingsError(
-            f"sigstore's trust roots cannot be read ({first_line(error)}); reinstall the package sigstore"
-        ) from None
-    try:
-        kind, payload = verifier.verify_dsse(models.Bundle.from_json(signed.text), recorder)
-        if (kind, payload) != (envelope.PAYLOAD_TYPE, signed.payload):
-            raise NotSignedError("the signature belongs to another statement")
-    except (errors.Error, models.InvalidBundle, ValueError) as error:
-        raise DamagedFileError(
-            f"sigstore does not confirm the signature ({first_line(error)}); promote the model again"
-        ) from None
-    for one in trusted:
-        try:
-            policy.Identity(identity=one.identity, issuer=one.issuer).verify(recorder.certificate)
-        except errors.VerificationError:
-            continue
-        return one
-    raise SettingsError(
-        f"signed by {recorder.identity}, which this project does not trust; add it with `ratchet keys --trust-identity`"
-    )
-
-
-class _CertificateRecorder:
-    """A sigstore policy that accepts every certificate and stores it; the identity in it is checked later."""
-
-    certificate: x509.Certificate
-
-    def verify(self, cert: x509.Certificate) -> None:
-        """Store the certificate."""
-        self.certificate = cert
-
-    @property
-    def identity(self) -> str:
-        """Identity and issuer in the certificate."""
-        extensions = self.certificate.extensions
-        extension = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        kinds = (x509.RFC822Name, x509.UniformResourceIdentifier)
-        names = [str(name) for kind in kinds for name in extension.get_values_for_type(kind)]
-        issuers = [one.value.value.decode(errors="replace") for one in extensions if one.oid == _ISSUER]
-        identity = ", ".join(names) or "an unnamed identity"
-        return f"{identity} of {issuers[0]}" if issuers else identity
-
-
-SIGNATURE = "model.sig"
-
-SIGSTORE = "sigstore"
-"""Signer of a sigstore signature whose identity is not known."""
-
-UNCOVERED = (SIGNATURE, files.MANIFEST, files.FOREIGN)
-"""Files at the top of the folder that are not covered; files with these names in subfolders are."""
 
 State = Literal["trusted", "unsigned", "unknown", "revoked", "damaged"]
 
 
 class Signer(Protocol):
-    """Signs statements with a key (keys.py) or through sigstore (identity.py)."""
+    """Signer of statements: `keys.KeySigner` with a key, or IdentitySigner through sigstore."""
 
     @property
     def name(self) -> str:
@@ -188,7 +70,7 @@ class TrustedSignature:
     signer: str
     """Fingerprint of the key, or the identity."""
     files: Mapping[str, str]
-    """SHA-256 of each covered file by name, to compare copies of some of the files with."""
+    """SHA-256 of each covered file by name, for comparison with copies of some files."""
 
 
 @dataclass(frozen=True)
@@ -208,18 +90,18 @@ class SignatureVerdict:
 
 
 def load_signer(layout: ProjectLayout, settings: Settings) -> Signer:
-    """Load the signer of the settings. Raises SettingsError if there is none, or none that the project trusts."""
+    """Load the signer of the settings. Raises SettingsError if it is missing, or the project does not trust it."""
     return load_identity_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
 
 
 def describe_signer(layout: ProjectLayout, settings: Settings) -> str:
-    """Describe what `load_signer` and signing would do, without changing anything."""
+    """Describe the effect of `load_signer` and signing, without changing anything."""
     return "sign the model through sigstore" if settings.promote.signing == "sigstore" else keys.describe_signer(layout)
 
 
 @dataclass(frozen=True)
 class ProjectSigner:
-    """Signs folders with one signer, and verifies them with the project's keyring."""
+    """FolderSigner with one signer, which verifies folders with the project's keyring."""
 
     layout: ProjectLayout
     signer: Signer
@@ -234,7 +116,7 @@ class ProjectSigner:
         sign_folder(folder, self.signer)
 
     def is_signed(self, folder: Path) -> bool:
-        """Whether a folder whose seal was just verified has a trusted signature."""
+        """Return whether the folder has a trusted signature. The caller has just verified its seal."""
         keyring = keys.read_keyring(self.layout.keyring)
         return _verify_sealed(folder, files.read_manifest(folder), keyring).state == "trusted"
 
@@ -245,7 +127,7 @@ def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = 
     Args:
         folder: a scratch directory; the signature is written into it.
         signer: signs the statement.
-        known: SHA-256 of files that the caller has verified; these are not read.
+        known: SHA-256 of files that the caller has verified; they are not read.
 
     Raises:
         DamagedFileError: the folder contains something that is neither a file nor a folder.
@@ -263,9 +145,9 @@ def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = 
 
 
 def find_problem(layout: ProjectLayout, folder: Path) -> str | None:
-    """Describe what is wrong with a promoted model's folder; None if it is complete and has a trusted signature.
+    """Describe the problem of a promoted model's folder; None if it is complete and has a trusted signature.
 
-    A project with an empty keyring may have unsigned models from before signatures existed; they are accepted.
+    Unsigned models are accepted if the keyring is empty: Ratchet stored them before it had signatures.
     """
     try:
         manifest = files.verify_sealed(folder)
@@ -283,11 +165,11 @@ def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str
     Args:
         folder: folder of a promoted model, or a copy of it.
         layout: the project, whose keys.json contains the trusted signers.
-        known: SHA-256 of files that were just compared with the seal's manifest; these are not read again.
+        known: SHA-256 of files that were just compared with the seal's manifest; they are not read again.
 
     Raises:
         DamagedFileError: the folder is not signed, or a file was changed, added or removed; the message names it.
-        SettingsError: the project does not trust the signer, or no longer.
+        SettingsError: the project does not trust the signer, or has revoked it.
     """
     return require_trusted(verify_folder(folder, keys.read_keyring(layout.keyring), known))
 
@@ -313,9 +195,9 @@ def verify_folder(folder: Path, keyring: Keyring, known: Mapping[str, str] | Non
 
 
 def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
-    """Verify a signature alone: its signer and its list of files, but none of the files.
+    """Verify only the signature: its signer and its list of files, but not the files.
 
-    Use it for a folder that contains the signature and only some of the signed files; compare these with the list.
+    Use it for a folder with only some of the signed files, and compare them with the list.
     """
     path = folder / SIGNATURE
     verdict, payload = _verify_signer(path, keyring)
@@ -328,12 +210,12 @@ def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
 
 
 def _verify_sealed(folder: Path, manifest: files.Manifest, keyring: Keyring) -> SignatureVerdict:
-    """Verify the signature of a folder whose files were just compared with its manifest; none is read again."""
+    """Verify the signature of a folder whose files were just compared with its manifest; they are not read again."""
     return verify_folder(folder, keyring, {name: entry[0] for name, entry in manifest.files.items()})
 
 
 def _verify_signer(path: Path, keyring: Keyring) -> tuple[SignatureVerdict, bytes]:
-    """Verify who signed which statement, but not that the statement fits the files."""
+    """Verify the signer of the statement, but not that the statement matches the files. Return the statement, too."""
     if not path.exists() and not path.is_symlink():
         message = f"{path.parent}: found no signature ({SIGNATURE}); promote the model again"
         return SignatureVerdict("unsigned", message=message), b""
@@ -383,7 +265,7 @@ def _verify_identity(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> Si
 
 
 def _describe_difference(signed: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
-    """Describe the first file that differs from the signed ones."""
+    """Describe the first file that differs from the signed files; None if all are equal."""
     for name in sorted(signed.keys() | actual.keys()):
         if name not in actual:
             return f"{name}: missing, although it was signed"
@@ -395,7 +277,7 @@ def _describe_difference(signed: Mapping[str, str], actual: Mapping[str, str]) -
 
 
 def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of every covered file. Raises DamagedFileError for anything that is neither a file nor a folder."""
+    """Return the SHA-256 of every covered file. Raises DamagedFileError for links and special files."""
     covered: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -411,7 +293,127 @@ def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _statement_name(folder: Path, covered: Mapping[str, str]) -> str:
-    """Name of the model in the statement: a short digest of the model, or of all files if there is no bundle.json."""
+    """Return the model's name in the statement: a short digest of the model, or of all files without bundle.json."""
     bundle = folder / "bundle.json"
     digest = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(covered)
     return digest[:SHOWN_DIGITS]
+
+
+# ------------------------------------------------------------------------------------------------ sigstore identities
+
+
+@dataclass(frozen=True)
+class IdentitySigner:
+    """Signer through sigstore, with an identity that the project trusts."""
+
+    name: str
+    notice: str | None
+    _token: Any
+    _trusted: tuple[SigningIdentity, ...]
+
+    def sign(self, payload: bytes) -> str:
+        """Return the signature file of a statement. Raises SettingsError if sigstore does not sign it."""
+        from sigstore import dsse, models, sign
+
+        try:
+            context = sign.SigningContext.from_trust_config(models.ClientTrustConfig.production())
+            with context.signer(self._token) as open_signer:
+                text = str(open_signer.sign_dsse(dsse.Statement(payload)).to_json())
+        except Exception as error:  # the libraries of sigstore have no common base class of exceptions
+            raise SettingsError(
+                f"promote.signing: sigstore did not sign ({type(error).__name__}: {first_line(error)}); retry with "
+                "access to its servers, or sign with a key"
+            ) from None
+        signer = verify_identity(keys.parse_envelope(text), self._trusted)  # the certified identity, not the token's
+        if signer.revoked is not None:
+            raise SettingsError(
+                f"promote.signing: {signer.identity} is revoked ({signer.revoked}); sign with another identity"
+            )
+        return text
+
+
+def load_identity_signer(layout: ProjectLayout) -> IdentitySigner:
+    """Load the signer for the identity in the environment's token.
+
+    Raises:
+        SettingsError: the project trusts no identity, or the environment contains no valid token.
+    """
+    from sigstore import oidc
+
+    trusted = keys.read_keyring(layout.keyring).identities
+    if all(identity.revoked is not None for identity in trusted):
+        raise SettingsError(
+            "promote.signing: sigstore: this project trusts no identity; add one with "
+            "`ratchet keys --trust-identity IDENTITY --issuer URL`"
+        )
+    try:
+        token = os.environ.get(TOKEN_VARIABLE) or oidc.detect_credential()
+        if not token:
+            raise SettingsError(
+                f"promote.signing: sigstore: found no identity token; put one into {TOKEN_VARIABLE}, or promote in a "
+                "CI job that has an identity"
+            )
+        parsed = oidc.IdentityToken(token)
+    except oidc.IdentityError as error:
+        raise SettingsError(
+            f"promote.signing: sigstore: the identity token is invalid ({first_line(error)}); request a new one"
+        ) from None
+    return IdentitySigner(f"{parsed.identity} of {parsed.federated_issuer}", None, parsed, trusted)
+
+
+def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
+    """Verify a sigstore signature, and return its identity, which may be revoked.
+
+    Raises:
+        DamagedFileError: sigstore's authority or log does not confirm the signature, or it is of another statement.
+        SettingsError: the project never trusted the identity, or sigstore's trust roots cannot be read.
+    """
+    from sigstore import errors, models, verify
+    from sigstore.verify import policy
+
+    logging.getLogger("sigstore").setLevel(logging.ERROR)  # it warns about offline verification, which is intended
+    recorder = _CertificateRecorder()
+    try:
+        verifier = verify.Verifier(trusted_root=models.ClientTrustConfig.production(offline=True).trusted_root)
+    except (OSError, errors.Error) as error:
+        raise SettingsError(
+            f"sigstore's trust roots cannot be read ({first_line(error)}); reinstall the package sigstore"
+        ) from None
+    try:
+        kind, payload = verifier.verify_dsse(models.Bundle.from_json(signed.text), recorder)
+        if (kind, payload) != (keys.PAYLOAD_TYPE, signed.payload):
+            raise NotSignedError("the signature belongs to another statement")
+    except (errors.Error, models.InvalidBundle, ValueError) as error:
+        raise DamagedFileError(
+            f"sigstore does not confirm the signature ({first_line(error)}); promote the model again"
+        ) from None
+    for identity in trusted:
+        try:
+            policy.Identity(identity=identity.identity, issuer=identity.issuer).verify(recorder.certificate)
+        except errors.VerificationError:
+            continue
+        return identity
+    raise SettingsError(
+        f"signed by {recorder.identity}, which this project does not trust; add it with `ratchet keys --trust-identity`"
+    )
+
+
+class _CertificateRecorder:
+    """A sigstore policy that accepts every certificate and stores it; the identity in it is checked later."""
+
+    certificate: x509.Certificate
+
+    def verify(self, cert: x509.Certificate) -> None:
+        """Store the certificate."""
+        self.certificate = cert
+
+    @property
+    def identity(self) -> str:
+        """Identity and issuer in the certificate."""
+        extensions = self.certificate.extensions
+        extension = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        kinds = (x509.RFC822Name, x509.UniformResourceIdentifier)
+        names = [str(name) for kind in kinds for name in extension.get_values_for_type(kind)]
+        issuers = [item.value.value.decode(errors="replace") for item in extensions if item.oid == _ISSUER]
+        identity = ", ".join(names) or "an unnamed identity"
+        return f"{identity} of {issuers[0]}" if issuers else identity

@@ -1,7 +1,8 @@
 """Fault injection inside a worker, for tests and `ratchet chaos`.
 
-A worker reads `RATCHET_FAULTS` (a JSON list of `InjectedFault`) once. Without it, every method does nothing. Signals
-and damage to files are injected from outside (injectors.py); here is what is only possible inside the process.
+A worker reads `RATCHET_FAULTS` (a JSON list of `InjectedFault`) once. Without the variable, no method does anything.
+This module injects faults that are only possible inside the process; injectors.py sends signals and damages files from
+outside.
 """
 
 import errno
@@ -23,17 +24,17 @@ VARIABLE = "RATCHET_FAULTS"
 
 
 class InjectedFault(Record):
-    """One fault of a worker. Counts are per process: a restarted worker meets the fault again."""
+    """A fault of a worker. Counts are per process, so the fault occurs again in a restarted worker."""
 
     kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "freeze", "slow", "weights", "slow_disk"]
     """
     non_finite  the loss of this step is multiplied by NaN
     spike       the loss of this step is multiplied by 1e4
     memory      micro-batches of more than `tokens` padded tokens do not fit, from this step on
-    disk        operations on checkpoints and on shards of answers fail with `errno`, from this step on
+    disk        operations on checkpoints and shards of answers fail with `errno`, from this step on
     hang        the training thread sleeps forever in this step
     die         the process kills itself in this step, each time
-    freeze      the process stops itself in this step, as by SIGSTOP
+    freeze      the process stops itself in this step, with SIGSTOP
     slow        every micro-batch takes `seconds` longer, from this step on
     weights     a weight becomes NaN after this step
     slow_disk   every operation on checkpoints takes `seconds` longer
@@ -41,22 +42,24 @@ class InjectedFault(Record):
     step: int = 1
     """First optimizer step of the fault, from 1."""
     times: int = 1
-    """How often it occurs in one process; 0: always."""
+    """Number of times that the fault occurs in a process; 0: always."""
     steps: int = 1
-    """For `memory`: number of steps; 0: all that follow. `times` does not apply."""
+    """Number of steps with a `memory` fault, to which `times` does not apply; 0: all steps from `step` on."""
     tokens: int = 0
+    """Largest micro-batch that fits, for `memory`."""
     phase: Phase = "train"
     errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
     seconds: float = 0.0
+    """Delay, for `slow` and `slow_disk`."""
     rank: int | None = None
     """The only rank that has the fault; None: all ranks."""
     mark: str = ""
-    """Name of a file in the working directory that is created when the fault occurs. If it exists, the fault does not
-    occur, so that a restarted worker passes it."""
+    """Name of a file in the working directory that is created when the fault occurs. If the file exists, the fault does
+    not occur, so a restarted worker passes the step."""
 
 
 class FaultInjector:
-    """The faults of this process. Steps are the ones in progress, from 1."""
+    """The injected faults of this process. The argument `step` is the step in progress, from 1."""
 
     def __init__(self, faults: tuple[InjectedFault, ...] = ()) -> None:
         self._faults = faults
@@ -75,13 +78,13 @@ class FaultInjector:
             raise SettingsError(f"{VARIABLE}: not a list of faults ({' '.join(str(error).split()[:20])})") from None
 
     def loss_factor(self, step: int) -> float:
-        """Factor for the loss of this step; 1.0 without a fault."""
+        """Return the factor for the loss of this step; 1.0 without a fault."""
         if self._due("non_finite", step):
             return float("nan")
         return 1e4 if self._due("spike", step) else 1.0
 
     def memory(self, phase: Phase, step: int, tokens: int) -> None:
-        """Raise MemoryError if a fault says that a micro-batch of so many padded tokens does not fit."""
+        """Raise MemoryError if, by a fault, a micro-batch of this number of padded tokens does not fit."""
         for fault in self._faults:
             if fault.kind == "memory" and fault.phase == phase and tokens > fault.tokens:
                 last = fault.step + fault.steps - 1 if fault.steps else step
@@ -89,7 +92,7 @@ class FaultInjector:
                     raise MemoryError(f"injected: {tokens} tokens in step {step}, {fault.tokens} fit")
 
     def in_step(self, step: int) -> None:
-        """Hang, die, stop or delay in this step, if a fault says so."""
+        """Hang, die, stop or wait in this step, if a fault requires it."""
         if self._due("die", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._due("freeze", step):
@@ -100,7 +103,7 @@ class FaultInjector:
                 time.sleep(3600)
 
     def poisons(self, step: int) -> bool:
-        """Whether a weight should become NaN after this step."""
+        """Return whether a weight should become NaN after this step."""
         return self._due("weights", step) is not None
 
     def watch_disk(self, step: Callable[[], int]) -> None:
@@ -121,19 +124,19 @@ class FaultInjector:
         files.before = before
 
     def _due(self, kind: str, step: int, later: bool = False) -> InjectedFault | None:
-        """The first fault of this kind that is due in this step (with `later`: or in an earlier one); counts it."""
+        """Return the first fault of this kind that is due in this step (with `later`: or earlier), and count it."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 has_begun = fault.step <= step if later else fault.step == step
-                is_left = fault.times == 0 or self._counts[number] < fault.times
-                if fault.kind == kind and has_begun and is_left and _claim_mark(fault.mark):
+                may_recur = fault.times == 0 or self._counts[number] < fault.times
+                if fault.kind == kind and has_begun and may_recur and _claim_mark(fault.mark):
                     self._counts[number] += 1
                     return fault
         return None
 
 
 def _claim_mark(mark: str) -> bool:
-    """Create the mark; return False if it already existed."""
+    """Create the mark, if there is one. Return False if it already exists."""
     if mark:
         try:
             Path(mark).touch(exist_ok=False)

@@ -1,4 +1,4 @@
-"""Injects faults into real processes and files. Only a child of this process, and its worker, receive signals."""
+"""Injection of faults into real processes and files. Signals go only to a child of this process and to its worker."""
 
 import contextlib
 import os
@@ -23,13 +23,13 @@ OUTPUT = "chaos.log"
 """Output of the commands of a trial, in its project directory."""
 
 EXIT_TIMEOUT_S = 15.0
-"""A worker whose supervisor was killed must be gone within this time."""
+"""Time within which a worker must end after its supervisor was killed."""
 
 POLL_S = 0.005
 
 
 class TrainCommandProcess:
-    """`ratchet train` in a project, started as a person or DVC does. As a context manager it leaves no process."""
+    """Process of `ratchet train` in a project, started as a user or DVC does. The context leaves no process behind."""
 
     def __init__(self, root: Path, faults: tuple[InjectedFault, ...]) -> None:
         self.root = root.resolve()
@@ -61,13 +61,13 @@ class TrainCommandProcess:
         return self._process
 
     def worker(self) -> int | None:
-        """Process id of the current worker, if any."""
-        found = find_worker(self.process.pid, self.root)
-        self._worker = found or self._worker
-        return found
+        """Return the process id of the current worker, if any."""
+        pid = find_worker(self.process.pid, self.root)
+        self._worker = pid or self._worker
+        return pid
 
     def signal_worker(self, number: signal.Signals) -> bool:
-        """Signal the worker; False if there is none."""
+        """Send a signal to the worker. Return False if there is no worker."""
         pid = self.worker()
         if pid is None:
             return False
@@ -76,7 +76,7 @@ class TrainCommandProcess:
         except ProcessLookupError:
             return False
         try:
-            # Another process may have taken the number since it was read; the descriptor refers to this one only.
+            # The kernel may have reused the process id since it was read. The descriptor always refers to one process.
             if not _is_worker(pid, self.root):
                 return False
             signal.pidfd_send_signal(handle, number)
@@ -87,7 +87,7 @@ class TrainCommandProcess:
         return True
 
     def kill(self) -> bool:
-        """Kill the supervisor. Returns whether its worker ended within EXIT_TIMEOUT_S; if not, it is killed too."""
+        """Kill the supervisor. Return whether its worker ended within EXIT_TIMEOUT_S; otherwise kill it too."""
         self.worker()
         if self.process.poll() is None:
             self.process.kill()
@@ -104,32 +104,32 @@ class TrainCommandProcess:
 
 
 def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
-    """Our environment without what would redirect a training; with DVC_STAGE it is stopped if this process dies."""
-    foreign = ("MLFLOW_", "DVC_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in (VARIABLE, RUNS_VARIABLE)}
-    clean["DVC_STAGE"] = "train"
+    """Return this environment without variables that redirect a training. With DVC_STAGE, it ends with this process."""
+    prefixes, names = ("MLFLOW_", "DVC_"), (VARIABLE, RUNS_VARIABLE)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
+    environment["DVC_STAGE"] = "train"
     if faults:
-        clean[VARIABLE] = digests.canonical_json([fault.model_dump(mode="json") for fault in faults])
-    return clean
+        environment[VARIABLE] = digests.canonical_json([fault.model_dump(mode="json") for fault in faults])
+    return environment
 
 
 def find_worker(supervisor: int, root: Path) -> int | None:
-    """Process id of the current worker of a supervisor for the project in `root`, if any."""
+    """Return the process id of the current worker of a supervisor in the project at `root`, if any."""
     return next((child for child in _list_children(supervisor) if _is_worker(child, root)), None)
 
 
 def _is_worker(pid: int, root: Path) -> bool:
-    """Whether the process is a worker of this project; False for a zombie."""
+    """Return whether the process is a worker of this project; False for a zombie."""
     line = _read_command_line(pid)
     return WORKER in line and os.fsencode(root) in line
 
 
 def _list_children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread, or the process, has just ended
-            found += map(int, path.read_text().split())
-    return found
+            children += map(int, path.read_text().split())
+    return children
 
 
 def _read_command_line(pid: int) -> bytes:
@@ -140,7 +140,7 @@ def _read_command_line(pid: int) -> bytes:
 
 
 def damage_run(action: FaultAction, paths: RunPaths, seed: int) -> str:
-    """Damage the files of a run that is not in training. Returns a description.
+    """Damage the files of a run that is not in training. Return a description of the damage.
 
     Raises:
         RunFailedError: there is no checkpoint to damage.
@@ -161,27 +161,27 @@ def damage_run(action: FaultAction, paths: RunPaths, seed: int) -> str:
     path.chmod(path.stat().st_mode | 0o200)
     with path.open("r+b") as stream:
         if action == "cut a file":
-            left = chance.randrange(size)
-            stream.truncate(left)
-            return f"{name} cut from {size} to {left} bytes"
-        place, bit = chance.randrange(size), chance.randrange(8)
-        stream.seek(place)
+            new_size = chance.randrange(size)
+            stream.truncate(new_size)
+            return f"{name} cut from {size} to {new_size} bytes"
+        offset, bit = chance.randrange(size), chance.randrange(8)
+        stream.seek(offset)
         old = stream.read(1)[0]
-        stream.seek(place)
+        stream.seek(offset)
         stream.write(bytes([old ^ 1 << bit]))
-    return f"{name}: bit {bit} of byte {place} flipped"
+    return f"{name}: bit {bit} of byte {offset} flipped"
 
 
 def _damage_journal(journal: Path, chance: random.Random) -> str:
-    """Insert garbage between two lines, and cut the last line, as a machine does that crashes while it writes.
+    """Insert garbage between two lines, and append a part of the last line, as after a crash during a write.
 
-    No complete event is removed, because a sealed checkpoint relies on events that had reached the disk before it.
+    No complete event is removed, because a sealed checkpoint relies on events that reached the disk before it.
     """
     lines = journal.read_bytes().splitlines(keepends=True)
     garbage = chance.randbytes(chance.randint(1, 300)).replace(b"\n", b"\0") + b"\n"
     half = lines[chance.randrange(len(lines))][: chance.randint(1, 40)]
-    place = chance.randrange(1, len(lines))
-    lines[place:place] = [garbage, half + b"\n", b"\n"]
+    index = chance.randrange(1, len(lines))
+    lines[index:index] = [garbage, half + b"\n", b"\n"]
     torn = lines[-1][: max(1, len(lines[-1]) // 2)]
     files.write_atomic(journal, b"".join([*lines, torn]))
-    return f"{len(garbage)} bytes of garbage at line {place + 1}, {len(torn)} bytes torn at the end"
+    return f"{len(garbage)} bytes of garbage at line {index + 1}, {len(torn)} bytes torn at the end"

@@ -1,4 +1,4 @@
-"""Outcome of a training with faults: its fingerprint, for exact comparison, and a timeline of recoveries."""
+"""Outcome of a training with faults: a fingerprint for exact comparison, and a timeline of its recoveries."""
 
 import json
 from collections import Counter
@@ -13,52 +13,55 @@ from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 
 MAX_SHOWN = 5
-"""Differences of one kind that are listed; further ones are counted."""
+"""Maximum number of differences of a kind that are listed; the others are only counted."""
 
 SERIES_FIELDS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "grad_norm", "learning_rate", "trained_tokens", "input_tokens", "batch"),
     "step_skipped": ("step", "action", "rows", "rollback_step", "learning_rate_scale"),
     "validation": ("step", "loss", "tokens", "improved"),
 }
-"""Events and fields of the metric series: those that do not depend on time or machine."""
+"""Events and fields of the metric series, which do not depend on time or machine."""
 
 BATCH = "batch"
+
+MARKED = ("step_repeated", "step_skipped", "microbatch_budget", "gradient_spike", "alert", "notice")
+"""Journal events that the picture of a trial marks."""
 
 
 @dataclass(frozen=True)
 class TrainingFingerprint:
-    """Digests of everything that must be equal in two trainings."""
+    """Digests of everything that must be equal in a training with faults and in its reference."""
 
     files: dict[str, str]
-    """SHA-256 of every output file of the stage: adapter, report; weights, optimizer and state of best and last."""
+    """SHA-256 of each output file of stage train: adapter, report, and the checkpoints best and last."""
     series_digest: str
-    """Digest of the metric series as readers of the journal see it."""
+    """Digest of `series`."""
     series: tuple[str, ...] = field(repr=False)
-    """The series itself, one line per event, to list differences."""
+    """Metric series as readers of the journal see it: a line per event, to list differences."""
     contradictions: tuple[str, ...] = ()
-    """Steps and validations that were repeated with other numbers, or are missing."""
+    """Steps and validations that were repeated with different numbers, or are missing."""
 
     @classmethod
     def from_project(cls, layout: ProjectLayout) -> "TrainingFingerprint":
-        """Fingerprint of a finished training. Raises DataError if its project does not have exactly one run."""
-        paths = sorted(p for p in layout.train.rglob("*") if p.is_file())
-        contents = {p.relative_to(layout.train).as_posix(): digests.hash_file(p) for p in paths}
+        """Compute the fingerprint of a finished training. Raises DataError unless its project has exactly one run."""
+        paths = sorted(path for path in layout.train.rglob("*") if path.is_file())
+        contents = {path.relative_to(layout.train).as_posix(): digests.hash_file(path) for path in paths}
         events = list(JournalReader(find_journal(layout)).read())
         series = tuple(_format_event(event) for event in _first_occurrences(events))
         return cls(contents, digests.hash_json(series), series, tuple(_find_contradictions(events)))
 
 
 def find_journal(layout: ProjectLayout) -> Path:
-    """Journal of the only run in a project, wherever else this process keeps runs.
+    """Return the journal of the only run in experiments/runs of a project. RATCHET_RUNS does not apply.
 
     Raises:
         DataError: there is none, or more than one.
     """
     runs = layout.experiments / "runs"
-    found = sorted(runs.glob("*/journal.jsonl"))
-    if len(found) != 1:
-        raise DataError(f"{runs}: {len(found)} runs, expected one")
-    return found[0]
+    journals = sorted(runs.glob("*/journal.jsonl"))
+    if len(journals) != 1:
+        raise DataError(f"{runs}: found {len(journals)} runs; expected one")
+    return journals[0]
 
 
 def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) -> list[str]:
@@ -74,7 +77,7 @@ def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) 
 
 
 def collect_batch_digests(outcome: TrainingFingerprint) -> dict[int, str]:
-    """For each step, the digest of the rows that it trained on."""
+    """Return the digest of the rows that each step trained on, by step."""
     events = map(json.loads, outcome.series)
     return {event["step"]: event[BATCH] for event in events if event["event"] == "step" and BATCH in event}
 
@@ -91,15 +94,15 @@ def _format_event(event: JournalEvent) -> str:
 
 def _find_contradictions(events: Iterable[JournalEvent]) -> Iterable[str]:
     """Find steps and validations that were repeated with another outcome or other numbers, and missing steps."""
-    first: dict[tuple[bool, int], str] = {}
+    first_lines: dict[tuple[bool, int], str] = {}
     for event in events:
         if event.kind not in SERIES_FIELDS or not isinstance(step := event.data.get("step"), int):
             continue
         line = _format_event(event)
-        before = first.setdefault((event.kind == "validation", step), line)
-        if before != line:
-            yield f"attempt {event.attempt} repeated step {step} differently: {line}, before {before}"
-    steps = {step for is_validation, step in first if not is_validation}
+        first_line = first_lines.setdefault((event.kind == "validation", step), line)
+        if first_line != line:
+            yield f"attempt {event.attempt} repeated step {step} differently: {line}, before {first_line}"
+    steps = {step for is_validation, step in first_lines if not is_validation}
     for missing in sorted(set(range(1, max(steps, default=0) + 1)) - steps):
         yield f"step {missing} is missing in the journal"
 
@@ -121,49 +124,46 @@ def _shorten(texts: list[str], kind: str) -> list[str]:
     return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"and {len(texts) - MAX_SHOWN} more {kind}"]
 
 
-MARKED = ("step_repeated", "step_skipped", "microbatch_budget", "gradient_spike", "alert", "notice")
-"""Journal events that the picture of a trial marks."""
-
-
 @dataclass
 class FaultTrialTimeline:
-    """Timeline of one trial, read from its journal while it runs.
+    """Timeline of a trial, read from its journal while it runs.
 
-    Times are in seconds since the trial began (monotonic clock) and late by some hundredths of a second.
+    Times are in seconds since the start of the trial (monotonic clock), and some hundredths of a second too late.
     """
 
     attempts: list[list[float]] = field(default_factory=list)
     """Start and end of each worker."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """Every event of a step."""
+    """Time and step of each step event."""
     checkpoints: list[tuple[float, int]] = field(default_factory=list)
+    """Time and step of each checkpoint."""
     marks: list[tuple[float, str]] = field(default_factory=list)
-    """Injected faults, and unusual events of the journal."""
+    """Time and name of injected faults and of unusual journal events."""
     finished_s: float | None = None
     recoveries_s: list[float] = field(default_factory=list)
-    """Time from a fault, or the end of a worker, to the next new step; one value per uninterrupted recovery."""
+    """Time from a fault, or the end of a worker, to the next new step; a value per uninterrupted recovery."""
     lost_steps: list[int] = field(default_factory=list)
-    """Steps that a worker repeated because the one before it had not saved them."""
+    """Number of steps that each restarted worker repeated because they were not saved."""
     stops_s: list[float] = field(default_factory=list)
     """Time from a request to stop to the end of the command."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """Number of events of each kind; failures also as `worker_exited:CLASS`."""
+    """Number of events of each kind. Failures are counted also as `worker_exited:CLASS`."""
     delivered: int = 0
-    """Number of external faults injected."""
+    """Number of external faults that were injected."""
     missed: int = 0
-    """Number of external faults for which training had already ended."""
+    """Number of external faults that were not injected, because training had already ended."""
     problems: list[str] = field(default_factory=list)
     """Violations of the contract, and manual interventions."""
     notes: list[str] = field(default_factory=list)
-    """Which file or line was damaged, and how."""
+    """Descriptions of damaged files and lines."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Environment of the first worker: device, compute_dtype, threads, torch."""
-
+    """Properties of the first worker: device, compute_dtype, threads, torch, planned_steps."""
     worker_steps: int = 0
     """New steps of the current worker."""
     last_step: int = 0
     """Last step of the current worker, or its start step."""
     farthest_step: int = 0
+    """Last step that any worker of the trial has done."""
     _fault_s: float | None = None
     _last_event_s: float = 0.0
     _reader: JournalReader | None = None
@@ -174,23 +174,23 @@ class FaultTrialTimeline:
         return self.checkpoints[-1][1] if self.checkpoints else 0
 
     def record_fault(self, now_s: float, action: str) -> None:
-        """An external fault was injected."""
+        """Record that an external fault was injected."""
         self.marks.append((now_s, action))
         self.delivered += 1
         self._fault_s = now_s
 
     def worker_started(self, now_s: float) -> None:
-        """A new worker was found."""
+        """Record that a new worker was found."""
         self.worker_ended(now_s)
         self.attempts.append([now_s])
 
     def worker_ended(self, now_s: float) -> None:
-        """The worker is gone, or was replaced."""
+        """Record that the worker is gone or was replaced."""
         if self.attempts and len(self.attempts[-1]) == 1:
             self.attempts[-1].append(now_s)
 
     def read(self, journal: Path, now_s: float) -> bool:
-        """Add new events of the journal; return whether there were any."""
+        """Add the new events of the journal. Return whether there were any."""
         if self._reader is None:
             self._reader = JournalReader(journal)
         events = list(self._reader.read())
@@ -242,7 +242,7 @@ class FaultTrialTimeline:
 
     def _add_failure(self, failure: str, now_s: float) -> None:
         self.kinds[f"worker_exited:{failure}"] += 1
-        if self._fault_s is None:  # no external fault: the worker was last well at its last event
+        if self._fault_s is None:  # no external fault: the last event shows when the worker last worked
             self._fault_s = self._last_event_s
             self.marks.append((now_s, f"died: {failure}"))
 
@@ -264,19 +264,19 @@ class BaselineTiming:
 
     @classmethod
     def from_timeline(cls, timeline: FaultTrialTimeline) -> "BaselineTiming":
-        """Timing of a training that finished in its first attempt."""
+        """Compute the timing of a training that finished in its first attempt."""
         begin = timeline.attempts[0][0]
         times = {step: at - begin for at, step in timeline.steps}
         finished = timeline.finished_s if timeline.finished_s is not None else timeline.steps[-1][0]
         return cls(min(times.values()), times, finished - begin)
 
     def find_moment(self, step: int, started: bool, fraction: float) -> "TrainingMoment":
-        """The moment after this fraction of the time left.
+        """Return the moment after this fraction of the time left.
 
         Args:
             step: last step that was done.
-            started: the worker has just been started, so that start-up is part of the time left.
-            fraction: below 1.
+            started: whether the worker has just been started, so that the time left includes its start-up.
+            fraction: fraction of the time left, below 1.
         """
         now_s = self.steps_s.get(step, self.first_step_s)
         start_s = self.first_step_s if started else 0.0
@@ -284,18 +284,19 @@ class BaselineTiming:
         if ahead_s < start_s:
             return TrainingMoment(step, ahead_s, is_loading=True)
         moment_s = now_s + ahead_s - start_s
-        passed = max((done for done, at in self.steps_s.items() if step <= done and at <= moment_s), default=step)
-        return TrainingMoment(passed, moment_s - self.steps_s.get(passed, now_s))
+        steps_done = (number for number, at_s in self.steps_s.items() if step <= number and at_s <= moment_s)
+        last_step = max(steps_done, default=step)
+        return TrainingMoment(last_step, moment_s - self.steps_s.get(last_step, now_s))
 
 
 @dataclass(frozen=True)
 class TrainingMoment:
-    """A moment of a training, defined by its progress instead of the clock, because its speed may differ next time.
+    """Moment of a training, defined by its progress instead of the clock, because the speed differs between trainings.
 
-    The moment is `delay_s` after `step` was done, or when the next step is done if that is earlier.
+    The moment is `delay_s` after the end of `step`, or the end of the next step if that is earlier.
     """
 
     step: int
     delay_s: float
     is_loading: bool = False
-    """`delay_s` counts from the start of the worker instead."""
+    """Whether `delay_s` counts from the start of the worker instead."""

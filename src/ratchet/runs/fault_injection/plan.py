@@ -1,7 +1,7 @@
-"""Plans of `ratchet chaos`: which faults a training meets, and when. Everything is drawn from a seed in advance.
+"""Plans of `ratchet chaos`: the faults of each training and their times, drawn from a seed in advance.
 
-A plan is a tuple of trials. A trial depends only on (seed, category, number in its category), so that a category that
-failed can be repeated alone.
+A plan is a tuple of trials. A trial depends only on (seed, category, number in its category), so a category that failed
+can be repeated alone.
 """
 
 import random
@@ -16,10 +16,10 @@ MAX_KILLS = 4
 """Maximum number of kills in one trial."""
 
 MAX_FRACTION = 0.9
-"""Largest fraction of the time left for an external fault: a later one might come after the end of training."""
+"""Maximum fraction of the time left for an external fault: a later fault might come after the end of training."""
 
 MIN_STEPS = 12
-"""Minimum number of steps of a training: there must be steps before, between and after faults."""
+"""Minimum number of steps of a training, because there must be steps before, between and after faults."""
 
 FaultAction = Literal[
     "kill worker", "kill supervisor", "terminate", "terminate twice", "stop worker",
@@ -29,7 +29,7 @@ FaultAction = Literal[
 DOWN: frozenset[FaultAction] = frozenset(
     {"flip a bit", "cut a file", "remove a file", "damage the journal", "move the project"}
 )
-"""Actions for which the supervisor, and with it the worker, is killed first."""
+"""Actions before which the supervisor is killed, and with it the worker."""
 
 Guard = tuple[str, str | int]
 """A setting of `train.guards` and its value."""
@@ -37,10 +37,10 @@ Guard = tuple[str, str | int]
 
 @dataclass(frozen=True)
 class ExternalFault:
-    """A fault that is injected from outside.
+    """A fault that is injected from outside the worker.
 
-    Its time is `fraction` of the expected remaining time, counted from the moment when the current worker has done
-    `worker_steps` new steps (0: was started) and some worker of the trial has done step `min_step`.
+    It is injected after `fraction` of the expected remaining time. This time begins when the current worker has done
+    `worker_steps` new steps (0: has started) and any worker of the trial has done step `min_step`.
     """
 
     action: FaultAction
@@ -48,29 +48,29 @@ class ExternalFault:
     worker_steps: int = 0
     min_step: int = 0
     seed: int = 0
-    """Seed for further choices: which file, which bit."""
+    """Seed for the choice of a file or bit."""
 
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """One training, its faults, and the reference for its result."""
+    """A training, its faults, and the reference for its result."""
 
     category: str
     number: int
     """Number in the category, from 0."""
     external_faults: tuple[ExternalFault, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
-    """Faults inside every worker; if `is_transient`, not in workers of a repeated command."""
+    """Faults inside the workers; see `is_transient`."""
     reference_has_faults: bool = False
-    """Whether the reference training has the same injected faults, otherwise none."""
+    """Whether the reference training has the same injected faults; otherwise it has none."""
     is_transient: bool = False
-    """Whether a repeated command has none of the faults; it must follow the decisions in the journal."""
+    """Whether a repeated command runs without the faults. Its workers must follow the decisions in the journal."""
     guards: tuple[Guard, ...] = ()
-    """Settings of `train.guards` that differ from the project's; the reference has them too."""
+    """Settings of `train.guards` that differ from those of the project. The reference has them too."""
     expected_events: tuple[str, ...] = ()
-    """Kinds of journal events of which one proves the fault (`worker_exited:CLASS` for a failure class)."""
+    """Kinds of journal events (`worker_exited:CLASS` for a failure class), one of which proves the fault."""
     can_stall: bool = False
-    """Whether a stalled worker is part of the trial, which then uses shorter timeouts than the project's settings."""
+    """Whether a worker of the trial stalls, so the trial has shorter timeouts than the settings of the project."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class FaultTrial:
 
     @property
     def reference(self) -> tuple[tuple[InjectedFault, ...], tuple[Guard, ...]]:
-        """Key of the undisturbed training that it is compared with."""
+        """Key of the reference training that the trial is compared with."""
         return (self.faults if self.reference_has_faults else ()), self.guards
 
 
@@ -91,11 +91,12 @@ class TrainingShape:
     """Number of optimizer steps; at least MIN_STEPS."""
     validate_every_steps: int
     fitting_tokens: int
-    """Padded tokens that hold the longest sequence but not a full micro-batch, for category `oom`."""
+    """Padded tokens that suffice for the longest sequence but not for a full micro-batch, for category `oom`."""
 
 
 Draw = Callable[[random.Random, TrainingShape, int], FaultTrial]
-"""Draws one trial; the number is its number in the category (if the category kills: its number of kills)."""
+"""Function that draws a trial. The last argument is the number of the trial in its category, or for a category with
+kills the number of kills."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,18 @@ class FaultCategory:
     """A category of faults."""
 
     description: str
-    """The fault, for people."""
+    """Description of the fault, for display."""
     draw: Draw
     kills: bool = False
-    """Whether a trial has several kills, and the number of kills is given in all; otherwise a trial has one fault."""
+    """Whether a trial has several kills and the plan is for a number of kills; otherwise each trial has one fault."""
     min_trials: int = 1
-    """Minimum number of trials, if a trial has one fault."""
+    """Minimum number of trials, if each trial has one fault."""
 
 
 def _plan_several(category: str, *actions: FaultAction, expected_events: tuple[str, ...] = ()) -> Draw:
-    """Faults one after another, alternately at any time and after the first step of a worker.
+    """Plan consecutive faults, alternately at any time and after the first step of a worker.
 
-    Start-up takes most of the time of a small training: uniformly distributed faults would hardly hit a step.
+    Start-up takes most of the time of a small training, so uniformly distributed faults would rarely occur in a step.
     """
 
     def draw(chance: random.Random, shape: TrainingShape, count: int) -> FaultTrial:
@@ -128,14 +129,14 @@ def _plan_several(category: str, *actions: FaultAction, expected_events: tuple[s
 
 
 def _plan_stopped(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Not before the third step of the worker, because its deadlines are those of start-up until then."""
+    """Plan a stopped worker, after its third step, because the deadlines of start-up apply until then."""
     fault = ExternalFault("stop worker", chance.uniform(0, MAX_FRACTION), worker_steps=3)
     return FaultTrial("sigstop", number, (fault,), expected_events=("worker_exited:stalled",), can_stall=True)
 
 
 def _plan_damage(category: str, action: FaultAction, expected_events: tuple[str, ...] = ()) -> Draw:
     def draw(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-        # Not before there are two checkpoints, which are two steps apart.
+        # Step 5, so that there are two checkpoints, which are two steps apart.
         fault = ExternalFault(action, chance.uniform(0, MAX_FRACTION), min_step=5, seed=chance.randrange(2**32))
         return FaultTrial(category, number, (fault,), expected_events=expected_events)
 
@@ -160,14 +161,14 @@ def _plan_once(category: str, kind: Literal["hang", "weights"], expected_events:
 
 
 def _plan_kill_after(chance: random.Random, step: int, is_transient: bool) -> tuple[ExternalFault, ...]:
-    """A kill soon after a step: of the supervisor if the repeated command should not have the fault."""
+    """Plan a kill soon after a step. The supervisor is killed if the repeated command should not have the fault."""
     return (
         ExternalFault("kill supervisor" if is_transient else "kill worker", chance.uniform(0, 0.15), min_step=step),
     )
 
 
 def _plan_memory(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Alternately in training, for some steps, and in validation, from the first one on."""
+    """Plan lack of memory, alternately in training for some steps, and in validation from the first validation on."""
     phase: Literal["train", "validation"] = "validation" if number % 2 else "train"
     begin = 1 if phase == "validation" else chance.randint(3, shape.steps // 2)
     steps = 0 if phase == "validation" else chance.randint(1, 3)
@@ -187,7 +188,7 @@ def _plan_memory(chance: random.Random, shape: TrainingShape, number: int) -> Fa
 
 
 def _plan_non_finite(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Alternately once (the step is repeated), always and skipped, always and rolled back."""
+    """Plan a loss that is not finite, in turn: once (the step is repeated), always (skip), always (rollback)."""
     step = chance.randint(shape.steps // 2, shape.steps - 5)
     if number % 3 == 0:
         fault = InjectedFault(kind="non_finite", step=step, times=1)
@@ -211,7 +212,7 @@ def _plan_non_finite(chance: random.Random, shape: TrainingShape, number: int) -
 
 
 def _plan_spike(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Alternately skipped and rolled back; late in training, because a median needs steps."""
+    """Plan a gradient spike, skipped and rolled back in turn; late in training, because the median needs steps."""
     step = chance.randint(max(10, shape.steps * 2 // 3), shape.steps - 2)
     rule = "roll_back" if number % 2 else "skip"
     rules: tuple[Guard, ...] = (("on_spike", rule), ("window_steps", 8), ("snapshot_every_steps", 4))
@@ -275,19 +276,19 @@ FAULT_CATEGORIES: Mapping[str, FaultCategory] = {
     ),
     "moved": FaultCategory("the project is moved", _plan_damage("moved", "move the project")),
 }  # fmt: skip
-"""Every category by its name for `--faults`."""
+"""Categories by their names for `--faults`."""
 
 
 def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
-    """Number of faults of each category: `kills` for those that kill or stop; a fifth of it for the others, at least
-    `min_trials`.
+    """Return the number of faults of each category: `kills` for categories with kills; for the others a fifth of it, at
+    least `min_trials`.
 
     Raises:
-        SettingsError: a name is not in FAULT_CATEGORIES, or there is nothing to do.
+        SettingsError: a name is not in FAULT_CATEGORIES, there are no names, or `kills` is below 1.
     """
-    wanted = list(names)
-    unknown = sorted(set(wanted) - set(FAULT_CATEGORIES))
-    if unknown or not wanted:
+    chosen = set(names)
+    unknown = sorted(chosen - set(FAULT_CATEGORIES))
+    if unknown or not chosen:
         problem = f"unknown: {', '.join(unknown)}" if unknown else "no fault given"
         raise SettingsError(f"--faults: {problem}; choose from {', '.join(FAULT_CATEGORIES)}")
     if kills < 1:
@@ -295,7 +296,7 @@ def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
     return {
         name: kills if category.kills else max(category.min_trials, kills // 5)
         for name, category in FAULT_CATEGORIES.items()
-        if name in wanted
+        if name in chosen
     }
 
 
@@ -303,9 +304,9 @@ def draw_plan(seed: int, counts: Mapping[str, int], shape: TrainingShape) -> tup
     """Draw the plan of a seed.
 
     Args:
-        seed: determines everything that is drawn.
+        seed: seed of everything that is drawn.
         counts: number of faults of each category; see `allocate_counts`.
-        shape: of the training that the plan is for.
+        shape: properties of the training.
 
     Raises:
         SettingsError: the training is too short.
@@ -324,6 +325,6 @@ def _draw_category(seed: int, name: str, count: int, shape: TrainingShape) -> It
 
 
 def _divide_kills(count: int) -> list[int]:
-    """Divide kills into trials of nearly equal size, none of more than MAX_KILLS."""
+    """Divide kills into trials of nearly equal size, with at most MAX_KILLS each."""
     trials = -(-count // MAX_KILLS)
     return [count // trials + (number < count % trials) for number in range(trials)]

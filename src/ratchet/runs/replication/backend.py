@@ -1,4 +1,5 @@
-"""Interface of storage backends, with a bandwidth limit and detection of stalls; directories and fsspec URLs."""
+"""Storage backends of a replica: their interface, directories, and fsspec URLs (SFTP, SMB, object stores of Google
+and Microsoft). Also the bandwidth limit and the detection of stalled transfers, which all backends share."""
 
 import asyncio
 import hashlib
@@ -9,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -19,7 +19,7 @@ from ratchet.runs.replication.retry import scrub_text, strip_credentials
 from ratchet.storage import digests, files
 from ratchet.storage.files import PARTIAL, Entry
 
-ResultT = TypeVar("ResultT")
+T = TypeVar("T")
 
 AT_ONCE_S = 0.25
 """Time that one piece takes at most under a bandwidth limit."""
@@ -34,6 +34,18 @@ UNSENT_BYTES = 1 << 14
 """Unsent bytes that a socket accepts; see `create_shallow_socket`."""
 POLL_S = 0.2
 """Interval at which a long call checks whether it should stop."""
+PIECE_BYTES = 4 << 20
+"""Most bytes that are read from an object in one call."""
+
+DURABLE_BYTES = 32 << 20
+"""Bytes written to a directory between two fsyncs; limits the duration of each."""
+STALE_AGE_S = 86_400.0
+"""Age after which a partial file counts as left behind by a process that was killed."""
+
+ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
+"""fsspec schemes whose objects appear atomically. With others, an object is written to a temporary name and renamed."""
+SLOWEST_BYTES_S = 16_384.0
+"""Slowest accepted speed of an upload whose library reports no progress."""
 
 
 class TransferStalledError(OSError):
@@ -45,7 +57,7 @@ class TransferStoppedError(OSError):
 
 
 class BandwidthThrottle:
-    """Limits the total bandwidth of all threads: sending n bytes takes at least n / bytes_s seconds."""
+    """Bandwidth limit of all threads together: sending n bytes takes at least n / bytes_s seconds."""
 
     def __init__(
         self,
@@ -66,7 +78,7 @@ class BandwidthThrottle:
         return max(1, min(AT_ONCE_BYTES, int(self._bytes_s * AT_ONCE_S)))
 
     def seconds(self, count: int) -> float:
-        """Minimum time for `count` bytes."""
+        """Return the minimum time for `count` bytes."""
         return 0.0 if self._bytes_s is None else count / self._bytes_s
 
     def acquire(self, count: int) -> None:
@@ -88,6 +100,7 @@ class TransferProgress:
         self.at = time.monotonic()
 
     def moved(self) -> None:
+        """Record that bytes were transferred now."""
         self.at = time.monotonic()
 
 
@@ -95,7 +108,7 @@ class ThrottledBody(io.RawIOBase):
     """Request body that an HTTP client reads at the speed of a throttle; each piece counts as progress.
 
     HTTP clients read a body twice: on the thread of their event loop to sign it, and on another thread to send it. Only
-    the second one may block.
+    the second read may block.
     """
 
     def __init__(self, data: bytes, throttle: BandwidthThrottle, progress: TransferProgress) -> None:
@@ -139,21 +152,21 @@ def _is_on_event_loop() -> bool:
 
 
 def create_shallow_socket(address: Any) -> socket.socket:
-    """Create a socket that accepts at most UNSENT_BYTES unsent bytes, so that progress is observed when it is made.
+    """Create a socket that accepts at most UNSENT_BYTES unsent bytes, so that progress is observed when it happens.
 
-    It uses TCP_NOTSENT_LOWAT (Linux 3.12). Bytes in flight are not limited, so the speed is not reduced.
+    The socket uses TCP_NOTSENT_LOWAT (Linux 3.12). Bytes in flight are not limited, so the speed is not reduced.
     """
     family, kind, protocol = address[:3]
-    made = socket.socket(family, kind, protocol)
+    shallow_socket = socket.socket(family, kind, protocol)
     if option := getattr(socket, "TCP_NOTSENT_LOWAT", None):
-        made.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
-    return made
+        shallow_socket.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
+    return shallow_socket
 
 
 class TransferWatchdog:
-    """Runs a call as long as it makes progress.
+    """Time limit for calls without progress.
 
-    Raises TransferStalledError or TransferStoppedError otherwise, and the errors of the call.
+    A call that stalls raises TransferStalledError; a call that is stopped raises TransferStoppedError.
 
     Args:
         timeout_s: time without progress after which a call has stalled.
@@ -167,23 +180,23 @@ class TransferWatchdog:
         self._stopping = stopping
 
     def buffered_s(self, body_bytes: int) -> float:
-        """Longest time for which a transfer of buffered bytes of a body cannot be observed."""
+        """Return the longest time in which the transfer of buffered bytes of a body cannot be observed."""
         return min(body_bytes, BUFFERED_BYTES) / self._slowest_bytes_s
 
     def coroutine(
         self,
-        make: Callable[[TransferProgress], Coroutine[Any, Any, ResultT]],
+        make: Callable[[TransferProgress], Coroutine[Any, Any, T]],
         loop: asyncio.AbstractEventLoop,
         slack_s: float = 0.0,
-    ) -> ResultT:
-        """Run a coroutine on the event loop of another thread; cancel it when it stalls."""
+    ) -> T:
+        """Run a coroutine on the event loop of another thread, and cancel it if it stalls."""
         progress = TransferProgress()
         return self._wait(asyncio.run_coroutine_threadsafe(make(progress), loop), progress, slack_s)
 
-    def call(self, function: Callable[[TransferProgress], ResultT], slack_s: float = 0.0) -> ResultT:
-        """Run a function in a thread of its own. If it stalls, the thread is abandoned, because a system call cannot be
+    def call(self, function: Callable[[TransferProgress], T], slack_s: float = 0.0) -> T:
+        """Run a function in a thread of its own. A thread that stalls is abandoned, because a system call cannot be
         ended."""
-        progress, future = TransferProgress(), Future[ResultT]()
+        progress, future = TransferProgress(), Future[T]()
         future.set_running_or_notify_cancel()  # so that an abandoned call can still set its result
 
         def run() -> None:
@@ -195,7 +208,7 @@ class TransferWatchdog:
         threading.Thread(target=run, name="replica-call", daemon=True).start()
         return self._wait(future, progress, slack_s)
 
-    def _wait(self, future: "Future[ResultT]", progress: TransferProgress, slack_s: float) -> ResultT:
+    def _wait(self, future: "Future[T]", progress: TransferProgress, slack_s: float) -> T:
         while True:
             left_s = progress.at + self._timeout_s + slack_s - time.monotonic()
             if left_s <= 0 and not future.done():
@@ -211,17 +224,11 @@ class TransferWatchdog:
                 raise TransferStoppedError("no time left for the transfer")
 
 
-T = TypeVar("T")
-
-PIECE_BYTES = 4 << 20
-"""Most bytes that are read from an object in one call."""
-
-
 class RetryCallable(Protocol):
-    """Repeats a call until it succeeds (`RetryPolicy.run`)."""
+    """A function that repeats a call until it succeeds (`RetryPolicy.run`)."""
 
     def __call__(self, what: str, attempt: Callable[[], T]) -> T:
-        """Raises ReplicaError, and FileNotFoundError for a missing object."""
+        """Repeat `attempt`. Raises ReplicaError, and FileNotFoundError for a missing object."""
 
 
 class ContentMismatchError(OSError):
@@ -239,10 +246,10 @@ class StorageBackend(Protocol):
         """Let the next call open a new connection and read the credentials again."""
 
     def list(self, folder: str) -> dict[str, int]:
-        """Names below a directory with sizes in bytes. A missing directory is empty."""
+        """Return the names below a directory with their sizes in bytes. A missing directory is empty."""
 
     def size(self, name: str) -> int:
-        """Size of an object in bytes."""
+        """Return the size of an object in bytes."""
 
     def read(self, name: str) -> bytes:
         """Read a small object."""
@@ -283,59 +290,52 @@ def read_pieces(backend: StorageBackend, name: str, size: int, retry: RetryCalla
     start = 0
     while start < size:
         at = start
-        piece = retry(f"read {name}", lambda: _read_some(backend, name, at))  # noqa: B023 (called before `at` changes)
+        piece = retry(f"read {name}", lambda: _read_piece(backend, name, at))  # noqa: B023 (called before `at` changes)
         start += len(piece)
         yield piece
 
 
-def _read_some(backend: StorageBackend, name: str, start: int) -> bytes:
-    found = backend.piece(name, start)
-    if not found:
+def _read_piece(backend: StorageBackend, name: str, start: int) -> bytes:
+    piece = backend.piece(name, start)
+    if not piece:
         raise ContentMismatchError(f"the object ends after {start:,} bytes")
-    return found
+    return piece
 
 
 def compute_remote_digest(backend: StorageBackend, name: str, size: int, retry: RetryCallable) -> str:
     """Read an object back and compute its SHA-256."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in read_pieces(backend, name, size, retry):
-        found.update(piece)
-    return found.hexdigest()
-
-
-LOCAL_PARTIAL = files.PARTIAL
-DURABLE_BYTES = 32 << 20
-"""Bytes written between two fsyncs; limits the duration of each."""
-STALE_AGE_S = 86_400.0
-"""Age after which a partial file counts as left behind by a process that was killed."""
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class LocalBackend:
-    """A directory. Files are written to a temporary name, fsynced, read back and renamed, so they appear complete."""
+    """A directory. Each file is written to a temporary name, fsynced, read back and renamed, so it appears complete."""
 
     def __init__(self, root: Path, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._root = root
         self._throttle, self._watch = throttle, watch
 
     def reopen(self) -> None:
-        """Nothing is open between calls."""
+        """Do nothing, because nothing is open between calls."""
 
     def list(self, folder: str) -> dict[str, int]:
-        return self._watch.call(lambda progress: dict(self._below(self._root / folder, progress)))
+        return self._watch.call(lambda progress: dict(self._walk(self._root / folder, progress)))
 
-    def _below(self, folder: Path, progress: TransferProgress) -> Iterator[tuple[str, int]]:
-        for here, _, names in os.walk(folder, onerror=_reraise_unless_absent):
+    def _walk(self, folder: Path, progress: TransferProgress) -> Iterator[tuple[str, int]]:
+        for parent, _, names in os.walk(folder, onerror=_reraise_unless_absent):
             progress.moved()
             for name in names:
-                path = Path(here, name)
-                if not name.startswith(LOCAL_PARTIAL):
+                path = Path(parent, name)
+                if not name.startswith(PARTIAL):
                     try:
                         yield path.relative_to(self._root).as_posix(), path.stat().st_size
                     except FileNotFoundError:  # removed since it was listed
                         continue
 
     def exists(self) -> bool:
-        """Whether the directory exists. Writing creates it."""
+        """Return whether the directory exists. Writing creates it."""
         return self._watch.call(lambda _: self._root.is_dir())
 
     def size(self, name: str) -> int:
@@ -363,7 +363,7 @@ class LocalBackend:
         def send(progress: TransferProgress) -> int:
             target = self._root / name
             try:
-                if target.stat().st_size == entry[1]:  # nothing gets this name unverified
+                if target.stat().st_size == entry[1]:  # only verified content gets this name
                     return 0
             except FileNotFoundError:
                 pass
@@ -376,11 +376,11 @@ class LocalBackend:
         self._watch.call(lambda _: (self._root / name).unlink())
 
     def remove_stale_partials(self) -> None:
-        """Remove partial files that killed processes left more than a day ago, by the clock of the disk."""
+        """Remove partial files that killed processes left behind more than a day ago, by the clock of the disk."""
 
         def remove_stale_partials(progress: TransferProgress) -> None:
-            partials = [Path(here, name) for here, _, names in os.walk(self._root) for name in names]
-            for path in (one for one in partials if one.name.startswith(LOCAL_PARTIAL)):
+            paths = [Path(parent, name) for parent, _, names in os.walk(self._root) for name in names]
+            for path in (path for path in paths if path.name.startswith(PARTIAL)):
                 progress.moved()
                 if path.stat().st_mtime < time.time() - STALE_AGE_S:
                     path.unlink(missing_ok=True)
@@ -390,7 +390,7 @@ class LocalBackend:
     def _publish(self, target: Path, fill: Callable[[Path], None]) -> None:
         """Let `fill` write to a temporary file, then rename it to `target`."""
         files.make_directory(target.parent)
-        partial = target.parent / f"{LOCAL_PARTIAL}{uuid4().hex}"
+        partial = target.parent / f"{PARTIAL}{uuid4().hex}"
         try:
             fill(partial)
             partial.replace(target)
@@ -400,34 +400,34 @@ class LocalBackend:
         files.fsync_directory(target.parent)
 
     def _copy(self, source: Path, partial: Path, entry: Entry, progress: TransferProgress) -> None:
-        unsafe = 0
+        unsynced_bytes = 0
 
-        def beat() -> None:
-            nonlocal unsafe
+        def on_block() -> None:
+            nonlocal unsynced_bytes
             progress.moved()
-            unsafe += self._throttle.at_once_bytes
-            if unsafe >= DURABLE_BYTES:
+            unsynced_bytes += self._throttle.at_once_bytes
+            if unsynced_bytes >= DURABLE_BYTES:
                 files.fsync(partial)
-                unsafe = 0
+                unsynced_bytes = 0
                 progress.moved()
 
-        read = hashlib.sha256()
-        files.write_blocks(partial, self._blocks(source, progress, read), beat)
-        if read.hexdigest() != entry[0]:
-            raise build_damaged_error(source, (read.hexdigest(), partial.stat().st_size))
-        found = hashlib.sha256()
+        source_digest = hashlib.sha256()
+        files.write_blocks(partial, self._blocks(source, progress, source_digest), on_block)
+        if source_digest.hexdigest() != entry[0]:
+            raise build_damaged_error(source, (source_digest.hexdigest(), partial.stat().st_size))
+        partial_digest = hashlib.sha256()
         with partial.open("rb") as stream:
             while block := stream.read(PIECE_BYTES):
-                found.update(block)
+                partial_digest.update(block)
                 progress.moved()
-        if found.hexdigest() != entry[0]:
+        if partial_digest.hexdigest() != entry[0]:
             raise ContentMismatchError("the content read back differs from what was written")
 
-    def _blocks(self, source: Path, progress: TransferProgress, read: "hashlib._Hash") -> Iterator[files.Block]:
+    def _blocks(self, source: Path, progress: TransferProgress, digest: "hashlib._Hash") -> Iterator[files.Block]:
         with source.open("rb") as stream:
             while block := stream.read(self._throttle.at_once_bytes):
                 self._throttle.acquire(len(block))
-                read.update(block)
+                digest.update(block)
                 progress.moved()
                 yield [block]
 
@@ -437,43 +437,18 @@ def _reraise_unless_absent(error: OSError) -> None:
         raise error
 
 
-# fsspec: SFTP, SMB, Google's and Microsoft's object stores, memory.
-
-ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
-"""Schemes whose objects appear atomically. With others, an object is written to a temporary name and renamed."""
-SLOWEST_BYTES_S = 16_384.0
-"""Slowest accepted speed of an upload whose library reports no progress."""
-
-
-def require_known_scheme(url: str) -> None:
-    """Raise SettingsError unless fsspec knows the scheme of a URL and its library is installed. No server is
-    contacted."""
-    import fsspec
-
-    with _explain_errors(url):
-        fsspec.get_filesystem_class(url.split(":", 1)[0])
-
-
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Open fsspec's file system for a URL, without caches, and return it with the path in it.
 
     Some libraries contact their server for this.
 
     Raises:
-        SettingsError: fsspec does not know the scheme, or its library is not installed.
+        SettingsError: the library of the scheme cannot be imported, or refuses the URL.
     """
     import fsspec
 
-    with _explain_errors(url):
-        system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
-    return system, str(path).rstrip("/")
-
-
-@contextmanager
-def _explain_errors(url: str) -> Iterator[None]:
-    """Turn the errors of fsspec about a URL that it cannot open into a SettingsError."""
     try:
-        yield
+        system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except ImportError as error:
         raise SettingsError(
             f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))} "
@@ -484,10 +459,11 @@ def _explain_errors(url: str) -> Iterator[None]:
             f"machine.replica {strip_credentials(url)}: {scrub_text(str(error))}; "
             "expected a path or a URL that fsspec supports, such as file://, s3://, gs://, abfs://, sftp://"
         ) from None
+    return system, str(path).rstrip("/")
 
 
 class FsspecBackend:
-    """Calls of fsspec, each in a thread that is abandoned if it stalls."""
+    """Storage that fsspec opens. Each call runs in a thread that is abandoned if it stalls."""
 
     def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog) -> None:
         self._url = url
@@ -511,7 +487,7 @@ class FsspecBackend:
         def find(_: TransferProgress) -> dict[str, int]:
             system, root = self._system()
             found = system.find(f"{root}/{folder}" if folder else root, detail=True)
-            names = {str(path): int(about["size"] or 0) for path, about in found.items()}
+            names = {str(path): int(details["size"] or 0) for path, details in found.items()}
             return {
                 path.removeprefix(root).lstrip("/"): size
                 for path, size in names.items()
@@ -553,15 +529,15 @@ class FsspecBackend:
                 system.pipe_file(path, data)
                 return
             system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-            aside = f"{path.rsplit('/', 1)[0]}/{PARTIAL}{uuid4().hex}"
-            with system.open(aside, "wb") as stream:
+            partial = f"{path.rsplit('/', 1)[0]}/{PARTIAL}{uuid4().hex}"
+            with system.open(partial, "wb") as stream:
                 stream.write(data)
-            system.mv(aside, path)
+            system.mv(partial, path)
 
         self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
 
     def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
-        if retry(f"look for {name}", lambda: self._holds(name, entry)):
+        if retry(f"look for {name}", lambda: self._has_size(name, entry)):
             if not self._atomic or self._verified.get(name) == entry:
                 return 0
             if compute_remote_digest(self, name, entry[1], retry) == entry[0]:
@@ -569,19 +545,19 @@ class FsspecBackend:
                 return 0
         if (found := (digests.hash_file(path), path.stat().st_size)) != entry:
             raise build_damaged_error(path, found)
-        aside = name if self._atomic else f"{name.rpartition('/')[0]}/{PARTIAL}{uuid4().hex}"
+        partial = name if self._atomic else f"{name.rpartition('/')[0]}/{PARTIAL}{uuid4().hex}"
         slack_s = entry[1] / SLOWEST_BYTES_S + self._throttle.seconds(entry[1])
         call = self._put if self._atomic else self._copy
 
         def attempt() -> None:
-            self._watch.call(lambda progress: call(aside, path, progress), slack_s)
-            if compute_remote_digest(self, aside, entry[1], lambda _, read: read()) != entry[0]:
-                self.remove(aside)
+            self._watch.call(lambda progress: call(partial, path, progress), slack_s)
+            if compute_remote_digest(self, partial, entry[1], lambda _, read: read()) != entry[0]:
+                self.remove(partial)
                 raise ContentMismatchError("the content read back differs from what was sent")
 
         retry(f"write {name}", attempt)
-        if aside != name:
-            retry(f"write {name}", lambda: self._rename(aside, name, entry))
+        if partial != name:
+            retry(f"write {name}", lambda: self._rename(partial, name, entry))
         self._verified[name] = entry
         return entry[1]
 
@@ -592,7 +568,7 @@ class FsspecBackend:
 
         self._watch.call(remove)
 
-    def _holds(self, name: str, entry: Entry) -> bool:
+    def _has_size(self, name: str, entry: Entry) -> bool:
         try:
             return self.size(name) == entry[1]
         except FileNotFoundError:
@@ -615,13 +591,13 @@ class FsspecBackend:
                 target.write(block)
                 progress.moved()
 
-    def _rename(self, aside: str, name: str, entry: Entry) -> None:
+    def _rename(self, partial: str, name: str, entry: Entry) -> None:
         def rename(_: TransferProgress) -> None:
             system, root = self._system()
-            system.mv(f"{root}/{aside}", f"{root}/{name}")
+            system.mv(f"{root}/{partial}", f"{root}/{name}")
 
         try:
             self._watch.call(rename)
         except FileNotFoundError:
-            if not self._holds(name, entry):  # otherwise an earlier attempt renamed it, and its answer was lost
+            if not self._has_size(name, entry):  # otherwise an earlier attempt renamed it, and its answer was lost
                 raise

@@ -6,14 +6,13 @@ when it has not changed for `machine.lease_timeout_s` by the clock of the machin
 never compared. (L. Lamport, "A New Solution of Dijkstra's Concurrent Programming Problem", CACM 17(8), 1974. The store
 must show a write to every later list and read: S3, GCS, Azure and POSIX do.)
 
-The algorithm assumes that no process is suspended for long. A suspended process must not act on what it read before,
-so:
+The algorithm assumes that no process is suspended for long. A process that was suspended must not act on old reads:
 
 - A process that took too long to choose a token withdraws it.
-- A new holder writes its claim first and then reads the other claims again. If two processes each believe that the
-  other is gone, at least one of them sees the other.
+- A new holder writes its claim first and then reads the other claims again. If two processes each treat the other as
+  gone, at least one of them sees the other's claim.
 - A holder checks for later claims after each renewal.
-- Uploads of a holder that is no longer sure of its lease are stored under its old token, which readers rank last.
+- A holder that is no longer sure of its lease uploads under its old token, which readers rank last.
 """
 
 import json
@@ -35,11 +34,21 @@ Origin = tuple[int, int]
 """A token and a number of bytes: the part of that holder's journal that another holder continues."""
 State = Literal["waiting", "holding", "released"]
 
+WRITTEN = ("checkpoints", "result", "journal")
+"""Kinds of objects that a holder writes."""
+RENEWALS_PER_LEASE = 4
+"""Renewals within `lease_timeout_s`."""
+FIRST_POLL_S = 0.05
+POLL_S = 1.0
+"""First and longest interval at which a waiting machine reads the claims."""
+MAX_ATTEMPTS = 10
+"""Attempts to take a token. An attempt fails if it takes half of the lease, or if an earlier holder comes back."""
+
 _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def read_clock_s() -> float:
-    """Seconds of a clock that is never set and that counts while the machine sleeps."""
+    """Return the seconds of a clock that is never set, and that also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -57,7 +66,7 @@ class LeaseRecord:
     journal_origin: Origin | None = None
     """Start of the holder's journal."""
     rendezvous: str | None = None
-    """Rendezvous of the machines that train the run together with this one; None: it trains alone."""
+    """Rendezvous of the machines that train the run together; None: this machine trains alone."""
 
     @property
     def key(self) -> Key:
@@ -68,7 +77,7 @@ class LeaseRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self | None:
-        """Parse a claim; None if the data is not a claim."""
+        """Parse a claim; return None if the data is not a claim."""
         try:
             raw = json.loads(data)
             token, origin = int(raw.pop("token")), raw.pop("journal_origin")
@@ -80,35 +89,31 @@ class LeaseRecord:
 
 
 def parse_key(name: str) -> Key | None:
-    """Token and machine from the name of a claim in a replica; None for another name."""
+    """Return token and machine from the name of a claim in a replica; None for other names."""
     token, _, node = name.rsplit("/", 1)[-1].removesuffix(".json").partition("-")
     return (int(token), node) if token.isdigit() and node else None
 
 
 def list_keys(store: ReplicaStore, names: RunObjectNames) -> list[Key]:
-    """Keys of all claims on a run, ascending."""
+    """Return the keys of all claims on a run, ascending."""
     return sorted(key for name in store.list(names.folder("claims")) if (key := parse_key(name)))
 
 
 def find_highest_token(store: ReplicaStore, names: RunObjectNames, kinds: tuple[str, ...]) -> int:
-    """Highest token of objects of these kinds in the replica; 0 if there are none."""
-    found = [parse_numbers(name) for kind in kinds for name in store.list(names.folder(kind))]
-    return max((numbers[0] for numbers in found if numbers), default=0)
-
-
-WRITTEN = ("checkpoints", "result", "journal")
-"""Kinds of objects that a holder writes."""
+    """Return the highest token of objects of these kinds in the replica; 0 if it has none."""
+    all_numbers = [parse_numbers(name) for kind in kinds for name in store.list(names.folder(kind))]
+    return max((numbers[0] for numbers in all_numbers if numbers), default=0)
 
 
 class StalenessTracker:
-    """Remembers, by the clock of this machine, since when contents have not changed."""
+    """Times, by the clock of this machine, since when contents have not changed."""
 
     def __init__(self) -> None:
         self._first: dict[str, bytes] = {}
         self._last: dict[str, tuple[bytes, float]] = {}
 
     def seconds_unchanged(self, name: str, content: bytes) -> float:
-        """Seconds since the content was first seen like this."""
+        """Return the seconds for which this object has had this content, and remember the content."""
         now = read_clock_s()
         self._first.setdefault(name, content)
         known = self._last.get(name)
@@ -117,11 +122,11 @@ class StalenessTracker:
         return now - known[1]
 
     def has_changed(self, name: str) -> bool:
-        """Whether the content has changed since it was first seen."""
+        """Return whether the content has changed since the first call."""
         return name in self._last and self._last[name][0] != self._first[name]
 
     def last(self, name: str) -> bytes | None:
-        """The content last seen."""
+        """Return the content of the last call; None without one."""
         return self._last[name][0] if name in self._last else None
 
 
@@ -130,13 +135,13 @@ class LeaseStatus:
     """Holder of a run, as seen by a machine without a claim on it."""
 
     claim: LeaseRecord | None
-    """Newest claim that holds, or held, the lease."""
+    """Newest claim that holds or held the lease; None: no machine has held it."""
     state: Literal["free", "unsure", "alive"]
-    """Free: released, or not renewed for a whole lease. Unsure: not watched for long enough."""
+    """free: released, or not renewed for a whole lease. unsure: not observed for long enough to decide."""
 
 
 class LeaseObserver:
-    """Watches the claims on a run without having one.
+    """Reader of the claims on a run, without a claim of its own.
 
     Args:
         store: the replica.
@@ -146,7 +151,7 @@ class LeaseObserver:
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames, lease_timeout_s: float) -> None:
         self._store, self._names, self._lease_s = store, names, lease_timeout_s
-        self._watch = StalenessTracker()
+        self._tracker = StalenessTracker()
 
     def read_status(self) -> LeaseStatus:
         """Read the claims and return the holder. Raises ReplicaError."""
@@ -156,23 +161,15 @@ class LeaseObserver:
             claim = LeaseRecord.from_bytes(content)
             if claim is None or claim.state == "waiting":
                 continue
-            still_s = self._watch.seconds_unchanged(name, content)
-            if claim.state == "released" or still_s >= self._lease_s:
+            unchanged_s = self._tracker.seconds_unchanged(name, content)
+            if claim.state == "released" or unchanged_s >= self._lease_s:
                 return LeaseStatus(claim, "free")
-            return LeaseStatus(claim, "alive" if self._watch.has_changed(name) else "unsure")
+            return LeaseStatus(claim, "alive" if self._tracker.has_changed(name) else "unsure")
         return LeaseStatus(None, "free")
 
 
-RENEWALS_PER_LEASE = 4
-"""Renewals within `lease_timeout_s`."""
-FIRST_POLL_S = 0.05
-POLL_S = 1.0
-MAX_ATTEMPTS = 10
-"""Attempts to take a token. An attempt fails if it takes half of the lease, or if an earlier holder comes back."""
-
-
 class _InterruptedClaimError(Exception):
-    """This process or another one was suspended for too long; the claim has to start again."""
+    """A process was suspended for too long. The claim has to start again."""
 
 
 class ReplicaLease:
@@ -198,7 +195,7 @@ class ReplicaLease:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         self._claim = LeaseRecord(0, node, "waiting", 0, since, rendezvous=rendezvous)
         self._renewed_s = self._confirmed_s = 0.0
-        """Times of the last renewal, and of the last renewal after which there was no later holder."""
+        """Times of the last renewal, and of the last renewal after which no later holder was found."""
         self._lost: str | None = None
         self._removed = False
         self._trouble = ""
@@ -208,20 +205,20 @@ class ReplicaLease:
 
     @property
     def token(self) -> int:
-        """Fencing token of this claim; part of the names of everything that its holder writes."""
+        """Fencing token of this claim. It is part of the names of all objects that the holder writes."""
         return self._claim.token
 
     @property
     def trouble(self) -> str:
-        """Why the claim could not be renewed last time; empty if it was renewed."""
+        """Error of the last renewal; empty if the claim was renewed."""
         return self._trouble
 
     def lost_reason(self) -> str | None:
-        """Which machine has taken the run over, as text; None if no other machine is known to hold it."""
+        """Describe the machine that has taken the run over; None if no other machine is known to hold it."""
         return self._lost
 
     def is_sure(self) -> bool:
-        """Whether no other machine can hold the run: the last confirmed renewal is younger than the lease."""
+        """Return whether no other machine can hold the run: the last confirmed renewal is younger than the lease."""
         return (
             self._lost is None and self._claim.state == "holding" and read_clock_s() - self._confirmed_s < self._lease_s
         )
@@ -234,7 +231,7 @@ class ReplicaLease:
         Args:
             stopping: called while waiting; returns whether to stop.
             on_progress: called with a message about the machine that holds the run.
-            previous: a claim whose process has certainly ended; it is treated as expired.
+            previous: a claim whose process has certainly ended. It is treated as expired.
 
         Raises:
             LeaseHeldError: another machine holds the run and renews its claim.
@@ -281,15 +278,17 @@ class ReplicaLease:
             raise LeaseHeldError(self._lost)
 
     def release(self) -> None:
-        """Release the lease, so that no machine has to wait until it expires. May be called twice, and before
-        `acquire`."""
+        """Release the lease, so that no machine has to wait until it expires.
+
+        It may be called twice, and before `acquire`.
+        """
         self._ended.set()
         with self._mutex:
             if self._claim.state != "holding" or self._removed:
                 return
             try:
                 self._write_claim("released")
-            except ReplicaError:  # then other machines wait until the claim expires
+            except ReplicaError:  # other machines wait until the claim expires
                 self._claim = replace(self._claim, state="released")
 
     def _choose_token(self) -> None:
@@ -310,7 +309,7 @@ class ReplicaLease:
     def _await_turn(
         self, stopping: Callable[[], bool], on_progress: Callable[[str], None], previous: Key | None
     ) -> None:
-        watch, announced, poll_s = StalenessTracker(), "", FIRST_POLL_S
+        tracker, announced, poll_s = StalenessTracker(), "", FIRST_POLL_S
         while True:
             if stopping():
                 raise InterruptedRunError(
@@ -318,10 +317,10 @@ class ReplicaLease:
                 )
             if read_clock_s() - self._renewed_s > self._lease_s / RENEWALS_PER_LEASE:
                 self._write_claim()
-            waiting_for = self._find_blocking_claim(watch, previous)
+            waiting_for = self._find_blocking_claim(tracker, previous)
             # Checked twice: a directory may not list a file that is being renamed over another one.
-            if waiting_for is None and self._find_blocking_claim(watch, previous) is None:
-                self._start_holding(watch)
+            if waiting_for is None and self._find_blocking_claim(tracker, previous) is None:
+                self._start_holding(tracker)
                 return
             if waiting_for and waiting_for != announced:
                 announced = waiting_for
@@ -329,17 +328,18 @@ class ReplicaLease:
             time.sleep(min(poll_s, self._lease_s / RENEWALS_PER_LEASE / 2))
             poll_s = min(POLL_S, 1.5 * poll_s)
 
-    def _find_blocking_claim(self, watch: StalenessTracker, previous: Key | None) -> str | None:
-        """Describe the machine that must be waited for; empty: one that is choosing a token; None: there is none.
+    def _find_blocking_claim(self, tracker: StalenessTracker, previous: Key | None) -> str | None:
+        """Describe the machine that this one must wait for.
 
-        A claim that holds or held the run has waited for all earlier claims, so those are not checked.
+        Returns None if there is none, and an empty text if the machine is still choosing a token. A claim that holds or
+        held the run has waited for all earlier claims, so those are not checked.
         """
         for name in self._store.list(self._names.folder("entering")):
-            other = name.rsplit("/", 1)[-1]
-            content = self._store.read(self._names.entering(other))
-            if other == self._node or content is None:
+            node = name.rsplit("/", 1)[-1]
+            content = self._store.read(self._names.entering(node))
+            if node == self._node or content is None:
                 continue
-            if watch.seconds_unchanged(f"entering/{other}", content) < self._lease_s:
+            if tracker.seconds_unchanged(f"entering/{node}", content) < self._lease_s:
                 return ""
         for key in reversed(list_keys(self._store, self._names)):
             name = self._names.claim(*key)
@@ -348,32 +348,31 @@ class ReplicaLease:
                 continue
             claim = LeaseRecord.from_bytes(content) or LeaseRecord(*key, "waiting", 0, "?")
             if claim.state != "waiting" and (key > self._claim.key or key[0] == self.token):
-                # It treated this process as gone, or it has held the run with the same token, which must be unique.
+                # Its process treated this one as gone, or has held the run with the same token, which must be unique.
                 raise _InterruptedClaimError
             if key > self._claim.key:
                 continue
-            still_s = watch.seconds_unchanged(name, content)
+            unchanged_s = tracker.seconds_unchanged(name, content)
             if claim.state == "released":
                 return None
-            if watch.has_changed(name):
+            if tracker.has_changed(name):
                 raise LeaseHeldError(self._describe_holder(claim))
-            if still_s < self._lease_s and key != previous:
+            if unchanged_s < self._lease_s and key != previous:
                 return f"machine {claim.node}, since {claim.since}, may still train run {self._names.run_id}"
             if claim.state == "holding":
                 return None
         return None
 
-    def _start_holding(self, watch: StalenessTracker) -> None:
-        """Write the claim as holding; then check whether an earlier holder came back or another process did the
-        same."""
+    def _start_holding(self, tracker: StalenessTracker) -> None:
+        """Write the claim as holding. Then check that no earlier holder came back, and that no other process holds."""
         if read_clock_s() - self._renewed_s > self._lease_s / 2:
             raise _InterruptedClaimError
         self._write_claim("holding")
         for key in list_keys(self._store, self._names):
             name = self._names.claim(*key)
-            before = watch.last(name)
+            before = tracker.last(name)
             if key == self._claim.key or (key < self._claim.key and before is None):
-                continue  # an older claim was not read; its process sees this claim before it does anything
+                continue  # an older claim that was not read: its process sees this claim before it writes anything
             content = self._store.read(name)
             claim = LeaseRecord.from_bytes(content or b"")
             if key < self._claim.key:
@@ -385,7 +384,7 @@ class ReplicaLease:
         self._confirmed_s = self._renewed_s
 
     def _write_claim(self, state: State | None = None) -> None:
-        """Write the claim with a new number of renewals."""
+        """Write the claim, with the number of renewals increased by one."""
         with self._mutex:
             claim = replace(self._claim, renewals=self._claim.renewals + 1, state=state or self._claim.state)
             began_s = read_clock_s()
@@ -393,7 +392,7 @@ class ReplicaLease:
             self._claim, self._renewed_s = claim, began_s
 
     def _withdraw(self) -> None:
-        """Remove a claim under which nothing was written."""
+        """Remove the claim. Nothing was written under its token."""
         with self._mutex:
             name, self._claim = self._names.claim(*self._claim.key), replace(self._claim, state="waiting")
             self._renewed_s = self._confirmed_s = 0.0
@@ -431,8 +430,8 @@ class ReplicaLease:
         self._confirmed_s = self._renewed_s
 
     def _describe_holder(self, claim: LeaseRecord) -> str:
-        what = {"waiting": "is about to train", "holding": "trains", "released": "has trained"}[claim.state]
+        actions = {"waiting": "is about to train", "holding": "trains", "released": "has trained"}
         return (
-            f"run {self._names.run_id}: machine {claim.node} {what} it, since {claim.since}, and only one machine may: "
-            "stop it there or wait until it has ended, then run the command again"
+            f"run {self._names.run_id}: machine {claim.node} {actions[claim.state]} it, since {claim.since}, and only "
+            "one machine may: stop it there or wait until it has ended, then run the command again"
         )

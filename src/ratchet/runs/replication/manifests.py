@@ -3,12 +3,12 @@
 The files of a sealed directory are stored as objects by digest; a JSON document, written last, lists them.
 
 A journal is stored in pieces, named by holder, start and end. A holder continues a number of bytes of an earlier
-holder's journal (`journal_origin` of its claim) and adds its own. Journals are only appended to, so these bytes never
-change, whatever the earlier holder still writes. Eight pieces of about one size are merged into one, so a long run has
-few pieces; a byte is sent three or four times more in a run of one day.
+holder's journal (`journal_origin` of its claim) and adds its own. Journals are only appended to, so these bytes do not
+change if the earlier holder writes more. Eight pieces of about one size are merged into one, so a long run has few
+pieces. In a run of one day, a byte is sent three or four times more for this.
 
-Machines that train together have a journal each. A machine that becomes the holder during training continues all events
-that the holder before it has uploaded, with its own later events.
+Each of several machines that train together has its own journal. A machine that becomes the holder during training
+keeps all events that the previous holder has uploaded, and adds its own later events.
 """
 
 import hashlib
@@ -29,6 +29,15 @@ from ratchet.storage import files
 from ratchet.storage.files import Entry
 
 FORMAT = 1
+PIECES_PER_MERGE = 8
+"""Number of pieces of one level that are merged into one."""
+MAX_PIECE_BYTES = 64 << 20
+"""Maximum size of one piece."""
+MAX_LISTINGS = 5
+"""How often pieces are listed at most while a holder merges them."""
+
+_Pieces = Mapping[int, Sequence[tuple[int, int]]]
+"""Start and end of pieces, by token."""
 _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -69,12 +78,12 @@ class ReplicaManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Parse a document. Raises DamagedFileError if it is invalid, or names a file outside its directory."""
+        """Parse a document. Raises DamagedFileError if it is not valid, or names a file outside its directory."""
         try:
             raw = json.loads(data)
-            if (found := raw["format"]) != FORMAT:
+            if (version := raw["format"]) != FORMAT:
                 raise DamagedFileError(
-                    f"{where}: format {found}, this version reads {FORMAT}; use the version that wrote it"
+                    f"{where}: format {version}, this version reads {FORMAT}; use the version that wrote it"
                 )
             entries = {str(name): (str(e["sha256"]), int(e["bytes"])) for name, e in raw["files"].items()}
             for name, (sha, _) in entries.items():
@@ -90,19 +99,19 @@ def _is_digest(text: str) -> bool:
 
 
 def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
-    """Build the document of a sealed checkpoint. Raises DamagedFileError if the directory is not one.
+    """Build the document of a sealed checkpoint. Raises DamagedFileError if the directory is not a checkpoint.
 
-    It refers to the checkpoints of the best step and of the last good step, if they are other steps. This is
+    The document refers to the checkpoints of the best step and of the last good step, if they are other steps. This is
     `State.refers_to` of training, read without its libraries.
     """
     manifest = files.read_manifest(directory)
     try:
         state = json.loads((directory / "state.json").read_bytes())["state"]
         step = int(state["step"])
-        others = {int(state["best_step"]), int(state["rollback_step"])} - {0, step}
+        referenced_steps = {int(state["best_step"]), int(state["rollback_step"])} - {0, step}
     except (OSError, *_GARBAGE) as error:
         raise DamagedFileError(f"{directory}: its state is unreadable ({error})") from None
-    return ReplicaManifest(manifest.kind, step, manifest.files, tuple(sorted(others)))
+    return ReplicaManifest(manifest.kind, step, manifest.files, tuple(sorted(referenced_steps)))
 
 
 @dataclass
@@ -111,19 +120,19 @@ class TransferStatistics:
 
     bytes_sent: int = 0
     bytes_skipped: int = 0
-    """Size of the files that the replica had already."""
+    """Size of the files that the replica already had."""
 
 
 @dataclass
 class SealedDirectoryUploader:
-    """Uploads sealed directories to a replica."""
+    """Uploader of sealed directories to a replica."""
 
     store: ReplicaStore
     names: RunObjectNames
     _done: set[str] = field(default_factory=set)
 
     def send(self, directory: Path, sealed: ReplicaManifest, name: str) -> TransferStatistics:
-        """Upload objects, then the document. On return, all of them were listed in the replica.
+        """Upload objects, then the document. On return, the replica has listed all of these objects.
 
         Raises:
             ReplicaError: the replica cannot be written.
@@ -139,12 +148,12 @@ class SealedDirectoryUploader:
                 cost.bytes_skipped += max(0, size - sent)
             self.store.write(name, sealed.as_bytes())
             # A former holder that wakes up may have collected garbage and removed one of these objects: list again.
-            there = {known.rsplit("/", 1)[-1] for known in self.store.list(self.names.folder("objects"))}
-            missing = {file: entry for file, entry in self._objects(sealed) if entry[0] not in there}
+            listed_digests = {known.rsplit("/", 1)[-1] for known in self.store.list(self.names.folder("objects"))}
+            missing = {file: entry for file, entry in self._objects(sealed) if entry[0] not in listed_digests}
         return cost
 
     def _objects(self, sealed: ReplicaManifest) -> Iterator[tuple[str, Entry]]:
-        """Yield each content once."""
+        """Yield one file of each content."""
         seen: set[str] = set()
         for file, entry in sorted(sealed.files.items()):
             if entry[0] not in seen:
@@ -168,7 +177,7 @@ def fetch_sealed(
     damaged: set[str],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Restore a sealed directory; an undamaged one that exists is left unchanged.
+    """Restore a sealed directory. If it exists and is undamaged, it is left unchanged.
 
     Args:
         store: the replica.
@@ -187,16 +196,16 @@ def fetch_sealed(
         if files.verify_sealed(target, sealed.kind).files == sealed.files:
             return
     except DamagedFileError:
-        pass  # damaged, or does not exist
+        pass  # the directory is damaged, or does not exist
     files.make_directory(target.parent)
     files.require_space(target.parent, sealed.size_bytes)
     with files.sealed_directory(target, sealed.kind, sealed.files) as scratch:
-        have: dict[str, Path] = {}
+        fetched: dict[str, Path] = {}
         for file, entry in sorted(sealed.files.items()):
             path = scratch / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            if entry[0] in have:
-                files.link_or_copy(have[entry[0]], path)
+            if entry[0] in fetched:
+                files.link_or_copy(fetched[entry[0]], path)
                 continue
             try:
                 store.fetch(names.object(entry[0]), path, entry, on_bytes)
@@ -205,18 +214,7 @@ def fetch_sealed(
                 raise
             files.grant_read(path, like=scratch)
             files.fsync(path)
-            have[entry[0]] = path
-
-
-PIECES_PER_MERGE = 8
-"""Number of pieces of one level that are merged into one."""
-MAX_PIECE_BYTES = 64 << 20
-"""Maximum size of one piece."""
-MAX_LISTINGS = 5
-"""How often pieces are listed at most while a holder merges them."""
-
-_Pieces = Mapping[int, Sequence[tuple[int, int]]]
-"""Start and end of pieces, by token."""
+            fetched[entry[0]] = path
 
 
 @dataclass(frozen=True)
@@ -224,11 +222,12 @@ class JournalStart:
     """Start of a holder's part of a journal."""
 
     origin: Origin | None = None
-    """State of the journal that it continues."""
+    """Part of an earlier holder's journal that this one continues."""
     start: int = 0
-    """Bytes of the local journal that are not uploaded: the replica has them, or the same events of another machine."""
+    """Bytes at the start of the local journal that are not uploaded, because the replica has them, or has the same
+    events of another machine."""
     shift: int = 0
-    """Difference between an offset in the replica's journal and in the local one."""
+    """Offset of an event in the replica's journal minus its offset in the local journal."""
 
 
 @dataclass(frozen=True)
@@ -241,40 +240,40 @@ class RecoveredJournal:
 
 
 def recover_journal(store: ReplicaStore, names: RunObjectNames) -> RecoveredJournal:
-    """Recover the journal of the last holder that wrote one: its longest prefix without a gap."""
+    """Recover the journal of the last holder that uploaded one, up to the first gap."""
     pieces: _Pieces = {}
     for _ in range(MAX_LISTINGS):
         before, pieces = pieces, _list_pieces(store, names)
         if not pieces:
             return RecoveredJournal(b"", None)
-        token, gone = max(pieces), set[str]()
-        content = _read_holder_journal(token, store, names, pieces, gone)
-        if not gone or pieces == before:
+        token, unreadable = max(pieces), set[str]()
+        content = _read_holder_journal(token, store, names, pieces, unreadable)
+        if not unreadable or pieces == before:
             break
     return RecoveredJournal(content, (token, len(content)))
 
 
 def _list_pieces(store: ReplicaStore, names: RunObjectNames) -> _Pieces:
-    found: dict[int, list[tuple[int, int]]] = {}
+    pieces: dict[int, list[tuple[int, int]]] = {}
     for name in sorted(store.list(names.folder("journal"))):
         if len(numbers := parse_numbers(name)) == 3:
-            found.setdefault(numbers[0], []).append((numbers[1], numbers[2]))
-    return found
+            pieces.setdefault(numbers[0], []).append((numbers[1], numbers[2]))
+    return pieces
 
 
 def _read_holder_journal(
-    token: int, store: ReplicaStore, names: RunObjectNames, pieces: _Pieces, gone: set[str]
+    token: int, store: ReplicaStore, names: RunObjectNames, pieces: _Pieces, unreadable: set[str]
 ) -> bytes:
-    """Read the journal of a holder: the part that it continues, then its own pieces.
+    """Read the journal of a holder: the part that the holder continues, then its own pieces.
 
-    `gone` receives the names of pieces that could not be read: a holder may have merged them since they were listed.
+    `unreadable` receives the names of pieces that could not be read. A holder may have merged them after the listing.
     """
     content, origin = b"", _read_origin(token, store, names)
     if origin is not None and origin[0] < token:
-        content = _read_holder_journal(origin[0], store, names, pieces, gone)[: origin[1]]
+        content = _read_holder_journal(origin[0], store, names, pieces, unreadable)[: origin[1]]
         if len(content) < origin[1]:
             return content
-    return content + _read_added(ReplicaJournal(store, names, token), len(content), pieces, gone)
+    return content + _read_added(ReplicaJournal(store, names, token), len(content), pieces, unreadable)
 
 
 @dataclass(frozen=True)
@@ -286,32 +285,32 @@ class ReplicaJournal:
     token: int
 
 
-def _read_added(journal: ReplicaJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
+def _read_added(journal: ReplicaJournal, offset: int, pieces: _Pieces, unreadable: set[str]) -> bytes:
     """Read the holder's own pieces from an offset to the first gap."""
     token, content = journal.token, b""
     while following := [
         (end, start)
         for start, end in pieces.get(token, ())
-        if start <= place + len(content) < end and journal.names.journal(token, start, end) not in gone
+        if start <= offset + len(content) < end and journal.names.journal(token, start, end) not in unreadable
     ]:
         end, start = max(following)
-        found = journal.store.read(name := journal.names.journal(token, start, end))
-        if found is None or len(found) != end - start:
-            gone.add(name)
+        piece = journal.store.read(name := journal.names.journal(token, start, end))
+        if piece is None or len(piece) != end - start:
+            unreadable.add(name)
         else:
-            content += found[place + len(content) - start :]
+            content += piece[offset + len(content) - start :]
     return content
 
 
 class ReplicaJournalReader:
-    """Reads a journal in a replica repeatedly; nothing is read twice."""
+    """Reader of a growing journal in a replica. Nothing is read twice."""
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames) -> None:
         self._store, self._names = store, names
         self._token, self._length = 0, 0
 
     def read_new(self) -> tuple[bytes, bool]:
-        """Read new complete lines; also return whether they start from the beginning because the holder has changed.
+        """Read new complete lines. Also return whether they are the whole journal, because the holder has changed.
 
         Raises ReplicaError.
         """
@@ -320,14 +319,16 @@ class ReplicaJournalReader:
             return b"", False
         if max(pieces) == self._token:
             journal = ReplicaJournal(self._store, self._names, self._token)
-            new = _read_added(journal, self._length, pieces, set())  # pieces that were merged since: the next time
+            new = _read_added(
+                journal, self._length, pieces, set()
+            )  # pieces that were merged meanwhile are read next time
             self._length += len(new)
             return new, False
-        found = recover_journal(self._store, self._names)
-        if found.origin is None:
+        recovered = recover_journal(self._store, self._names)
+        if recovered.origin is None:
             return b"", False
-        self._token, self._length = found.origin
-        return found.content, True
+        self._token, self._length = recovered.origin
+        return recovered.content, True
 
 
 def _read_origin(token: int, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
@@ -345,49 +346,50 @@ def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> Jour
     """Find the part of the local journal that continues the replica's, which another machine of the training may have
     written.
 
-    If the local journal begins with the replica's, it continues where that ends. Otherwise it continues after the last
-    step that both contain with the same figures; steps that were repeated with other results are uploaded again.
+    If the local journal begins with the whole journal of the replica, the rest of it is that part. Otherwise the part
+    begins after the last step that both journals contain with the same figures. Steps that were repeated with other
+    results are uploaded again.
     """
-    found = recover_journal(store, names)
-    if found.origin is None:
+    recovered = recover_journal(store, names)
+    if recovered.origin is None:
         return JournalStart()
-    length = len(found.content)
-    if _read_range(path, 0, length) == found.content:
-        return JournalStart(found.origin, length)
+    length = len(recovered.content)
+    if _read_range(path, 0, length) == recovered.content:
+        return JournalStart(recovered.origin, length)
     with tempfile.TemporaryDirectory(prefix="ratchet-journal-") as folder:
-        theirs = Path(folder, path.name)
-        theirs.write_bytes(found.content)
-        known_steps = {figures for event in JournalReader(theirs).read() if (figures := _step_figures(event))}
+        remote_path = Path(folder, path.name)
+        remote_path.write_bytes(recovered.content)
+        known_steps = {figures for event in JournalReader(remote_path).read() if (figures := _step_figures(event))}
     reader, start = JournalReader(path), 0
     for event in reader.read():
         if _step_figures(event) in known_steps:
             start = reader.offset
-    return JournalStart(found.origin, start, length - start)
+    return JournalStart(recovered.origin, start, length - start)
 
 
 def _step_figures(event: JournalEvent) -> str:
-    """Figures of a step that are equal on all machines; empty for other events."""
+    """Return the figures of a step that are equal on all machines; empty for other events."""
     if event.kind not in ("step", "step_skipped"):
         return ""
     return repr([event.data.get(key) for key in ("step", "loss", "grad_norm", "batch", "action")])
 
 
 class JournalUploader:
-    """Uploads what was appended to a journal since the last time.
+    """Uploader of a growing journal: each call sends the lines that were appended since the last call.
 
     Args:
         path: the journal.
         store: the replica.
         names: object names of the run.
         token: token of the holder.
-        beginning: the part that is not uploaded.
+        journal_start: the part that is not uploaded.
     """
 
     def __init__(
-        self, path: Path, store: ReplicaStore, names: RunObjectNames, token: int, beginning: JournalStart
+        self, path: Path, store: ReplicaStore, names: RunObjectNames, token: int, journal_start: JournalStart
     ) -> None:
         self._path, self._store, self._names, self._token = path, store, names, token
-        self._shift, start = beginning.shift, beginning.start
+        self._shift, start = journal_start.shift, journal_start.start
         self._pieces: list[tuple[int, int, int]] = []
         """Start, end and level of each piece."""
         self._digest = hashlib.sha256(_read_range(path, 0, start))
@@ -401,13 +403,13 @@ class JournalUploader:
         return self._digest.hexdigest()
 
     def behind(self) -> int:
-        """Number of bytes up to the last complete line that are not in the replica."""
-        return len(self._new())
+        """Return the number of bytes up to the last complete line that are not in the replica."""
+        return len(self._read_new())
 
     def copy(self) -> int:
-        """Upload new bytes up to the last complete line; return the bytes sent. Raises ReplicaError."""
+        """Upload new bytes up to the last complete line. Return the bytes sent. Raises ReplicaError."""
         sent = 0
-        while new := self._new():
+        while new := self._read_new():
             start, end = self.end, self.end + len(new)
             self._store.write(self._name(start, end), new)
             self._digest.update(new)
@@ -417,12 +419,12 @@ class JournalUploader:
         self.bytes_sent += sent
         return sent
 
-    def _new(self) -> bytes:
+    def _read_new(self) -> bytes:
         data = _read_range(self._path, self.end, MAX_PIECE_BYTES)
         return data[: data.rfind(b"\n") + 1]
 
     def _merge(self) -> int:
-        """Merge the last pieces while enough of them have the same level; return the bytes sent."""
+        """Merge the last pieces as long as enough of them have the same level. Return the bytes sent."""
         sent = 0
         while (
             len(last := self._pieces[-PIECES_PER_MERGE:]) == PIECES_PER_MERGE

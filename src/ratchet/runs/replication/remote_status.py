@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.machine import Machine
+from ratchet.config.machine import Machine, find_replica_environment_problem, find_replica_problem
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
@@ -18,10 +18,16 @@ from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication import lease, manifests
 from ratchet.runs.replication.lease import LeaseRecord
 from ratchet.runs.replication.manifests import ReplicaJournalReader
+from ratchet.runs.replication.retry import strip_credentials
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits, parse_numbers
 from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.runs.status import SHOWN, Goodput, RunProgress, format_duration, format_size
 
+SILENT_S = 300.0
+"""Time without a report after which the holder of a run is not shown as training."""
+RETRY_TIMEOUT_S = 30.0
+"""How long a call of an interactive command is retried."""
+OPTION = "--replica"
 _PREFIX_PARTS = 2
 """Number of leading parts in an object name: `runs` and the run's id."""
 
@@ -35,21 +41,21 @@ class ReplicatingMachine:
     """Unix time of its last report, by its own clock."""
     bytes_sent: int
     bytes_skipped: int
-    """Size of the content that was in the replica already."""
+    """Size of the content that the replica already had."""
     send_s: float
     outages: int
 
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """State of one run in a replica, besides its journal."""
+    """State of one run in a replica, without its journal."""
 
     durable: tuple[int, int]
-    """Token and step of the newest checkpoint, or of the result; zeros without one."""
+    """Token and step of the newest checkpoint, or of the result; zeros without either."""
     finished: bool
     """Whether the replica has the result."""
     holder: LeaseRecord | None
-    """The newest claim that holds or held the run."""
+    """Newest claim that holds or held the run; None: no machine has held it."""
     holders: int
     """Number of claims that hold or held the run."""
     machines: tuple[ReplicatingMachine, ...]
@@ -64,14 +70,14 @@ class RemoteRunStatus:
     goodput: Goodput
     state: ReplicaState
     durable_t: float | None
-    """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None when the
-    journal lacks it."""
+    """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None if the
+    journal does not have it."""
     damaged_lines: int
     """Number of damaged lines in the journal."""
 
 
 def list_remote_runs(store: ReplicaStore) -> list[str]:
-    """Ids of all runs in a replica.
+    """Return the ids of all runs in a replica.
 
     Raises:
         SettingsError: bucket, credentials or clock are wrong.
@@ -82,9 +88,9 @@ def list_remote_runs(store: ReplicaStore) -> list[str]:
 
 
 def list_held_runs(store: ReplicaStore) -> list[str]:
-    """Ids of unfinished runs that a machine holds now. Raises as `list_remote_runs` does."""
-    there = ((run, read_replica_state(store, RunObjectNames(run))) for run in list_remote_runs(store))
-    return [run for run, found in there if found.holder and found.holder.state == "holding" and not found.finished]
+    """Return the ids of unfinished runs that a machine holds now. Raises the errors of `list_remote_runs`."""
+    states = ((run, read_replica_state(store, RunObjectNames(run))) for run in list_remote_runs(store))
+    return [run for run, state in states if state.holder and state.holder.state == "holding" and not state.finished]
 
 
 def read_remote_run(store: ReplicaStore, run: str) -> RemoteRunStatus:
@@ -97,9 +103,9 @@ def read_remote_run(store: ReplicaStore, run: str) -> RemoteRunStatus:
         goodput.update(event)
         if event.kind == "checkpoint_saved":
             sealed_t[event.data.get("step")] = event.t
-    there = read_replica_state(store, names)
+    state = read_replica_state(store, names)
     damaged += progress.damaged_events
-    return RemoteRunStatus(run, progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
+    return RemoteRunStatus(run, progress, goodput, state, sealed_t.get(state.durable[1]), damaged)
 
 
 def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaState:
@@ -107,7 +113,7 @@ def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaSta
     read."""
     held = _read_claims(store, names)
     results = list(store.list(names.folder("result")))
-    checkpoints = map(_parse_pair, store.list(names.folder("checkpoints")))
+    checkpoints = map(_parse_token_and_step, store.list(names.folder("checkpoints")))
     return ReplicaState(
         durable=max((*checkpoints, *_read_results(store, results)), default=(0, 0)),
         finished=bool(results),
@@ -118,7 +124,7 @@ def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaSta
 
 
 def _parse_events(content: bytes) -> tuple[list[JournalEvent], int]:
-    """Parse the events of a journal; also return the number of damaged lines."""
+    """Parse the events of a journal. Also return the number of damaged lines."""
     with tempfile.TemporaryDirectory(prefix="ratchet-survey-") as folder:
         path = Path(folder) / "journal.jsonl"
         path.write_bytes(content)
@@ -126,32 +132,32 @@ def _parse_events(content: bytes) -> tuple[list[JournalEvent], int]:
         return list(reader.read()), reader.damaged_lines
 
 
-def _parse_pair(name: str) -> tuple[int, int]:
+def _parse_token_and_step(name: str) -> tuple[int, int]:
     numbers = parse_numbers(name)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
 
 
-def _read_results(store: ReplicaStore, there: list[str]) -> Iterator[tuple[int, int]]:
+def _read_results(store: ReplicaStore, result_names: list[str]) -> Iterator[tuple[int, int]]:
     """Yield token and step of each result that can be read."""
-    for name in there:
+    for name in result_names:
         with suppress(DamagedFileError):
             if numbers := parse_numbers(name):
                 yield numbers[0], manifests.read_replica_manifest(store, name).step
 
 
 def _read_claims(store: ReplicaStore, names: RunObjectNames) -> list[LeaseRecord]:
-    """Claims that hold or held the run, ascending by token."""
+    """Read the claims that hold or held the run, ascending by token."""
     read = (LeaseRecord.from_bytes(store.read(names.claim(*key)) or b"") for key in lease.list_keys(store, names))
     return [claim for claim in read if claim is not None and claim.state != "waiting"]
 
 
 def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[ReplicatingMachine, ...]:
-    """Reports of machines that can be read, the newest last."""
-    found = []
+    """Read the reports of the machines, the newest last. Damaged ones are skipped."""
+    reports = []
     for name in store.list(names.folder("nodes")):
         try:
             raw: dict[str, Any] = json.loads(store.read(name) or b"")
-            found.append(
+            reports.append(
                 ReplicatingMachine(
                     str(raw["node"]), float(raw["last"]), int(raw["bytes_sent"]), int(raw["bytes_skipped"]),
                     float(raw["send_s"]), int(raw["outages"]),
@@ -159,94 +165,94 @@ def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[R
             )  # fmt: skip
         except (ValueError, KeyError, TypeError):
             continue  # the report is only displayed; nothing depends on it
-    return tuple(sorted(found, key=lambda one: one.last_t))
+    return tuple(sorted(reports, key=lambda report: report.last_t))
 
 
-def summarize_run(found: RemoteRunStatus) -> str:
+def summarize_run(run_status: RemoteRunStatus) -> str:
     """Describe a run in one line."""
-    p = found.progress
-    steps = f"step {p.step} of {p.planned_steps or '?'}"
-    return f"run {found.run_id}: {_describe_state(found)}; {steps}, {_describe_durable(found)}"
+    progress = run_status.progress
+    steps = f"step {progress.step} of {progress.planned_steps or '?'}"
+    return f"run {run_status.run_id}: {_describe_state(run_status)}; {steps}, {_describe_durable(run_status)}"
 
 
-def describe_remote_run(found: RemoteRunStatus) -> str:
+def describe_remote_run(run_status: RemoteRunStatus) -> str:
     """Describe a run in several lines."""
-    p = found.progress
-    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
+    progress = run_status.progress
+    repeated = (
+        f"; {progress.lost_steps} step{'s' * (progress.lost_steps != 1)} done again" if progress.lost_steps else ""
+    )
     lines = [
-        f"run {found.run_id}: {_describe_state(found)}",
-        f"  step        {p.step} of {p.planned_steps or '?'}",
-        f"  durable     {_describe_durable(found)}",
-        f"  machines    {_describe_machines(found.state)}",
-        f"  interrupted {len(p.attempt_ends)} time{'s' * (len(p.attempt_ends) != 1)}{again}",
-        *(f"              {end}" for end in p.attempt_ends[-SHOWN:]),
+        f"run {run_status.run_id}: {_describe_state(run_status)}",
+        f"  step        {progress.step} of {progress.planned_steps or '?'}",
+        f"  durable     {_describe_durable(run_status)}",
+        f"  machines    {_describe_machines(run_status.state)}",
+        f"  interrupted {len(progress.attempt_ends)} time{'s' * (len(progress.attempt_ends) != 1)}{repeated}",
+        *(f"              {end}" for end in progress.attempt_ends[-SHOWN:]),
     ]
-    if (share := found.goodput.share()) is not None:
-        useful, wall = format_duration(found.goodput.useful_s), format_duration(found.goodput.wall_s())
-        kept = f"steps that count took {useful} of {wall}"
-        lines.append(f"  goodput     {share:.1%}: {kept}")
-    if found.state.machines:
-        lines.append(f"  upload      {_describe_upload(found.state)}")
-    lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
-    lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
-    if found.damaged_lines:
-        lines.append(f"  notice      {found.damaged_lines} damaged journal line(s) skipped")
+    if (share := run_status.goodput.share()) is not None:
+        useful_s, wall_s = format_duration(run_status.goodput.useful_s), format_duration(run_status.goodput.wall_s())
+        useful_text = f"steps that count took {useful_s} of {wall_s}"
+        lines.append(f"  goodput     {share:.1%}: {useful_text}")
+    if run_status.state.machines:
+        lines.append(f"  upload      {_describe_upload(run_status.state)}")
+    lines += [f"  alert       {text}" for text in progress.alerts[-SHOWN:]]
+    lines += [f"  notice      {text}" for text in progress.notices[-SHOWN:]]
+    if run_status.damaged_lines:
+        lines.append(f"  notice      {run_status.damaged_lines} damaged journal line(s) skipped")
     return "\n".join(lines)
 
 
-def _describe_state(found: RemoteRunStatus) -> str:
-    if found.state.finished:
-        return f"finished ({found.progress.finished or 'its result is in the replica'})"
-    holder = found.state.holder
+def _describe_state(run_status: RemoteRunStatus) -> str:
+    if run_status.state.finished:
+        return f"finished ({run_status.progress.finished or 'its result is in the replica'})"
+    holder = run_status.state.holder
     if holder is None:
         return "not begun"
     if holder.state == "released":
-        ended = f": {found.progress.attempt_ends[-1]}" if found.progress.attempt_ends else ""
-        state = "stopped" if found.progress.attempts else "not begun"
+        ended = f": {run_status.progress.attempt_ends[-1]}" if run_status.progress.attempt_ends else ""
+        state = "stopped" if run_status.progress.attempts else "not begun"
         return f"{state}; machine {holder.node} has released it{ended}"
     return f"held by machine {holder.node} since {holder.since}"
 
 
-def _describe_durable(found: RemoteRunStatus) -> str:
-    if not found.state.durable[1]:
+def _describe_durable(run_status: RemoteRunStatus) -> str:
+    if not run_status.state.durable[1]:
         return "no checkpoint yet"
-    age = "" if found.durable_t is None else f", sealed {format_duration(max(0.0, time.time() - found.durable_t))} ago"
-    return f"step {found.state.durable[1]}{age}"
-
-
-def _describe_machines(found: ReplicaState) -> str:
-    if not found.machines:
-        return _describe_holders(found)
-    last = found.machines[-1]
-    heard = format_duration(max(0.0, time.time() - last.last_t))
-    return f"{_describe_holders(found)}; {last.node} reported last, {heard} ago"
-
-
-def _describe_holders(found: ReplicaState) -> str:
-    """Describe how many machines held the run, and how often. One machine may hold it several times."""
-    return f"{len(found.machines)}, which have held it {found.holders} time{'s' * (found.holders != 1)}"
-
-
-def _describe_upload(found: ReplicaState) -> str:
-    sent, seconds = (
-        sum(one.bytes_sent for one in found.machines),
-        sum(one.send_s for one in found.machines),
+    age = (
+        ""
+        if run_status.durable_t is None
+        else f", sealed {format_duration(max(0.0, time.time() - run_status.durable_t))} ago"
     )
+    return f"step {run_status.state.durable[1]}{age}"
+
+
+def _describe_machines(state: ReplicaState) -> str:
+    if not state.machines:
+        return _describe_holders(state)
+    last = state.machines[-1]
+    age = format_duration(max(0.0, time.time() - last.last_t))
+    return f"{_describe_holders(state)}; {last.node} reported last, {age} ago"
+
+
+def _describe_holders(state: ReplicaState) -> str:
+    """Describe how many machines held the run, and how many times they did."""
+    return f"{len(state.machines)}, which have held it {state.holders} time{'s' * (state.holders != 1)}"
+
+
+def _describe_upload(state: ReplicaState) -> str:
+    sent = sum(machine.bytes_sent for machine in state.machines)
+    seconds = sum(machine.send_s for machine in state.machines)
     text = f"{format_size(sent)} sent"
     if seconds:
         text += f" at {8 * sent / seconds / 1e6:,.1f} Mbps"
-    if skipped := sum(one.bytes_skipped for one in found.machines):
+    if skipped := sum(machine.bytes_skipped for machine in state.machines):
         text += f", {format_size(skipped)} were there already"
-    outages = sum(one.outages for one in found.machines)
+    outages = sum(machine.outages for machine in state.machines)
     return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text
 
 
-SILENT_S = 300.0
-"""Time without a report after which the holder of a run is not shown as training."""
-
-
 class RemoteRunSource:
-    """A run in a replica that is read repeatedly (see runs/progress_view.py).
+    """A run in a replica that `ratchet watch` reads repeatedly (see runs/progress_view.py).
 
     Args:
         store: the replica.
@@ -261,7 +267,7 @@ class RemoteRunSource:
         self._journal = ReplicaJournalReader(store, self._names)
 
     def refresh(self) -> None:
-        """Read what is new. Raises ReplicaError if the replica cannot be read."""
+        """Read the new events and the state. Raises ReplicaError if the replica cannot be read."""
         content, is_restarted = self._journal.read_new()
         if is_restarted:
             self.view = ProgressView()
@@ -270,54 +276,61 @@ class RemoteRunSource:
         ]
         for event in self.new_events:
             self.view.update(event)
-        self.sidecar = self._aside()
+        self.sidecar = self._read_sidecar()
 
-    def _aside(self) -> SidecarState:
-        found = read_replica_state(self._store, self._names)
-        token, step = found.durable
-        noted = ReplicationState(
-            place=self._store.display_url, token=token, node=found.holder.node if found.holder else "", lock=(0, 0),
-            durable_steps=(step,) if step else (), result=found.finished,
+    def _read_sidecar(self) -> SidecarState:
+        state = read_replica_state(self._store, self._names)
+        token, step = state.durable
+        replication = ReplicationState(
+            place=self._store.display_url, token=token, node=state.holder.node if state.holder else "", lock=(0, 0),
+            durable_steps=(step,) if step else (), result=state.finished,
         )  # fmt: skip
-        return SidecarState(running=_is_trained(found), replica=noted, finished=found.finished)
+        return SidecarState(running=_is_trained(state), replica=replication, finished=state.finished)
 
 
-def _is_trained(found: ReplicaState) -> bool:
-    """Whether a machine holds the run and has reported within SILENT_S, by its own clock."""
-    if found.holder is None or found.holder.state != "holding" or found.finished:
+def _is_trained(state: ReplicaState) -> bool:
+    """Return whether a machine holds the run and has reported within SILENT_S, by its own clock."""
+    if state.holder is None or state.holder.state != "holding" or state.finished:
         return False
-    signs = [one.last_t for one in found.machines]
+    report_times = [machine.last_t for machine in state.machines]
     with suppress(ValueError):  # `since` is only displayed, so it may have any format
-        signs.append(datetime.fromisoformat(found.holder.since).timestamp())
-    return time.time() - max(signs, default=0.0) < SILENT_S
+        report_times.append(datetime.fromisoformat(state.holder.since).timestamp())
+    return time.time() - max(report_times, default=0.0) < SILENT_S
 
 
-RETRY_TIMEOUT_S = 30.0
-"""How long a call of an interactive command is retried."""
-OPTION = "--replica"
-
-
-def resolve_replica(machine: Machine, words: str | bool, run: str | None) -> tuple[ReplicaStore, str | None]:
-    """Open the replica and resolve the run in it. `--replica RUN` is a run in the project's own replica.
+def resolve_replica(machine: Machine, value: str | bool, run: str | None) -> tuple[ReplicaStore, str | None]:
+    """Open the replica of `--replica`, and resolve the run. `--replica RUN` names a run in `machine.replica`.
 
     Args:
         machine: settings with the project's replica.
-        words: value of the option; True: it has no value.
-        run: run id that was given as an argument.
+        value: value of the option; True: the option has no value.
+        run: run id, if the command line has it as an argument.
 
     Raises:
-        SettingsError: no replica is set, or it cannot be opened.
+        SettingsError: no replica is set, or its address is not valid.
     """
-    url = None if isinstance(words, bool) else words
+    url = None if isinstance(value, bool) else value
     if url is not None and run is None and "/" not in url:
         url, run = None, url
-    url = url or machine.replica
+    url = parse_replica_option(url) if url else machine.replica
     if url is None:
-        meaning = f" {run}: without a / this is a run, and its replica is unknown" if run else ": no replica is set"
+        problem = f" {run}: without a / this is a run, and its replica is unknown" if run else ": no replica is set"
         raise SettingsError(
-            f"{OPTION}{meaning}; set machine.replica, or write {OPTION} s3://BUCKET/PREFIX or {OPTION} /FOLDER"
+            f"{OPTION}{problem}; set machine.replica, or write {OPTION} s3://BUCKET/PREFIX or {OPTION} /FOLDER"
         )
     return ReplicaStore(url, TransferLimits(retry_timeout_s=RETRY_TIMEOUT_S), lambda: False), run
+
+
+def parse_replica_option(value: str) -> str:
+    """Return the replica's address from the value of `--replica`. A relative path becomes absolute.
+
+    Raises:
+        SettingsError: the value cannot be the address of a replica, or this machine cannot use that replica.
+    """
+    url = value if ":/" in value or "::" in value else str(Path(value).expanduser().absolute())
+    if problem := find_replica_problem(url) or find_replica_environment_problem(url):
+        raise SettingsError(f"{OPTION}: found {strip_credentials(value)!r}; {problem}")
+    return url
 
 
 def find_remote_run(store: ReplicaStore, prefix: str) -> str:

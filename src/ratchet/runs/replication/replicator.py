@@ -1,16 +1,19 @@
-"""Replicator of a run that one machine trains, and the steps that it shares with the multi-node one.
+"""Replicators: they restore a run from its replica before training, and upload it during training.
 
-Replicator of a run that several machines train together: one holds the lease and uploads, the others watch it.
+`RunReplicator` is for a run that one machine trains. It acquires the lease of the run, restores, and uploads.
 
-Every machine has the whole run on its disk, so any of them may upload. Before it trains, each restores from the replica
-if that is further, which needs no lease. Then it watches the claims and acquires the lease when it trains and the
-lease is free: it was never held, the holder has released it, or did not renew it for `machine.lease_timeout_s`. A
-holder whose ranks have not trained for that long releases it.
+`MultiNodeReplicator` is for a run that several machines train together. One of them holds the lease and uploads; the
+others observe the lease. Every machine has the whole run on its disk, so any of them may upload. Before it trains, each
+machine restores from the replica if the replica is further, which needs no lease. Then it reads the claims at an
+interval. It acquires the lease when its ranks train and the lease is free: no machine has held it, the holder has
+released it, or the holder has not renewed it for `machine.lease_timeout_s`. A holder whose ranks have not trained for
+that long releases the lease.
 
-Two groups must not train the same run for long. The event `worker_ready` lists the machines of a group. A live holder
-with another rendezvous, or none, is a stranger at once. A holder with the same rendezvous is a stranger if it has not
-joined for `machine.rendezvous_timeout_s`, because a member would have given up and released the lease by then. All
-machines of this group stop when they find a stranger. So two groups never both write, and never both train for long.
+Two groups of machines must not train the same run for long. The event `worker_ready` lists the machines of a group. A
+stranger is a live holder that does not belong to the group. A holder with another rendezvous, or without one, is a
+stranger at once. A holder with the same rendezvous is a stranger if it has not joined for
+`machine.rendezvous_timeout_s`, because a member would have given up and released the lease by then. All machines of
+this group stop when they find a stranger. So two groups never both write, and never both train for long.
 """
 
 import re
@@ -54,15 +57,18 @@ from ratchet.runs.replication_protocol import ReplicationState
 RETRY_TIMEOUT_S = 20.0
 """How long one call is retried during training. Its caller tries again later."""
 TIMEOUT_S = 30.0
+"""Time without a byte or an answer after which an attempt ends."""
 CHECK_TIMEOUT_S = 10.0
 """Time limit for checking that the replica still has a result."""
 POLL_S = 0.05
 RELEASE_TIMEOUT_S = 5.0
 """Time limit for releasing the lease at the end of the process."""
+STRANGER_POLL_S = 1.0
+"""Interval at which a machine that waits for a stranger reads the claims."""
 
 
 def create_node_name() -> str:
-    """Unique name of this process: the machine's name and eight random digits."""
+    """Create a unique name of this process: the machine's name and eight random digits."""
     host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:50] or "machine"
     return f"{host}-{uuid4().hex[:8]}"
 
@@ -83,11 +89,11 @@ class ReplicationContext:
 
     @contextmanager
     def open_replica(self, stopping: Callable[[], bool]) -> Iterator[RestoreSource]:
-        """Open the replica; wait for it at most `machine.replica_timeout_s`.
+        """Open the replica, and wait for it at most `machine.replica_timeout_s`.
 
         Raises:
             InterruptedRunError: `stopping` returned True.
-            ReplicaError, SettingsError: the replica cannot be reached, or must not be used.
+            ReplicaError, SettingsError: the replica cannot be reached, or cannot be used.
         """
         store = self._store(
             TransferLimits(retry_timeout_s=self.machine.replica_timeout_s, timeout_s=TIMEOUT_S), stopping
@@ -133,15 +139,15 @@ class ReplicationContext:
         return self._release_deadline_s is not None and time.monotonic() > self._release_deadline_s
 
     def read_state(self) -> ReplicationState | None:
-        """Read the replication state of this replica, if any."""
+        """Read the replication state; None if there is none, or if it belongs to another replica."""
         state = replication_protocol.read_replication_state(self.run.paths)
         return state if state is not None and state.place == self._place else None
 
     def is_done(self, stopping: Callable[[], bool]) -> bool:
-        """Whether the result is on this machine and in the replica.
+        """Return whether the result is on this machine and in the replica.
 
-        If replication.json says so, the replica is checked. If it no longer has the result, everything is marked as
-        missing in the replica, so that it is uploaded again.
+        If replication.json says that it is in the replica, the replica is checked. If it no longer has the result, the
+        whole run is marked as missing there, so that it is uploaded again.
         """
         state = self.read_state()
         if state is None or not state.result or not self.run.paths.is_finished():
@@ -164,23 +170,27 @@ class ReplicationContext:
         return False
 
     def find_previous_claim(self, state: ReplicationState | None) -> Key | None:
-        """Claim of the supervisor that used this directory before. This process holds its lock, so that process has
-        ended."""
+        """Return the claim of the supervisor that used this directory before. This process holds the directory's lock,
+        so that supervisor has ended."""
         if state is None or state.lock != replication_protocol.get_lock_identity(self.run.lock):
             return None
         return state.token, state.node
 
     def save_state(
-        self, token: int, durable_steps: tuple[int, ...] = (), begins: JournalStart | None = None, result: bool = False
+        self,
+        token: int,
+        durable_steps: tuple[int, ...] = (),
+        journal_start: JournalStart | None = None,
+        result: bool = False,
     ) -> ReplicationState:
-        """Save how much of the run is in the replica."""
-        begins = begins or JournalStart()
+        """Write replication.json: how much of the run is in the replica."""
+        journal_start = journal_start or JournalStart()
         with self.run.paths.journal.open("rb") as stream:
-            known = sha256(stream.read(begins.start)).hexdigest()
+            known_sha256 = sha256(stream.read(journal_start.start)).hexdigest()
         state = ReplicationState(
             place=self._place, token=token, node=self.node, lock=replication_protocol.get_lock_identity(self.run.lock),
-            durable_steps=durable_steps, result=result, journal_bytes=begins.start, journal_sha256=known,
-            journal_shift=begins.shift,
+            durable_steps=durable_steps, result=result, journal_bytes=journal_start.start, journal_sha256=known_sha256,
+            journal_shift=journal_start.shift,
         )  # fmt: skip
         state.save(self.run.paths.replication_state)
         return state
@@ -209,27 +219,29 @@ class ReplicationContext:
 
         Args:
             source: the replica.
-            reason: why, for the notice.
+            reason: why the state is replaced, for the notice.
         """
-        had = self.run.paths.checkpoint_steps()
-        found = restore.restore_all(self.run, source)
-        if found.has_kept_local:
+        had_checkpoints = bool(self.run.paths.checkpoint_steps())
+        restored_run = restore.restore_all(self.run, source)
+        if restored_run.has_kept_local:
             source.notices.append(f"the replica has no complete checkpoint ({reason}): resuming from the local state")
         else:
-            aside = f"; the local state is kept as {restore.SUPERSEDED}*" if had else ""
-            what = f"the checkpoint of step {found.step}" if found.step else "no checkpoint"
-            source.notices.append(f"restored from the replica: {what} ({reason}){aside}")
-        return found
+            kept = f"; the local state is kept as {restore.SUPERSEDED}*" if had_checkpoints else ""
+            restored = f"the checkpoint of step {restored_run.step}" if restored_run.step else "no checkpoint"
+            source.notices.append(f"restored from the replica: {restored} ({reason}){kept}")
+        return restored_run
 
 
-def wait_until_settled(missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float) -> str | None:
-    """Wait until the replica is complete or the lease is lost, at most `wait_s`. Returns what is missing."""
+def wait_until_settled(
+    describe_missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float
+) -> str | None:
+    """Wait until the replica is complete or the lease is lost, at most `wait_s`. Return what the replica lacks."""
     deadline = time.monotonic() + wait_s
-    while lacks := missing():
-        if why := lost():
-            return f"{lacks}; {why}"
+    while missing := describe_missing():
+        if reason := lost():
+            return f"{missing}; {reason}"
         if time.monotonic() >= deadline:
-            return lacks
+            return missing
         time.sleep(POLL_S)
     return None
 
@@ -240,7 +252,7 @@ def print_notice(text: str) -> None:
 
 
 class RunReplicator:
-    """Implements `ReplicatorProtocol` for a run that one machine trains.
+    """Replicator of a run that one machine trains (`ReplicatorProtocol`).
 
     Args:
         run: the run; its lock is held.
@@ -259,12 +271,12 @@ class RunReplicator:
             return
         state = context.read_state()
         with context.open_replica(stopping) as source:
-            known = restore.require_same_spec(source.store, context.names, context.run.spec)
-            if known and context.fetch_result(source):
+            is_in_replica = restore.require_same_spec(source.store, context.names, context.run.spec)
+            if is_in_replica and context.fetch_result(source):
                 context.log_notices(source.notices)
                 return
             self._lease.acquire(stopping, print_notice, context.find_previous_claim(state))
-            if not known:
+            if not is_in_replica:
                 source.store.write(context.names.spec, context.run.paths.spec.read_bytes())
             state = self._synchronize(source, state)
             source.store.remove([context.names.object(digest) for digest in source.damaged])
@@ -290,56 +302,53 @@ class RunReplicator:
         self._lease.release()
 
     def _synchronize(self, source: RestoreSource, state: ReplicationState | None) -> ReplicationState:
-        """Restore from the replica if it is further, and return what the replica has."""
+        """Restore from the replica if the replica is further. Return what the replica has."""
         context, token = self._context, self._lease.token
-        written = lease.find_highest_token(source.store, context.names, lease.WRITTEN)
-        begins = JournalStart()
+        newest_token = lease.find_highest_token(source.store, context.names, lease.WRITTEN)
+        journal_start = JournalStart()
         steps: tuple[int, ...] = ()
-        if written == 0:
+        if newest_token == 0:
             pass
-        elif self._is_local_newer(source.store, state, written):
-            begins = self._find_journal_start(source.store, state)
+        elif self._is_local_newer(source.store, state, newest_token):
+            journal_start = self._find_journal_start(source.store, state)
             steps = state.durable_steps if state else ()
         else:
-            found = context.fetch(source, f"holder {written} of this run; this machine is holder {token}")
-            steps = found.steps
-            begins = JournalStart(found.origin, found.origin[1]) if found.origin else begins
-        if begins.origin is not None:
-            self._lease.record_origin(begins.origin)
-        return context.save_state(token, steps, begins)
+            restored = context.fetch(source, f"holder {newest_token} of this run; this machine is holder {token}")
+            steps = restored.steps
+            journal_start = JournalStart(restored.origin, restored.origin[1]) if restored.origin else journal_start
+        if journal_start.origin is not None:
+            self._lease.record_origin(journal_start.origin)
+        return context.save_state(token, steps, journal_start)
 
-    def _is_local_newer(self, store: ReplicaStore, state: ReplicationState | None, written: int) -> bool:
-        """Whether this directory is at least as far as the replica, or has a checkpoint and the replica has none.
+    def _is_local_newer(self, store: ReplicaStore, state: ReplicationState | None, newest_token: int) -> bool:
+        """Return whether this directory is as far as the replica, or has a checkpoint and the replica has none.
 
-        It is at least as far if no other holder has written the run since, or if another machine of the same training
-        was the holder, and its newest valid step is not below that of the replica.
+        The directory is as far under two conditions: its newest valid step is not below that of the replica;
+        and no other holder has written the run since, or the holder was a machine of the same training.
         """
         token, step = restore.find_newest_step(store, self._context.names)
-        ours = restore.find_valid_step(self._context.run.paths)
-        if token == 0 and ours:
+        local_step = restore.find_valid_step(self._context.run.paths)
+        if token == 0 and local_step:
             return True
-        return state is not None and (state.token >= written or state.token == 0) and ours >= step
+        return state is not None and (state.token >= newest_token or state.token == 0) and local_step >= step
 
     def _find_journal_start(self, store: ReplicaStore, state: ReplicationState | None) -> JournalStart:
-        """Find the part of the local journal that is in the replica. If the two differ, all of it is uploaded again."""
+        """Find the part of the local journal that is in the replica. If both differ, all of it is uploaded again."""
         context = self._context
         if state is not None and state.token == 0:
             return manifests.join_journal(context.run.paths.journal, store, context.names)
         if state is None or not state.journal_bytes:
             return JournalStart()
         with context.run.paths.journal.open("rb") as stream:
-            known = sha256(stream.read(state.journal_bytes)).hexdigest()
-        if known != state.journal_sha256:
+            known_sha256 = sha256(stream.read(state.journal_bytes)).hexdigest()
+        if known_sha256 != state.journal_sha256:
             return JournalStart()
-        there = state.journal_bytes + state.journal_shift
-        return JournalStart((state.token, there), state.journal_bytes, state.journal_shift)
-
-
-STRANGER_POLL_S = 1.0
+        remote_bytes = state.journal_bytes + state.journal_shift
+        return JournalStart((state.token, remote_bytes), state.journal_bytes, state.journal_shift)
 
 
 class MultiNodeReplicator:
-    """Implements `ReplicatorProtocol` on one of several machines that train a run together.
+    """Replicator on one of several machines that train a run together (`ReplicatorProtocol`).
 
     Args:
         run: the run; its lock is held.
@@ -353,12 +362,12 @@ class MultiNodeReplicator:
         self._ranks = _RankActivity(run)
         self._held: tuple[ReplicaLease, RunUploader] | None = None
         self._previous_claim: Key | None = None
-        """Claim of the process that used this directory before, which has ended."""
+        """Claim of the process that used this directory before. That process has ended."""
         self._status = LeaseStatus(None, "unsure")
         self._separate_since_s: float | None = None
-        """Since when a holder with the same rendezvous is alive but has not joined this group."""
+        """Time since which a holder with the same rendezvous is alive but has not joined this group."""
         self._saved_state: ReplicationState | None = None
-        """State saved last while another machine uploads."""
+        """Last saved state while another machine uploads; None while this machine uploads."""
         self._damaged: set[str] = set()
         """Damaged objects. Only a holder may remove them."""
         self._stranger = ""
@@ -375,8 +384,8 @@ class MultiNodeReplicator:
             return
         self._previous_claim = context.find_previous_claim(context.read_state())
         with context.open_replica(stopping) as source:
-            known = restore.require_same_spec(source.store, context.names, context.run.spec)
-            if known and context.fetch_result(source):
+            is_in_replica = restore.require_same_spec(source.store, context.names, context.run.spec)
+            if is_in_replica and context.fetch_result(source):
                 context.log_notices(source.notices)
                 return
             self._await_strangers(source, stopping)
@@ -416,7 +425,7 @@ class MultiNodeReplicator:
     # -------------------------------------------------------------------------------------------------- the holder
 
     def _run_once(self) -> None:
-        """Check the lease. A thread calls this at an interval."""
+        """Check the lease. `_task` calls this at an interval."""
         self._ranks.read_new_events()
         if self._held is not None:
             self._keep_or_release_lease(*self._held)
@@ -424,8 +433,8 @@ class MultiNodeReplicator:
             self._check_holder()
 
     def _keep_or_release_lease(self, lease: ReplicaLease, upload: RunUploader) -> None:
-        idle = self._ranks.idle_s() > self._context.machine.lease_timeout_s and upload.missing() is None
-        if lease.lost_reason() or (idle and not self._has_result()):
+        is_idle = self._ranks.idle_s() > self._context.machine.lease_timeout_s and upload.missing() is None
+        if lease.lost_reason() or (is_idle and not self._has_result()):
             self._release_lease()
 
     def _check_holder(self) -> None:
@@ -433,22 +442,22 @@ class MultiNodeReplicator:
         self._status = self._observer.read_status()
         self._save_replica_state()
         self._stranger = self._stranger or self._find_stranger(self._status)
-        gone = self._status.claim.key if self._status.claim else None
-        free = self._status.state == "free" or gone == self._previous_claim
-        if self._stranger or self._is_complete() or not free or not (self._ranks.is_training or self._has_result()):
+        holder_key = self._status.claim.key if self._status.claim else None
+        is_free = self._status.state == "free" or holder_key == self._previous_claim
+        if self._stranger or self._is_complete() or not is_free or not (self._ranks.is_training or self._has_result()):
             return
         lease = context.lease()
         try:
-            lease.acquire(lambda: self._ended, lambda text: None, gone)
-        except (LeaseHeldError, InterruptedRunError):  # another machine was faster; the next check sees it
+            lease.acquire(lambda: self._ended, lambda text: None, holder_key)
+        except (LeaseHeldError, InterruptedRunError):  # another machine was faster: the next check finds its claim
             return
         try:
             self._save_replica_state()
-            if self._is_complete():  # a faster machine finished the upload meanwhile
+            if self._is_complete():  # another machine has finished the upload meanwhile
                 lease.release()
                 return
-            note = self._take_over(lease)
-            self._held, self._saved_state = (lease, context.upload(lease, note)), None
+            state = self._take_over(lease)
+            self._held, self._saved_state = (lease, context.upload(lease, state)), None
         except BaseException:
             lease.release()
             raise
@@ -456,19 +465,19 @@ class MultiNodeReplicator:
             self._release_lease()
 
     def _take_over(self, lease: ReplicaLease) -> ReplicationState:
-        """Prepare to continue the upload from the present state of the replica."""
+        """Prepare to continue the upload from the current state of the replica."""
         context = self._context
         if not restore.require_same_spec(self._store, context.names, context.run.spec):
             self._store.write(context.names.spec, context.run.paths.spec.read_bytes())
         _, step = restore.find_newest_step(self._store, context.names)
-        begins = manifests.join_journal(context.run.paths.journal, self._store, context.names)
-        if begins.origin is not None:
-            lease.record_origin(begins.origin)
+        journal_start = manifests.join_journal(context.run.paths.journal, self._store, context.names)
+        if journal_start.origin is not None:
+            lease.record_origin(journal_start.origin)
         self._store.remove([context.names.object(digest) for digest in self._damaged])
         self._damaged = set()
-        note = context.save_state(lease.token, (step,) if step else (), begins)
+        state = context.save_state(lease.token, (step,) if step else (), journal_start)
         context.log_notices([f"this machine now uploads the run to its replica (holder {lease.token})"])
-        return note
+        return state
 
     def _release_lease(self) -> None:
         if self._held is not None:
@@ -480,20 +489,20 @@ class MultiNodeReplicator:
     # ---------------------------------------------------------------------------------------------------- strangers
 
     def _await_strangers(self, source: RestoreSource, stopping: Callable[[], bool]) -> None:
-        """Return when no stranger holds the run. Raises LeaseHeldError if one does, and InterruptedRunError."""
+        """Return when no stranger holds the run. Raises LeaseHeldError if one is alive, and InterruptedRunError."""
         context, announced = self._context, False
         observer = LeaseObserver(source.store, context.names, context.machine.lease_timeout_s)
         while True:
-            seen = observer.read_status()
-            claim = seen.claim
+            status = observer.read_status()
+            claim = status.claim
             if (
                 claim is None
-                or seen.state == "free"
+                or status.state == "free"
                 or self._is_same_rendezvous(claim)
                 or claim.key == self._previous_claim
             ):
                 return
-            if seen.state == "alive":
+            if status.state == "alive":
                 raise LeaseHeldError(self._describe_holder(claim))
             if stopping():
                 raise InterruptedRunError(f"run {context.names.run_id}: stopped while waiting; run it again to resume")
@@ -506,23 +515,23 @@ class MultiNodeReplicator:
             time.sleep(min(STRANGER_POLL_S, context.machine.lease_timeout_s / RENEWALS_PER_LEASE / 2))
 
     def _is_same_rendezvous(self, claim: LeaseRecord) -> bool:
-        """Whether the machine of a claim uses the same rendezvous, according to the claim."""
+        """Return whether the machine of a claim uses the same rendezvous, according to the claim."""
         return claim.rendezvous == self._context.machine.active_rendezvous
 
-    def _find_stranger(self, seen: LeaseStatus) -> str:
-        """Explain why the holder is a stranger; empty if it is not one, or if that is not certain yet."""
+    def _find_stranger(self, status: LeaseStatus) -> str:
+        """Describe the holder if it is a stranger; empty if it is not, or if that is not certain yet."""
         machine = self._context.machine
-        if seen.claim is None or seen.state != "alive":
+        if status.claim is None or status.state != "alive":
             self._separate_since_s = None
             return ""
-        if seen.claim.node not in self._ranks.machines and not self._is_same_rendezvous(seen.claim):
-            return self._describe_holder(seen.claim)
-        if not self._ranks.machines or seen.claim.node in self._ranks.machines:
+        if status.claim.node not in self._ranks.machines and not self._is_same_rendezvous(status.claim):
+            return self._describe_holder(status.claim)
+        if not self._ranks.machines or status.claim.node in self._ranks.machines:
             self._separate_since_s = None
             return ""
         self._separate_since_s = read_clock_s() if self._separate_since_s is None else self._separate_since_s
         return (
-            self._describe_holder(seen.claim)
+            self._describe_holder(status.claim)
             if read_clock_s() - self._separate_since_s > machine.rendezvous_timeout_s + machine.lease_timeout_s
             else ""
         )
@@ -537,7 +546,7 @@ class MultiNodeReplicator:
     # -------------------------------------------------------------------------------------------- replicated state
 
     def _save_replica_state(self) -> None:
-        """Save what the replica has, so that the worker keeps the checkpoints that it lacks."""
+        """Save what the replica has, so that the worker keeps the checkpoints that the replica lacks."""
         context = self._context
         _, step = restore.find_newest_step(self._store, context.names)
         result = bool(self._store.list(context.names.folder("result")))
@@ -554,7 +563,7 @@ class MultiNodeReplicator:
                     restore.remove_superseded(context.run.paths)
 
     def _is_complete(self) -> bool:
-        """Whether the result is in the replica, so that nothing is left to upload."""
+        """Return whether the result is in the replica, so that nothing is left to upload."""
         return self._saved_state is not None and self._saved_state.result
 
     def _has_result(self) -> bool:
@@ -568,22 +577,22 @@ class MultiNodeReplicator:
             return held[1].missing()
         paths = self._context.run.paths
         newest = max((s for s in paths.checkpoint_steps() if find_manifest(paths.checkpoint(s), CHECKPOINT)), default=0)
-        there = max(saved_state.durable_steps, default=0) if saved_state else 0
+        durable = max(saved_state.durable_steps, default=0) if saved_state else 0
         if self._has_result():
-            what = "" if saved_state and saved_state.result else "the result"
+            missing = "" if saved_state and saved_state.result else "the result"
         else:
-            what = f"the checkpoint of step {newest} (the replica has step {there})" if newest > there else ""
-        if not what:
+            missing = f"the checkpoint of step {newest} (the replica has step {durable})" if newest > durable else ""
+        if not missing:
             return None
-        why = self._outage.text or self._store.trouble
-        if not why:
+        reason = self._outage.text or self._store.trouble
+        if not reason:
             claim = self._status.claim if self._status.state == "alive" else None
-            why = f"machine {claim.node} uploads it" if claim else "no machine uploads it at the moment"
-        return f"{what}; {why}"
+            reason = f"machine {claim.node} uploads it" if claim else "no machine uploads it at the moment"
+        return f"{missing}; {reason}"
 
 
 class _RankActivity:
-    """Tracks from the journal whether the ranks of this machine train, and with which machines."""
+    """State of this machine's ranks from the journal: whether they train, and with which machines."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -594,12 +603,11 @@ class _RankActivity:
         self.is_training = False
 
     def idle_s(self) -> float:
-        """Seconds since the ranks trained last; 0 while they train."""
+        """Return the seconds since the ranks trained last; 0 while they train."""
         return 0.0 if self.is_training else read_clock_s() - self._since_s
 
     def read_new_events(self) -> None:
-        """Read new events. The first call starts at the end of the journal, because its events are from earlier
-        attempts."""
+        """Read new events. The first call skips the existing events, because they belong to earlier attempts."""
         journal = self._run.paths.journal
         if self._reader is None:
             self._reader = JournalReader(journal, journal.stat().st_size)

@@ -1,4 +1,4 @@
-"""Restores a run from a replica, with progress messages; a request to stop interrupts it."""
+"""Restores a run from a replica, with progress messages. A request to stop interrupts a download."""
 
 import json
 import time
@@ -18,6 +18,8 @@ from ratchet.storage import files
 from ratchet.storage.records.base import find_differing_keys
 
 REPORT_INTERVAL_S = 5.0
+SUPERSEDED = "superseded-"
+"""Prefix of local checkpoints and journals that were replaced by the replica's. Only the last set is kept."""
 
 
 class DownloadProgress:
@@ -44,17 +46,12 @@ class DownloadProgress:
             raise InterruptedRunError(
                 f"run {self._run_id}: stopped while fetching from its replica; run it again to resume"
             )
-        self._received_bytes = min(
-            self._expected_bytes, self._received_bytes + count
-        )  # damaged pieces are received again
+        # Damaged pieces are received again, so the sum may exceed the expected bytes.
+        self._received_bytes = min(self._expected_bytes, self._received_bytes + count)
         if (now := time.monotonic()) - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
-            of = f"{status.format_size(self._received_bytes)} of {status.format_size(self._expected_bytes)}"
-            self._on_progress(f"{self._what}: {of} fetched from the replica")
-
-
-SUPERSEDED = "superseded-"
-"""Prefix of local checkpoints and journals that were replaced by the replica's; only the last ones are kept."""
+            share = f"{status.format_size(self._received_bytes)} of {status.format_size(self._expected_bytes)}"
+            self._on_progress(f"{self._what}: {share} fetched from the replica")
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,10 @@ class RestoreSource:
     notices: list[str] = field(default_factory=list)
     """Messages about what was skipped, and why."""
     damaged: set[str] = field(default_factory=set)
-    """Digests of damaged objects. They are uploaded again only after they are removed."""
+    """Digests of damaged objects. Their content is uploaded again only after they are removed."""
 
     def fetch(self, sealed: ReplicaManifest, target: Path) -> None:
-        """Fetch a sealed directory; see `manifests.fetch_sealed`. Also raises InterruptedRunError."""
+        """Fetch a sealed directory as `manifests.fetch_sealed` does. Also raises InterruptedRunError."""
         self.progress.start(f"{sealed.kind} of step {sealed.step}", sealed.size_bytes)
         manifests.fetch_sealed(self.store, self.names, sealed, target, self.damaged, self.progress.receive)
 
@@ -80,28 +77,28 @@ class RestoreResult:
     """Result of a restore."""
 
     step: int | None
-    """Step of the checkpoint; None: the replica has no complete one."""
+    """Step of the restored checkpoint; None: the replica has no complete checkpoint."""
     steps: tuple[int, ...]
-    """Steps of that checkpoint and of those that it refers to."""
+    """Steps of that checkpoint and of the checkpoints that it refers to."""
     origin: Origin | None
     """Origin of the journal."""
     has_kept_local: bool = False
-    """Whether the local state was kept."""
+    """Whether the local state was kept, because the replica has no complete checkpoint."""
 
 
 def require_same_spec(store: ReplicaStore, names: RunObjectNames, spec: BaseRunSpec) -> bool:
-    """Whether the replica has this run. Raises SettingsError if it has another run in its place."""
+    """Return whether the replica has this run. Raises SettingsError if it has another run under this id."""
     data = store.read(names.spec)
     if data is None:
-        if strange := sorted(store.list(names.folder("objects"))):
+        if unknown_objects := sorted(store.list(names.folder("objects"))):
             raise SettingsError(
-                f"machine.replica: {strange[0]} is there, but no {names.spec}: this is not a replica of a run, or a "
-                f"part was removed; set another replica, or run `ratchet reset --replica {names.run_id}`"
+                f"machine.replica: {unknown_objects[0]} is there, but no {names.spec}: this is not a replica of a run, "
+                f"or a part was removed; set another replica, or run `ratchet reset --replica {names.run_id}`"
             )
         return False
-    ours = spec.model_dump(mode="json")
+    local_spec = spec.model_dump(mode="json")
     try:
-        differences = find_differing_keys(spec_identity(json.loads(data)), spec_identity(ours))
+        differences = find_differing_keys(spec_identity(json.loads(data)), spec_identity(local_spec))
     except (ValueError, TypeError, AttributeError):
         raise SettingsError(
             f"machine.replica: {names.spec} is not the spec of a run; set another replica, or run "
@@ -116,24 +113,24 @@ def require_same_spec(store: ReplicaStore, names: RunObjectNames, spec: BaseRunS
 
 
 def find_newest_step(store: ReplicaStore, names: RunObjectNames) -> tuple[int, int]:
-    """Token and step of the last checkpoint in the replica; (0, 0) if there is none."""
+    """Return token and step of the last checkpoint in the replica; (0, 0) without one."""
     return max(_list_checkpoints(store, names), default=(0, 0))
 
 
 def has_result(store: ReplicaStore, names: RunObjectNames) -> bool:
-    """Whether the replica has a complete result, by names and sizes of its objects."""
-    there = {name.rsplit("/", 1)[-1]: size for name, size in store.list(names.folder("objects")).items()}
+    """Return whether the replica has a complete result, by names and sizes of its objects."""
+    sizes = {name.rsplit("/", 1)[-1]: size for name, size in store.list(names.folder("objects")).items()}
     for name in store.list(names.folder("result")):
         for token in parse_numbers(name):
             with suppress(DamagedFileError):
                 entries = manifests.read_replica_manifest(store, names.result(token)).files.values()
-                if all(there.get(sha) == size for sha, size in entries):
+                if all(sizes.get(sha) == size for sha, size in entries):
                     return True
     return False
 
 
 def restore_result(run: RunDirectory, source: RestoreSource) -> int | None:
-    """Fetch the sealed result; return its token, or None if the replica has no complete one."""
+    """Fetch the sealed result. Return its token; None if the replica has no complete result."""
     store, names = source.store, source.names
     for token in sorted(
         (n[0] for name in store.list(names.folder("result")) if (n := parse_numbers(name))), reverse=True
@@ -156,35 +153,35 @@ def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...
         source: the replica; its notices name each skipped checkpoint.
 
     Returns:
-        The fetched steps, that of the checkpoint last; empty if none is complete.
+        The fetched steps, the checkpoint's own last; empty if no checkpoint is complete.
 
     Raises:
         ReplicaError: the replica does not answer.
     """
     skipped = set[tuple[int, int]]()
     while (
-        there := set(_list_checkpoints(source.store, source.names)) - skipped
+        candidates := set(_list_checkpoints(source.store, source.names)) - skipped
     ):  # listed again: a holder may collect garbage
-        token, step = max(there)
+        token, step = max(candidates)
         skipped.add((token, step))
         try:
-            wanted = _collect_manifests(source.store, source.names, token, step)
-            for one in wanted:
-                source.fetch(one, paths.checkpoint(one.step))
+            documents = _collect_manifests(source.store, source.names, token, step)
+            for document in documents:
+                source.fetch(document, paths.checkpoint(document.step))
         except DamagedFileError as error:
             source.notices.append(f"checkpoint of step {step} in the replica is skipped: {error}")
         else:
-            return tuple(one.step for one in wanted)
+            return tuple(document.step for document in documents)
     return ()
 
 
 def restore_journal(run: RunDirectory, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
-    """Replace the journal by the replica's; return its holder."""
-    found = manifests.recover_journal(store, names)
-    if found.origin is not None:
-        files.write_atomic(run.paths.journal, found.content)
+    """Replace the local journal by the replica's. Return the holder and the length of the latter."""
+    recovered = manifests.recover_journal(store, names)
+    if recovered.origin is not None:
+        files.write_atomic(run.paths.journal, recovered.content)
         run.journal.reopen()
-    return found.origin
+    return recovered.origin
 
 
 def set_aside(run: RunDirectory) -> set[str]:
@@ -213,7 +210,7 @@ def _put_back(run: RunDirectory, names: Collection[str]) -> None:
 
 
 def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
-    """Remove what `set_aside` renamed, except these names. Raises OSError."""
+    """Remove the files that `set_aside` renamed, except those named in `but`. Raises OSError."""
     for folder in (paths.checkpoints, paths.root):
         for path in folder.glob(f"{SUPERSEDED}*"):
             if path.name not in but:
@@ -221,20 +218,20 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
 
 
 def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
-    """Restore the replica's state. Local state is moved aside, and moved back if the replica has no complete one."""
-    ours, aside = find_valid_step(run.paths), set_aside(run)
+    """Restore the replica's state. The local state is moved aside; without a complete replica it is moved back."""
+    local_step, superseded = find_valid_step(run.paths), set_aside(run)
     steps = restore_checkpoint(run.paths, source)
-    if ours and not steps:
-        _put_back(run, aside)
+    if local_step and not steps:
+        _put_back(run, superseded)
         return RestoreResult(None, (), None, has_kept_local=True)
     origin = restore_journal(run, source.store, source.names)
-    if aside:  # keep only the last set
-        remove_superseded(run.paths, aside)
+    if superseded:  # keep only the last set
+        remove_superseded(run.paths, superseded)
     return RestoreResult(steps[-1] if steps else None, steps, origin)
 
 
 def find_valid_step(paths: RunPaths) -> int:
-    """The newest step whose local checkpoint is complete, with those that it refers to; 0 if there is none."""
+    """Return the newest step whose local checkpoint is complete, with those that it refers to; 0 without one."""
     for step in reversed(paths.checkpoint_steps()):
         try:
             files.verify_sealed(paths.checkpoint(step), CHECKPOINT)
@@ -247,15 +244,15 @@ def find_valid_step(paths: RunPaths) -> int:
 
 
 def _list_checkpoints(store: ReplicaStore, names: RunObjectNames) -> list[tuple[int, int]]:
-    found = map(parse_numbers, store.list(names.folder("checkpoints")))
-    return [(numbers[0], numbers[1]) for numbers in found if len(numbers) == 2]
+    all_numbers = map(parse_numbers, store.list(names.folder("checkpoints")))
+    return [(numbers[0], numbers[1]) for numbers in all_numbers if len(numbers) == 2]
 
 
 def _collect_manifests(store: ReplicaStore, names: RunObjectNames, token: int, step: int) -> list[ReplicaManifest]:
-    """Documents of a checkpoint and of those that it refers to, itself last."""
+    """Read the documents of a checkpoint and of the checkpoints that it refers to; its own is last."""
     document = manifests.read_replica_manifest(store, names.checkpoint(token, step))
     if document.kind != CHECKPOINT or document.step != step:
-        raise DamagedFileError(f"{names.checkpoint(token, step)}: is of a {document.kind} of step {document.step}")
+        raise DamagedFileError(f"{names.checkpoint(token, step)}: belongs to a {document.kind} of step {document.step}")
     return [
         *(manifests.read_replica_manifest(store, names.checkpoint(token, other)) for other in document.refers_to),
         document,

@@ -11,33 +11,25 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from ratchet.errors import RatchetError, ReplicaError, SettingsError
 from ratchet.redaction import HIDDEN, redact
 
+T = TypeVar("T")
+Kind = Literal["absent", "place", "credentials", "clock", "network"]
+
 LONGEST_TEXT = 300
+"""Most characters of a library's message."""
+POLL_S = 0.2
+"""Interval at which a wait checks whether it should end."""
+LONG_S = 2.0
+"""Duration after which a call without an answer is reported by `RetryPolicy.trouble`."""
 
 
 def strip_credentials(url: str) -> str:
     """Return a URL without user, password, query and fragment."""
-    parts = urlsplit(url)
-    if "://" not in url:
-        return url
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def refuse_secrets(url: str) -> None:
-    """Raise SettingsError for a URL with a secret, because params.yaml is committed, logged and stored in runs."""
-    parts = urlsplit(url) if "://" in url else None
-    if parts is None:
-        return
-    found = "a password" if parts.password is not None else "a query" if parts.query else ""
-    if found:
-        raise SettingsError(
-            f"machine.replica {strip_credentials(url)}: found {found} in the URL, which is stored with the run "
-            "in plain text; remove it and set credentials in the environment or in the library's own files"
-        )
+    match = re.match(r"([^/]*://)(?:[^/?#]*@)?([^?#]*)", url)
+    return match[1] + match[2] if match else url
 
 
 def scrub_text(text: str) -> str:
@@ -47,14 +39,6 @@ def scrub_text(text: str) -> str:
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", rf"\1?{HIDDEN}", text)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
-
-T = TypeVar("T")
-Kind = Literal["absent", "place", "credentials", "clock", "network"]
-
-POLL_S = 0.2
-"""Interval at which a wait checks whether it should end."""
-LONG_S = 2.0
-"""Duration after which a call without an answer is reported by `RetryPolicy.trouble`."""
 
 ABSENT = {"NoSuchKey", "NoSuchUpload", "NoSuchVersion", "404"}
 PLACE = {
@@ -70,7 +54,7 @@ CREDENTIALS = {
     "TokenRetrievalError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
     "AuthenticationException", "BadHostKeyException",
 }  # fmt: skip
-"""Error codes of S3, HTTP status codes, and names of exceptions of boto, Google, Azure and paramiko."""
+"""Kinds of errors: codes of S3, HTTP status codes, and names of exceptions of boto, Google, Azure and paramiko."""
 
 BROKEN = (RuntimeError, AttributeError, TypeError, ValueError)
 """Exceptions that libraries raise from a connection in an unexpected state."""
@@ -96,23 +80,22 @@ def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _iterate_error_names(error: BaseException) -> Iterator[str]:
-    """Yield a library's names of an error, the most exact first: the service's code, its status, the class."""
+    """Yield the names of an error in its library, the most exact first: the service's code, its status, the class."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         yield str(response.get("Error", {}).get("Code", ""))
         yield str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     for attribute in ("status_code", "status", "code"):
-        if isinstance(found := getattr(error, attribute, None), int):
-            yield str(found)
+        if isinstance(value := getattr(error, attribute, None), int):
+            yield str(value)
     yield type(error).__name__
 
 
 def classify_error(error: BaseException) -> Kind:
-    """Classify an error: missing object, bucket or directory, credentials, clock; every other error may be
-    transient."""
+    """Classify an error: missing object, bucket or directory, credentials, clock. All other errors may be transient."""
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return "place"
-    names = [name for one in _iterate_causes(error) for name in _iterate_error_names(one)]
+    names = [name for cause in _iterate_causes(error) for name in _iterate_error_names(cause)]
     kinds: tuple[tuple[Kind, set[str]], ...] = (("place", PLACE), ("clock", CLOCK), ("absent", ABSENT))
     for kind, known in (*kinds, ("credentials", CREDENTIALS)):
         if any(name in known for name in names):
@@ -122,10 +105,11 @@ def classify_error(error: BaseException) -> Kind:
 
 def describe_error(error: BaseException) -> str:
     """Describe an error in one line, with the service's code, without secrets."""
-    code = next(name for one in reversed(list(_iterate_causes(error))) for name in _iterate_error_names(one) if name)
+    causes = reversed(list(_iterate_causes(error)))
+    code = next(name for cause in causes for name in _iterate_error_names(cause) if name)
     strerror = getattr(error, "strerror", None)
-    words = str(strerror or error)
-    return scrub_text(words if code in words else f"{code}: {words}" if words else code)
+    message = str(strerror or error)
+    return scrub_text(message if code in message else f"{code}: {message}" if message else code)
 
 
 class RetryPolicy:
@@ -140,12 +124,12 @@ class RetryPolicy:
 
     def __init__(
         self,
-        shown: str,
+        display_url: str,
         waits_s: tuple[float, float, float],
         stopping: Callable[[], bool],
         reopen: Callable[[], None],
     ) -> None:
-        self._display_url = shown
+        self._display_url = display_url
         self._retry_timeout_s, self._first_s, self._longest_s = waits_s
         self._stopping = stopping
         self._reopen = reopen
@@ -154,8 +138,8 @@ class RetryPolicy:
 
     @property
     def trouble(self) -> str:
-        """Last error of a call in progress; empty if there is none."""
-        calls = sorted(self._calls.values(), key=lambda one: one[1])
+        """Last error of a call in progress; empty without one."""
+        calls = sorted(self._calls.values(), key=lambda call: call[1])
         for _, _, message in calls:
             if message:
                 return message
@@ -169,12 +153,12 @@ class RetryPolicy:
         return lambda attempt: self.run(what, attempt, strict)
 
     def run(self, what: str, attempt: Callable[[], T], strict: bool = False) -> T:
-        """Call until it returns.
+        """Call `attempt` until it returns.
 
         Args:
             what: description of the call, as an infinitive.
-            attempt: makes one attempt.
-            strict: raise SettingsError at once for an error that the user must fix, instead of retrying.
+            attempt: makes one attempt of the call.
+            strict: raise SettingsError at once for an error that the user must fix, and do not retry.
 
         Raises:
             FileNotFoundError: the object does not exist.

@@ -1,8 +1,8 @@
-"""S3 backend: multipart uploads that are resumed and verified by the service's checksums.
+"""S3 backend: multipart uploads that are resumed, and verified by the service's checksums.
 
 A successful answer does not prove that the content arrived. Two checksums do: an ETag that is an MD5 sum, because the
-service computes it from the stored content, and a SHA-256 checksum, if the service was observed to refuse a wrong one.
-All other content is read back.
+service computes it from the stored content; and a SHA-256 checksum, if a test has shown that the service refuses a
+wrong one. Content without such a checksum is read back.
 
 The ETag of an object sent in one request is its MD5; that of an object sent in n parts is the MD5 of the MD5s of its
 parts, and `-n`. Composite SHA-256 checksums are built in the same way (Amazon S3 User Guide, "Checking object integrity
@@ -14,13 +14,12 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.errors import DamagedFileError
 from ratchet.runs.replication.backend import (
     BUFFERED_BYTES,
     PIECE_BYTES,
@@ -34,16 +33,24 @@ from ratchet.runs.replication.backend import (
     compute_remote_digest,
     create_shallow_socket,
 )
-from ratchet.runs.replication.retry import strip_credentials
 from ratchet.storage.files import Entry
 
 PART_BYTES = 8 << 20
-"""Size of all parts but the last; S3 refuses parts below 5 MiB."""
+"""Size of all parts but the last. S3 refuses parts below 5 MiB."""
 MOST_PARTS = 10_000
+READ_BYTES = 1 << 18
+RESTARTS = 4
+"""Attempts of an upload that the service forgets, or whose result is wrong although every part was correct."""
+REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch"}
+"""Error codes with which a service refuses a wrong checksum."""
+UNFINISHABLE = {"InvalidPart", "InvalidPartOrder", "InvalidRequest", "EntityTooSmall", *REFUSALS}
+"""Error codes with which a service refuses to complete an upload."""
+Sizes = list[int]
+Listed = list[dict[str, Any]]
 
 
 def compute_part_bytes(size: int) -> int:
-    """Compute the size of the parts of a file. All are equal, because some services require it."""
+    """Compute the size of the parts of a file. All parts have one size, because some services require it."""
     return max(PART_BYTES, -(-size // MOST_PARTS))
 
 
@@ -65,14 +72,14 @@ class MultipartChecksums:
     @classmethod
     def from_file(cls, path: Path) -> "MultipartChecksums":
         """Compute the checksums in one pass over a file."""
-        part_bytes, whole = compute_part_bytes(path.stat().st_size), hashlib.sha256()
+        part_bytes, file_digest = compute_part_bytes(path.stat().st_size), hashlib.sha256()
         md5s, sha256s, size = [], [], 0
         for data in _read_parts(path, part_bytes):
-            whole.update(data)
+            file_digest.update(data)
             size += len(data)
             md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
             sha256s.append(hashlib.sha256(data).digest())
-        return cls(path, part_bytes, (whole.hexdigest(), size), tuple(md5s), tuple(sha256s))
+        return cls(path, part_bytes, (file_digest.hexdigest(), size), tuple(md5s), tuple(sha256s))
 
     @property
     def is_single_request(self) -> bool:
@@ -99,7 +106,7 @@ class MultipartChecksums:
             with self.path.open("rb") as stream:
                 stream.seek((number - 1) * self.part_bytes)
                 return stream.read(self.part_bytes)
-        except FileNotFoundError:  # FileNotFoundError would look like an answer of the service
+        except FileNotFoundError:  # this error would look like an answer of the service
             raise DamagedFileError(f"{self.path}: was removed while it was sent; it is not replicated") from None
 
 
@@ -110,18 +117,9 @@ def _read_parts(path: Path, part_bytes: int) -> Iterator[bytes]:
             yield data
 
 
-READ_BYTES = 1 << 18
-RESTARTS = 4
-"""Attempts of an upload that the service forgets, or whose result is wrong although every part was correct."""
-REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch"}
-UNFINISHABLE = {"InvalidPart", "InvalidPartOrder", "InvalidRequest", "EntityTooSmall", *REFUSALS}
-Sizes = list[int]
-Listed = list[dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class S3Capabilities:
-    """Checksums of a service that can be relied on."""
+    """Checksums of a service that Ratchet can rely on."""
 
     md5_tags: bool
     """Whether ETags are MD5 sums."""
@@ -130,17 +128,11 @@ class S3Capabilities:
 
 
 class S3Backend:
-    """Sends S3 requests through s3fs, which finds credentials and endpoint in the environment and in boto's files."""
+    """S3 through s3fs, which finds credentials and endpoint in the environment and in boto's files."""
 
     def __init__(self, url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> None:
         parts = urlsplit(url)
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
-        if find_spec("s3fs") is None:
-            raise SettingsError(
-                f"machine.replica {strip_credentials(url)}: the library s3fs is missing (pip install s3fs)"
-            )
-        if not self._bucket:
-            raise SettingsError(f"machine.replica {strip_credentials(url)}: no bucket; write s3://BUCKET/PREFIX")
         self._throttle, self._watch, self._timeout_s = throttle, watch, timeout_s
         self._lock = threading.Lock()
         self._system: Any = None
@@ -160,7 +152,7 @@ class S3Backend:
         skipped = len(self._prefix) + 1 if self._prefix else 0
         while True:
             answer = self._call("list_objects_v2", **parameters)
-            found |= {one["Key"][skipped:]: int(one["Size"]) for one in answer.get("Contents", [])}
+            found |= {entry["Key"][skipped:]: int(entry["Size"]) for entry in answer.get("Contents", [])}
             if not answer.get("IsTruncated"):
                 return found
             parameters["ContinuationToken"] = answer["NextContinuationToken"]
@@ -169,7 +161,7 @@ class S3Backend:
         return int(self._call("head_object", Key=self._key(name))["ContentLength"])
 
     def read(self, name: str) -> bytes:
-        """Read an object; twice if its ETag is not the MD5 of the content. Two equal reads are taken as correct."""
+        """Read an object, and again if its ETag is not the MD5 of the content. Two equal reads count as correct."""
         first, tag = self._get(name, {})
         if hashlib.md5(first, usedforsecurity=False).hexdigest() == tag:
             return first
@@ -179,7 +171,7 @@ class S3Backend:
         return first
 
     def piece(self, name: str, start: int) -> bytes:
-        return self._get(name, {"Range": f"bytes={start}-{start + PIECE_BYTES - 1}"}, some=True)[0]
+        return self._get(name, {"Range": f"bytes={start}-{start + PIECE_BYTES - 1}"}, allow_partial=True)[0]
 
     def write(self, name: str, data: bytes) -> None:
         self._put(name, data, encode_base64(hashlib.sha256(data).digest()))
@@ -188,34 +180,32 @@ class S3Backend:
         self._call("delete_object", Key=self._key(name))
 
     def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
-        """Upload in parts, each verified before the object appears. Parts that a killed process sent are not sent
+        """Upload in parts. Each is verified before the object appears. Parts that a killed process sent are not sent
         again."""
         if self._verified.get(name) == entry and retry(f"look for {name}", lambda: self._has_size(name, entry[1])):
             return 0
         parts = MultipartChecksums.from_file(path)
         if parts.entry != entry:
             raise build_damaged_error(path, parts.entry)
-        if self._holds(name, parts, retry):
+        if self._has_content(name, parts, retry):
             return 0
         sent: Sizes = []
         for _ in range(RESTARTS):
             try:
                 if parts.is_single_request:
-                    tag = retry(f"write {name}", lambda: self._send_whole(name, parts, sent))
+                    tag = retry(f"write {name}", lambda: self._send_in_one_request(name, parts, sent))
                 else:
                     tag = self._send_parts(name, parts, retry, sent)
-            except (
-                FileNotFoundError
-            ):  # the upload has ended: an attempt whose answer was lost, or another process, ended it
+            except FileNotFoundError:  # another process ended the upload, or an attempt whose answer was lost
                 tag = ""
             self._uploads.pop(name, None)
-            if tag == parts.etag or self._holds(name, parts, retry):
+            if tag == parts.etag or self._has_content(name, parts, retry):
                 self._verified[name] = entry
                 return sum(sent)
         raise ContentMismatchError(f"{name}: sent {RESTARTS} times, but the stored content still differs")
 
-    def _send_whole(self, name: str, parts: MultipartChecksums, sent: Sizes) -> str:
-        """Upload a file in one request; return its ETag, and append the bytes sent to `sent`."""
+    def _send_in_one_request(self, name: str, parts: MultipartChecksums, sent: Sizes) -> str:
+        """Upload a file in one request. Return its ETag, and append the bytes sent to `sent`."""
         data = parts.data(1)
         tag = self._put(name, data, parts.checksum)
         sent.append(len(data))
@@ -223,7 +213,7 @@ class S3Backend:
         return tag
 
     def _send_parts(self, name: str, parts: MultipartChecksums, retry: RetryCallable, sent: Sizes) -> str:
-        """Upload a file in parts; return its ETag, and append the bytes sent to `sent`."""
+        """Upload a file in parts. Return its ETag, and append the bytes sent to `sent`."""
         upload, arrived = retry(f"begin {name}", lambda: self._begin_upload(name))
         for number, md5 in enumerate(parts.md5s, 1):
             if arrived.get(number) != md5.hex():
@@ -236,24 +226,23 @@ class S3Backend:
         return retry(f"finish {name}", lambda: self._finish_upload(name, upload, listed))
 
     def _finish_upload(self, name: str, upload: str, listed: Listed) -> str:
-        """Complete a multipart upload and return the ETag of the object; abort an upload that the service refuses to
-        finish.
+        """Complete a multipart upload and return the ETag of the object.
 
-        A request that times out is sent again. The service completes the upload once and then answers that it is
-        complete.
+        An upload that the service refuses to complete is aborted. A request that times out is sent again: the service
+        completes the upload once, and then answers that it is complete.
         """
-        this: dict[str, Any] = {"Key": self._key(name), "UploadId": upload}
+        upload_key: dict[str, Any] = {"Key": self._key(name), "UploadId": upload}
         try:
-            done = self._call("complete_multipart_upload", MultipartUpload={"Parts": listed}, **this)
+            answer = self._call("complete_multipart_upload", MultipartUpload={"Parts": listed}, **upload_key)
         except OSError as error:
             if _error_code(error) not in UNFINISHABLE:
                 raise
-            self._call("abort_multipart_upload", **this)
+            self._call("abort_multipart_upload", **upload_key)
             raise FileNotFoundError(f"{name}: {_error_code(error)}") from None
-        return str(done["ETag"]).strip('"')
+        return str(answer["ETag"]).strip('"')
 
     def _begin_upload(self, name: str) -> tuple[str, dict[int, str]]:
-        """Return the id of an unfinished upload and the ETags of its parts; begin a new upload if there is none."""
+        """Return the id of the unfinished upload and the ETags of its parts. Without one, begin a new upload."""
         key = self._key(name)
         upload = self._uploads.get(name) or self._find_unfinished_upload(key)
         arrived: dict[int, str] = {}
@@ -263,7 +252,7 @@ class S3Backend:
             parameters: dict[str, Any] = {"Key": key, "UploadId": upload}
             while True:
                 answer = self._call("list_parts", **parameters)
-                arrived |= {int(one["PartNumber"]): str(one["ETag"]).strip('"') for one in answer.get("Parts", [])}
+                arrived |= {int(part["PartNumber"]): str(part["ETag"]).strip('"') for part in answer.get("Parts", [])}
                 if not answer.get("IsTruncated"):
                     break
                 parameters["PartNumberMarker"] = answer["NextPartNumberMarker"]
@@ -271,13 +260,13 @@ class S3Backend:
         return upload, arrived
 
     def _find_unfinished_upload(self, key: str) -> str | None:
-        """Find an upload that a killed process left unfinished. Without the permission to list uploads, none is
-        found."""
+        """Return the id of an upload that a killed process left unfinished; None without one, or without the
+        permission to list uploads."""
         try:
             listed = self._call("list_multipart_uploads", Prefix=key).get("Uploads", [])
         except (PermissionError, NotImplementedError):
             return None
-        return next((str(one["UploadId"]) for one in listed if one["Key"] == key), None)
+        return next((str(upload["UploadId"]) for upload in listed if upload["Key"] == key), None)
 
     def _part(self, name: str, upload: str, parts: MultipartChecksums, number: int) -> Callable[[], tuple[str, int]]:
         def send() -> tuple[str, int]:
@@ -301,28 +290,28 @@ class S3Backend:
         except FileNotFoundError:
             return False
 
-    def _holds(self, name: str, parts: MultipartChecksums, retry: RetryCallable) -> bool:
-        """Whether the object exists with exactly this content."""
+    def _has_content(self, name: str, parts: MultipartChecksums, retry: RetryCallable) -> bool:
+        """Return whether the object exists with exactly this content."""
         key = self._key(name)
         try:
-            there = retry(f"look for {name}", lambda: self._call("head_object", Key=key, ChecksumMode="ENABLED"))
+            answer = retry(f"look for {name}", lambda: self._call("head_object", Key=key, ChecksumMode="ENABLED"))
         except FileNotFoundError:
             return False
-        if int(there["ContentLength"]) != parts.entry[1]:
+        if int(answer["ContentLength"]) != parts.entry[1]:
             return False
-        right = str(there["ETag"]).strip('"') == parts.etag
-        if not right and str(there.get("ChecksumSHA256")) == parts.checksum:
-            right = retry("test which checksums the service verifies", self._probe_capabilities).refuses_wrong_sums
-        if right or compute_remote_digest(self, name, parts.entry[1], retry) == parts.entry[0]:
+        is_same = str(answer["ETag"]).strip('"') == parts.etag
+        if not is_same and str(answer.get("ChecksumSHA256")) == parts.checksum:
+            is_same = retry("test which checksums the service verifies", self._probe_capabilities).refuses_wrong_sums
+        if is_same or compute_remote_digest(self, name, parts.entry[1], retry) == parts.entry[0]:
             self._verified[name] = parts.entry
             return True
         return False
 
     def _probe_capabilities(self) -> S3Capabilities:
-        """Find out what the service verifies by writing small objects with a right and a wrong checksum."""
+        """Test what the service verifies: write small objects with a right and a wrong checksum."""
         if self._capabilities is None:
             name, data = f"checks/{uuid4().hex}", b"is this what arrived?"
-            right, wrong = (encode_base64(hashlib.sha256(one).digest()) for one in (data, b"no"))
+            right, wrong = (encode_base64(hashlib.sha256(content).digest()) for content in (data, b"no"))
             tag, refuses = self._put(name, data, right), False
             try:
                 self._put(name, data, wrong)
@@ -338,29 +327,29 @@ class S3Backend:
         """Write an object in one request; return its ETag."""
         return str(self._call("put_object", data, Key=self._key(name), ChecksumSHA256=sha256)["ETag"]).strip('"')
 
-    def _get(self, name: str, parameters: dict[str, str], some: bool = False) -> tuple[bytes, str]:
+    def _get(self, name: str, parameters: dict[str, str], allow_partial: bool = False) -> tuple[bytes, str]:
         """Read content and ETag of an object.
 
         Args:
             name: the object.
             parameters: further parameters of the request.
-            some: return the bytes received so far if the connection breaks.
+            allow_partial: return the bytes that were received if the connection breaks.
         """
         system = self._get_system()
 
         async def get(progress: TransferProgress) -> tuple[bytes, str]:
             answer = await system._call_s3("get_object", Bucket=self._bucket, Key=self._key(name), **parameters)
-            body, found = answer["Body"], bytearray()
+            body, received = answer["Body"], bytearray()
             try:
                 while block := await body.read(READ_BYTES):
-                    found += block
+                    received += block
                     progress.moved()
-            except Exception:  # the received bytes count; the caller requests the rest
-                if not (some and found):
+            except Exception:  # the received bytes are valid; the caller requests the rest
+                if not (allow_partial and received):
                     raise
             finally:
                 body.close()
-            return bytes(found), str(answer["ETag"]).strip('"')
+            return bytes(received), str(answer["ETag"]).strip('"')
 
         return self._watch.coroutine(get, system.loop)
 
@@ -389,8 +378,8 @@ class S3Backend:
 
         settings = {
             "connect_timeout": self._timeout_s,
-            "read_timeout": 2
-            * (self._timeout_s + self._watch.buffered_s(BUFFERED_BYTES)),  # the watchdog ends a request earlier
+            # Longer than the watchdog's limit, which ends a request first.
+            "read_timeout": 2 * (self._timeout_s + self._watch.buffered_s(BUFFERED_BYTES)),
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "connector_args": {"socket_factory": create_shallow_socket},
         }
@@ -404,11 +393,11 @@ class S3Backend:
 
 
 def _remove_expect_header(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies without waiting for `100 Continue`, which some servers never send."""
+    """Let requests not wait for `100 Continue`, which some servers never send."""
     params["headers"].pop("Expect", None)
 
 
 def _error_code(error: BaseException) -> str:
-    """Code of the service in an error that s3fs has translated; empty if it has none."""
+    """Return the service's code of an error that s3fs has translated; empty without one."""
     response = getattr(error.__cause__, "response", None)
     return str(response["Error"].get("Code", "")) if response else ""

@@ -1,5 +1,6 @@
-"""Object store of a replica: S3, a directory, or any URL that fsspec supports. Objects are atomic and verified; calls
-are retried.
+"""Object store of a replica: S3, a directory, or any URL that fsspec supports.
+
+Objects appear atomically, and their content is verified. Calls are retried.
 
 Layout of a replica. All names are relative to `machine.replica`, with `/` between their parts.
 
@@ -9,13 +10,13 @@ Layout of a replica. All names are relative to `machine.replica`, with `/` betwe
     runs/RUN/journal/TOKEN-START-END.jsonl   bytes START to END of the journal as holder TOKEN had it
     runs/RUN/result/TOKEN.json               the sealed result, like a checkpoint
     runs/RUN/claims/TOKEN-NODE.json          claims; the holder with the highest token renews its claim
-    runs/RUN/entering/NODE                   a machine is choosing a token
+    runs/RUN/entering/NODE                   exists while a machine is choosing a token
     runs/RUN/nodes/NODE.json                 report of a machine: steps, uploads, interruptions
-    speed/MACHINE-RANDOM                     test data while a machine measures its network
+    speed/MACHINE-RANDOM                     test data, while a machine measures its network
 
-TOKEN counts holders of a run from 1, with eight digits. It is a fencing token: a holder that was thought dead and comes
-back writes under its old token, and readers prefer the highest token. Only a holder's own claim and report are ever
-overwritten, so two writers cannot damage each other's data.
+TOKEN counts holders of a run from 1, with eight digits. It is a fencing token: a holder that was treated as dead and
+comes back writes under its old token, and readers prefer the highest token. A holder overwrites only its own claim and
+report, so two writers cannot damage each other's data.
 """
 
 import errno
@@ -24,27 +25,29 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 from uuid import uuid4
 
-from ratchet.config.machine import find_scheme_problem
+from ratchet.config.machine import S3_SCHEMES, parse_local_folder
 from ratchet.errors import DamagedFileError, ReplicaError, SettingsError
-from ratchet.runs.replication import backend
 from ratchet.runs.replication.backend import (
     BandwidthThrottle,
     ContentMismatchError,
+    FsspecBackend,
     LocalBackend,
     StorageBackend,
     TransferWatchdog,
     read_pieces,
 )
-from ratchet.runs.replication.retry import ADVICE, RetryPolicy, refuse_secrets, strip_credentials
+from ratchet.runs.replication.retry import ADVICE, RetryPolicy, strip_credentials
 from ratchet.runs.replication.s3_backend import S3Backend
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
 NODE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 """Pattern of a machine's name in a replica."""
+MAX_READS = 8
+"""Reads of an object whose content differs each time."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class RunObjectNames:
         return f"{self.root}/spec.json"
 
     def folder(self, kind: str) -> str:
-        """`objects`, `checkpoints`, `journal`, `result`, `claims`, `entering` or `nodes`."""
+        """Return the folder of a kind: objects, checkpoints, journal, result, claims, entering or nodes."""
         return f"{self.root}/{kind}"
 
     def object(self, digest: str) -> str:
@@ -88,20 +91,14 @@ class RunObjectNames:
 
 
 def parse_numbers(name: str) -> tuple[int, ...]:
-    """Numbers at the beginning of the last part of a name: token and step, or token, start and end."""
+    """Return the numbers at the start of the last part of a name: token and step, or token, start and end."""
     last = name.rsplit("/", 1)[-1]
     found = re.match(r"[0-9]+(?:-[0-9]+)*(?=[-.])", last)
     return tuple(map(int, found[0].split("-"))) if found else ()
 
 
-S3_SCHEMES = ("s3", "s3a")
-MAX_READS = 8
-"""Reads of an object whose content differs each time."""
-LOCAL_SCHEMES = ("", "file", "local")
-
-
-def _ignore_progress(*about: object) -> None:
-    """Do nothing: the caller does not follow the progress."""
+def _ignore_progress(*_: object) -> None:
+    """Do nothing, because the caller does not need the progress."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +106,15 @@ class TransferLimits:
     """Limits and timeouts of a store."""
 
     bytes_s: float | None = None
-    """Bandwidth limit in bytes/s; None: unlimited."""
+    """Bandwidth limit in bytes/s. None: no limit."""
     retry_timeout_s: float = 600.0
-    """How long one call is retried; 0: one attempt. Each part of a large object is a separate call."""
+    """How long one call is retried. 0: one attempt. Each part of a large object is a separate call."""
     timeout_s: float = 30.0
     """Time without a byte or an answer after which an attempt ends."""
     slowest_bytes_s: float = 1024.0
-    """Speed of the slowest connection that does not count as stalled; extends the timeout for buffered bytes."""
+    """Speed of the slowest connection that does not count as stalled. It extends the timeout for buffered bytes."""
     first_wait_s: float = 0.5
-    """Bound of the wait before the first retry; it doubles with each retry."""
+    """Bound of the wait before the first retry. It doubles with each retry."""
     longest_wait_s: float = 30.0
     """Bound of all waits."""
 
@@ -129,18 +126,13 @@ class ReplicaStore:
     """
 
     def __init__(self, url: str, limits: TransferLimits, stopping: Callable[[], bool]) -> None:
-        """Open the store; nothing is sent yet.
+        """Create the store. Nothing is sent yet.
 
         Args:
-            url: `machine.replica`.
+            url: `machine.replica`, or a value of `--replica`; both were checked when they were read.
             limits: bandwidth limit and timeouts.
             stopping: called between attempts; returns whether to stop.
-
-        Raises:
-            SettingsError: fsspec does not know the URL, its library is not installed, other machines cannot read it, or
-                it contains a secret.
         """
-        refuse_secrets(url)
         self.display_url = strip_credentials(url)
         """The URL without credentials, for messages."""
         self._backend = _create_backend(
@@ -173,7 +165,7 @@ class ReplicaStore:
 
         try:
             self._retry_policy.run("write, list, read and remove", check, strict=True)
-        except FileNotFoundError as error:  # such as below /proc
+        except FileNotFoundError as error:  # as for folders below /proc
             raise SettingsError(
                 f"machine.replica {self.display_url}: cannot write: {error}; {ADVICE['place']}"
             ) from None
@@ -181,7 +173,7 @@ class ReplicaStore:
             self._retry_policy.run("remove stale files", self._backend.remove_stale_partials)
 
     def list(self, folder: str, strict: bool = False) -> dict[str, int]:
-        """Names below a folder and their sizes in bytes, never from a cache.
+        """Return the names below a folder with their sizes in bytes, never from a cache.
 
         With `strict`, raises SettingsError at once if bucket, directory, credentials or clock are wrong.
         """
@@ -192,16 +184,15 @@ class ReplicaStore:
                 and not self._retry_policy.run("open the directory", self._backend.exists, strict)
             ):
                 raise SettingsError(
-                    f"machine.replica {self.display_url}: directory not found: no "
-                    f"run was replicated there yet, or the disk "
-                    "is not mounted"
+                    f"machine.replica {self.display_url}: directory not found: no run was replicated there yet, or "
+                    "the disk is not mounted"
                 )
             return self._retry_policy.run(f"list {folder}", lambda: self._backend.list(folder), strict)
         except FileNotFoundError:
             return {}
 
     def read(self, name: str) -> bytes | None:
-        """Read a small object; None if it does not exist."""
+        """Read a small object; return None if it does not exist."""
         try:
             return self._retry_policy.run(f"read {name}", lambda: self._backend.read(name))
         except FileNotFoundError:
@@ -213,18 +204,18 @@ class ReplicaStore:
         def write() -> None:
             self._backend.write(name, data)
             try:
-                there = self._backend.read(name)
+                stored = self._backend.read(name)
             except FileNotFoundError as error:
                 raise ContentMismatchError("the object is missing after it was written") from error
-            if there != data:
+            if stored != data:
                 raise ContentMismatchError("the content read back differs from what was written")
 
         self._retry_policy.run(f"write {name}", write)
 
     def send(self, name: str, path: Path, entry: Entry) -> int:
-        """Upload a file of this digest and size unless the object exists; return the bytes sent.
+        """Upload a file of this digest and size, unless the object exists. Return the bytes sent.
 
-        Parts that have arrived are not sent again. The object appears only after its content was verified.
+        Parts that have arrived are not sent again. The object appears only after its content has been verified.
 
         Raises:
             DamagedFileError: the file does not match `entry`; nothing is sent.
@@ -249,33 +240,33 @@ class ReplicaStore:
             on_bytes: called with the size of each received piece. If it raises, no file is left.
 
         Raises:
-            DamagedFileError: the object does not exist, or differs from `entry` in the same way twice; no file is left.
+            DamagedFileError: the object does not exist, or differs from `entry` twice in the same way. No file is left.
         """
         partial = path.parent / f"{files.PARTIAL}{path.name}-{uuid4().hex}"
         try:
-            wrong = ""
+            wrong_digest = ""
             for _ in range(MAX_READS):
-                if (found := self._copy(name, partial, entry, on_bytes)) == entry[0]:
+                if (digest := self._copy(name, partial, entry, on_bytes)) == entry[0]:
                     partial.rename(path)
                     files.fsync_directory(path.parent)
                     return
-                if found == wrong:  # a network that alters bytes does not do it in the same way twice
+                if digest == wrong_digest:  # a network that alters bytes does not do it in the same way twice
                     break
-                wrong = found
+                wrong_digest = digest
         finally:
             partial.unlink(missing_ok=True)
         raise DamagedFileError(f"{self.display_url}/{name}: content differs from its digest")
 
     def _copy(self, name: str, partial: Path, entry: Entry, on_bytes: Callable[[int], None]) -> str:
-        """Download an object to a partial file; return its digest."""
+        """Download an object to a partial file. Return the digest of the content."""
         if (size := self._size(name)) != entry[1]:
             found = "missing" if size is None else f"{size:,} bytes"
             raise DamagedFileError(f"{self.display_url}/{name}: {found}, its manifest says {entry[1]:,} bytes")
-        found_digest = hashlib.sha256()
+        digest = hashlib.sha256()
 
         def blocks() -> Iterator[list[bytes]]:
             for piece in read_pieces(self._backend, name, entry[1], self._retry_policy.run):
-                found_digest.update(piece)
+                digest.update(piece)
                 yield [piece]
                 on_bytes(len(piece))
 
@@ -283,7 +274,7 @@ class ReplicaStore:
             files.write_blocks(partial, blocks())
         except FileNotFoundError:
             raise DamagedFileError(f"{self.display_url}/{name}: was removed while it was read") from None
-        return found_digest.hexdigest()
+        return digest.hexdigest()
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """Read an object in pieces, unverified. Raises DamagedFileError if it does not exist."""
@@ -293,11 +284,11 @@ class ReplicaStore:
         yield from read_pieces(self._backend, name, size, self._retry_policy.run)
 
     def remove(self, names: Collection[str], require: Callable[[], None] = _ignore_progress) -> None:
-        """Remove these objects if they exist.
+        """Remove those of these objects that exist.
 
         Args:
             names: the objects.
-            require: called right before each attempt; an exception from it ends the removal.
+            require: called right before each attempt. An exception from it ends the removal.
         """
         for name in names:
 
@@ -319,14 +310,8 @@ class ReplicaStore:
 
 def _create_backend(url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> StorageBackend:
     """Create the backend for the scheme of a URL."""
-    parts = urlsplit(url) if "://" in url else None
-    scheme = "" if parts is None else parts.scheme
-    if scheme in S3_SCHEMES:
+    if (folder := parse_local_folder(url)) is not None:
+        return LocalBackend(folder, throttle, watch)
+    if urlsplit(url).scheme in S3_SCHEMES:
         return S3Backend(url, throttle, watch, timeout_s)
-    if scheme in LOCAL_SCHEMES:
-        path = Path(url if parts is None else unquote(parts.netloc + parts.path))
-        return LocalBackend(path.expanduser().absolute(), throttle, watch)
-    if fault := find_scheme_problem(url):
-        raise SettingsError(f"machine.replica {strip_credentials(url)}: {fault}")
-    backend.require_known_scheme(url)
-    return backend.FsspecBackend(url, throttle, watch)
+    return FsspecBackend(url, throttle, watch)

@@ -2,23 +2,20 @@
 
 Two threads do this, so that a large checkpoint does not delay the journal. Training waits for neither.
 
-Periodic work in a thread of its own, and tracking of its outages.
-
-Removes from a replica what is no longer needed: old checkpoints, then objects that no document refers to.
-
-The holder of the lease does this between two of its own uploads, so none of its own is in progress. A holder that was
-suspended during the removal (a sleeping laptop, a migrated virtual machine) and was succeeded must not continue with
-its old list. It cannot, with one exception:
+The holder of the lease also removes old checkpoints from the replica, and then objects that no document refers to. It
+does so between two uploads, so no upload of its own is in progress. A holder that is suspended during the removal (a
+sleeping laptop, a migrated virtual machine) and is succeeded must not continue with its old list. Three rules ensure
+that only time can be lost:
 
 - The claims are read after the list was made, and the lease is checked right before each removal. A successor waits
   until the claim has not changed for a whole lease, so a holder that wakes up after that removes nothing more.
-- The machine may be suspended between that check and the request, so one request may come late. It matters only if the
-  successor has just sent, or found, this content: then a durable document lacks an object.
-- The successor notices that in its own garbage collection after its next upload, and sends the document again. Until
-  then a restore skips it and takes the previous one. So only time can be lost.
+- The machine may be suspended between that check and the request, so one request may come late. That matters only if
+  the successor has just sent or found this content: then a durable document lacks an object.
+- The successor detects that in its own garbage collection after its next upload, and sends the document again. Until
+  then, a restore skips this document and takes the previous one.
 
-The checkpoint that a successor restores from is never removed: both keep the newest documents and those that they refer
-to.
+The checkpoint that a successor restores from is never removed: both machines keep the newest documents and those that
+they refer to.
 """
 
 import random
@@ -51,10 +48,14 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
 URGENT_INTERVAL_S = 0.25
 """Interval while a caller waits for the work to finish."""
+CHECKPOINT_POLL_S = 0.5
+"""Interval at which a new checkpoint is looked for."""
+JOIN_S = 2.0
+"""Longest wait for an upload in progress when the uploads end."""
 
 
 class OutageTracker:
-    """Tracks since when tasks fail, and why; reports the beginning and the end of an outage once.
+    """Record of the outage of periodic tasks: since when they fail, and why. It reports each beginning and end once.
 
     Args:
         on_change: called with a message when an outage begins or ends.
@@ -70,11 +71,12 @@ class OutageTracker:
 
     @property
     def text(self) -> str:
-        """Text of the last failure; empty without an outage."""
+        """First line of the last failure; empty without an outage."""
         with self._mutex:
             return next(reversed(self._failing.values()), "")
 
     def failed(self, name: str, error: BaseException) -> None:
+        """Record that a task has failed."""
         with self._mutex:
             begins = not self._failing
             self._failing.pop(name, None)
@@ -85,6 +87,7 @@ class OutageTracker:
             self._on_change(f"the replica cannot be updated ({first_line(error)}); training continues, retrying")
 
     def worked(self, name: str) -> None:
+        """Record that a task has succeeded."""
         with self._mutex:
             ends = self._failing.pop(name, None) is not None and not self._failing
             since, self.since = self.since, None if ends else self.since
@@ -93,12 +96,12 @@ class OutageTracker:
 
 
 class PeriodicTask(threading.Thread):
-    """Runs a function at an interval; more often after `hurry`, less often after a failure.
+    """Thread that runs a function at an interval: more often after `hurry`, less often after a failure.
 
     Args:
         name: name of the thread.
         work: the function. It returns when no work is left for now, and may raise any exception.
-        every_s: interval.
+        every_s: the interval.
         outage: records failures and successes.
     """
 
@@ -129,7 +132,7 @@ class PeriodicTask(threading.Thread):
                 time.sleep(URGENT_INTERVAL_S)
 
     def _run_once(self) -> float:
-        """Run the function once; return the seconds until the next run."""
+        """Run the function once. Return the seconds until the next run."""
         try:
             self._work()
         except Exception as error:
@@ -150,12 +153,12 @@ class LeaseGuard(Protocol):
         """Raise unless this process still holds the lease."""
 
     def is_sure(self) -> bool:
-        """Whether no other process can hold the lease."""
+        """Return whether no other process can hold the lease."""
 
 
 @dataclass(frozen=True)
 class GarbageCollectionResult:
-    """Counts of a garbage collection, and the documents that turned out to be incomplete."""
+    """Result of a garbage collection."""
 
     removed: int
     """Number of removed documents and objects."""
@@ -164,19 +167,19 @@ class GarbageCollectionResult:
 
 
 class ReplicaGarbageCollector:
-    """Removes obsolete checkpoints and unused objects of one run.
+    """Garbage collector of one run: removes obsolete checkpoints and unused objects.
 
     Args:
         store: the replica.
         names: object names of the run.
         keep: number of checkpoints to keep, in addition to those that they refer to.
-        claim: the lease; confirmed before a removal, and checked before each object.
+        claim: the lease. It is confirmed before a removal, and checked before each object.
     """
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: LeaseGuard) -> None:
         self._store, self._names, self._keep, self._claim = store, names, keep, claim
         self._known: dict[str, ReplicaManifest | None] = {}
-        """Documents by name, read once; None: unreadable."""
+        """Documents by name, each read once; None: the document is unreadable."""
 
     def forget(self, name: str) -> None:
         """Forget the content of a document, because it is about to be written or rewritten."""
@@ -189,66 +192,63 @@ class ReplicaGarbageCollector:
             LeaseHeldError: another machine holds the run.
             ReplicaError: the replica does not answer, or the lease is uncertain.
         """
-        found = self._documents()
-        needed = self._needed(found)
-        old = [name for name in found if name not in needed]
-        digests = {name: document.digests for name in needed if (document := found[name])}
-        wanted = set[str]().union(*digests.values())
-        there = {name.rsplit("/", 1)[-1] for name in self._store.list(self._names.folder("objects"))}
-        idle = [self._names.object(digest) for digest in sorted(there - wanted)]
-        for names in (old, idle):  # documents first: a document that lacks an object is damaged
+        documents = self._read_documents()
+        needed = self._find_needed(documents)
+        obsolete = [name for name in documents if name not in needed]
+        objects_by_name = {name: document.digests for name in needed if (document := documents[name])}
+        used = set[str]().union(*objects_by_name.values())
+        stored = {name.rsplit("/", 1)[-1] for name in self._store.list(self._names.folder("objects"))}
+        unused = [self._names.object(digest) for digest in sorted(stored - used)]
+        for names in (obsolete, unused):  # documents first: a document that lacks an object is damaged
             if names:
                 self._claim.confirm()
                 self._store.remove(names, self._require_claim)
-        lacking = {name for name, objects in digests.items() if objects - there}
-        incomplete = {name for name in digests if lacking & {name, *self._referenced(name, found)}}
-        return GarbageCollectionResult(len(old) + len(idle), frozenset(incomplete))
+        lacking = {name for name, objects in objects_by_name.items() if objects - stored}
+        incomplete = {name for name in objects_by_name if lacking & {name, *self._list_referenced(name, documents)}}
+        return GarbageCollectionResult(len(obsolete) + len(unused), frozenset(incomplete))
 
     def _require_claim(self) -> None:
         if not self._claim.is_sure():
             raise ReplicaError("the lease of the run is uncertain: garbage collection in its replica is stopped")
 
-    def _documents(self) -> dict[str, ReplicaManifest | None]:
-        """Read all documents of the run, by name."""
-        there: dict[str, ReplicaManifest | None] = {}
+    def _read_documents(self) -> dict[str, ReplicaManifest | None]:
+        """Read all documents of the run. Return them by name."""
+        documents: dict[str, ReplicaManifest | None] = {}
         for kind in ("checkpoints", "result"):
-            for listed in self._store.list(self._names.folder(kind)):
-                name = f"{self._names.folder(kind)}/{listed.rsplit('/', 1)[-1]}"
+            for listed_name in self._store.list(self._names.folder(kind)):
+                name = f"{self._names.folder(kind)}/{listed_name.rsplit('/', 1)[-1]}"
                 if name not in self._known:
                     try:
                         self._known[name] = manifests.read_replica_manifest(self._store, name)
                     except DamagedFileError:
                         self._known[name] = None
-                there[name] = self._known[name]
-        self._known = dict(there)
-        return there
+                documents[name] = self._known[name]
+        self._known = dict(documents)
+        return documents
 
-    def _needed(self, found: dict[str, ReplicaManifest | None]) -> set[str]:
-        """Names of the results, the newest checkpoints by token and step, and the checkpoints that they refer to."""
+    def _find_needed(self, documents: dict[str, ReplicaManifest | None]) -> set[str]:
+        """Return the names of the results, of the newest checkpoints, and of the checkpoints that these refer to."""
         checkpoints = [
-            n for n in found if n.startswith(self._names.folder("checkpoints")) and len(parse_numbers(n)) == 2
+            name
+            for name in documents
+            if name.startswith(self._names.folder("checkpoints")) and len(parse_numbers(name)) == 2
         ]
-        newest = sorted((n for n in checkpoints if found[n] is not None), key=parse_numbers)[-self._keep :]
-        needed = {name for name in found if name not in checkpoints}
+        newest = sorted((name for name in checkpoints if documents[name] is not None), key=parse_numbers)[-self._keep :]
+        needed = {name for name in documents if name not in checkpoints}
         for name in newest:
-            needed |= {name, *self._referenced(name, found)}
-        return needed & found.keys()
+            needed |= {name, *self._list_referenced(name, documents)}
+        return needed & documents.keys()
 
-    def _referenced(self, name: str, found: dict[str, ReplicaManifest | None]) -> list[str]:
-        """Names of the documents that this one refers to."""
-        document = found[name]
+    def _list_referenced(self, name: str, documents: dict[str, ReplicaManifest | None]) -> list[str]:
+        """Return the names of the documents that this document refers to."""
+        document = documents[name]
         steps = document.refers_to if document else ()
         return [self._names.checkpoint(parse_numbers(name)[0], step) for step in steps]
 
 
-CHECKPOINT_POLL_S = 0.5
-"""Interval at which a new checkpoint is looked for."""
-JOIN_S = 2.0
-
-
 @dataclass(frozen=True)
 class ReplicationJob:
-    """A run, its replica and the lease under which it is uploaded."""
+    """A run, its replica, and the lease under which the run is uploaded."""
 
     run: RunDirectory
     names: RunObjectNames
@@ -259,12 +259,12 @@ class ReplicationJob:
 
 
 class RunUploader:
-    """Uploads of one holder of the lease.
+    """Uploader of one holder of the lease.
 
     Args:
         job: the run and its replica; the lease is held.
-        state: what the replica has already.
-        ended: set to stop all uploads; the store no longer retries then.
+        state: what the replica already has.
+        ended: set by `end` to stop all uploads. The store of the job retries no call after that.
     """
 
     def __init__(self, job: ReplicationJob, state: ReplicationState, ended: threading.Event) -> None:
@@ -273,10 +273,10 @@ class RunUploader:
         self._garbage_collector = ReplicaGarbageCollector(job.store, job.names, job.machine.keep_checkpoints, job.lease)
         self._needs_collection = False
         self._sent: dict[int, str] = {}
-        """Digests of uploaded checkpoints by step. A step may be sealed again with other content."""
+        """Digests of uploaded checkpoints, by step. A step may be sealed again with other content."""
         self._refused: set[str] = set()
-        begins = JournalStart(start=state.journal_bytes, shift=state.journal_shift)
-        self._journal = JournalUploader(job.run.paths.journal, job.store, job.names, job.lease.token, begins)
+        journal_start = JournalStart(start=state.journal_bytes, shift=state.journal_shift)
+        self._journal = JournalUploader(job.run.paths.journal, job.store, job.names, job.lease.token, journal_start)
         self._journal_mutex, self._state_mutex = threading.Lock(), threading.Lock()
         self._report: dict[str, Any] = {
             "node": job.node, "token": job.lease.token, "started": round(time.time(), 3), "bytes_sent": 0,
@@ -320,8 +320,8 @@ class RunUploader:
             parts.append(f"{behind} bytes of the journal")
         if not parts:
             return None
-        why = self._outage.text or self._job.store.trouble or self._job.lease.trouble
-        return ", ".join(parts) + (f"; {why}" if why else "")
+        reason = self._outage.text or self._job.store.trouble or self._job.lease.trouble
+        return ", ".join(parts) + (f"; {reason}" if reason else "")
 
     def _copy_sealed(self) -> None:
         """Upload one checkpoint or the result, if the replica lacks it."""
@@ -341,20 +341,20 @@ class RunUploader:
             except FileNotFoundError:
                 if job.run.paths.checkpoint(step).exists():
                     raise
-            except DamagedFileError as error:  # the worker finds the damage too, and resumes from another checkpoint
+            except DamagedFileError as error:  # the worker will find the damage too, and resume from another checkpoint
                 self._refused |= {manifest.digest} if (manifest := self._checkpoint(step)) else set()
                 job.run.journal.append("notice", text=f"checkpoint of step {step} cannot be replicated: {error}")
 
     def _find_due_step(self) -> int | None:
         """Return the newest sealed step, unless it was uploaded under this token with the same content.
 
-        Never a step before the newest one in the replica, because readers prefer the checkpoint of this token.
+        A step before the newest one in the replica is not due, because readers prefer the checkpoint of this token.
         """
-        there = max(self._state.durable_steps, default=0)
+        replica_step = max(self._state.durable_steps, default=0)
         for step in reversed(self._job.run.paths.checkpoint_steps()):
             manifest = self._checkpoint(step)
             if manifest is not None and manifest.digest not in self._refused:
-                return None if step < there or self._sent.get(step) == manifest.digest else step
+                return None if step < replica_step or self._sent.get(step) == manifest.digest else step
         return None
 
     def _checkpoint(self, step: int) -> Manifest | None:
@@ -364,19 +364,21 @@ class RunUploader:
         job, started = self._job, time.monotonic()
         self._update_state(in_flight=step)
         sealed = manifests.build_checkpoint_manifest(job.run.paths.checkpoint(step))
-        others = [manifests.build_checkpoint_manifest(job.run.paths.checkpoint(other)) for other in sealed.refers_to]
-        self._flush()  # the journal has the decisions that led to this state, so it is uploaded first
+        referenced = [
+            manifests.build_checkpoint_manifest(job.run.paths.checkpoint(other)) for other in sealed.refers_to
+        ]
+        self._flush()  # the journal has the decisions that led to this checkpoint, so it is uploaded first
         costs = []
-        for one in (*others, sealed):  # a document is written only after everything that it refers to
-            if self._sent.get(one.step) == one.digest:
+        for document in (*referenced, sealed):  # a document is written only after everything that it refers to
+            if self._sent.get(document.step) == document.digest:
                 continue
-            path, name = job.run.paths.checkpoint(one.step), job.names.checkpoint(job.lease.token, one.step)
+            path, name = job.run.paths.checkpoint(document.step), job.names.checkpoint(job.lease.token, document.step)
             self._garbage_collector.forget(name)
-            costs.append(self._sender.send(path, one, name))
+            costs.append(self._sender.send(path, document, name))
         self._require_lease()
-        # Recorded first: after the next line the run may end at any time.
+        # The journal comes first: after the state is updated, the run may end at any time.
         self._record_upload(step, "checkpoint", costs, time.monotonic() - started)
-        self._sent |= {one.step: one.digest for one in (*others, sealed)}
+        self._sent |= {document.step: document.digest for document in (*referenced, sealed)}
         durable = {*self._state.durable_steps, *self._sent} & {*job.run.paths.checkpoint_steps(), step}
         self._update_state(durable_steps=tuple(sorted(durable)), in_flight=None)
         self._needs_collection = True
@@ -410,8 +412,8 @@ class RunUploader:
             self._send_again(incomplete)
 
     def _send_again(self, incomplete: Collection[str]) -> None:
-        """Upload incomplete checkpoints again. A former holder removed some of their objects (see
-        garbage_collection.py)."""
+        """Upload incomplete checkpoints again. A former holder has removed some of their objects (see the module's
+        docstring)."""
         job = self._job
         steps = {step for step in self._sent if job.names.checkpoint(job.lease.token, step) in incomplete}
         for step in steps:
@@ -444,8 +446,8 @@ class RunUploader:
     def _require_lease(self) -> None:
         """Raise ReplicaError while another machine may hold the run, because readers would ignore the upload."""
         lease = self._job.lease
-        if why := lease.lost_reason():
-            raise ReplicaError(why)
+        if reason := lease.lost_reason():
+            raise ReplicaError(reason)
         if not lease.is_sure():
             raise ReplicaError(lease.trouble or "the lease of the run was not renewed for too long")
 
@@ -455,7 +457,7 @@ class RunUploader:
         self._save_state()
 
     def _save_state(self) -> None:
-        """Write replication.json if it has changed. Raises OSError; the next call writes it then."""
+        """Write replication.json if the state has changed. Raises OSError; the next call tries again."""
         with self._state_mutex:
             state = self._state.model_copy(update={"failed_since": self._outage.since})
             if state != self._saved:
@@ -473,7 +475,7 @@ class RunUploader:
 
 
 def find_manifest(directory: Path, kind: str) -> Manifest | None:
-    """Read the manifest of a sealed directory; None if it is not sealed. Its files are not verified."""
+    """Read the manifest of a sealed directory; None if the directory is not sealed. Files are not verified."""
     try:
         manifest = files.read_manifest(directory)
     except DamagedFileError:

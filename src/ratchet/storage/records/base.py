@@ -1,7 +1,7 @@
 """Records: the JSON files that stages exchange; frozen, typed, and versioned by `format`.
 
-A record describes the outputs next to it. It contains no path of a machine, no time and no process id, so the same
-inputs give the same bytes; times and attempts are in the run's journal.
+A record describes the outputs next to it. It contains no path of a machine, no time and no process id, so equal inputs
+give equal bytes. Times and attempts are in the journal of the run.
 """
 
 import json
@@ -30,7 +30,7 @@ class Record(BaseModel):
 
         Raises:
             DataError: the file does not exist, because its stage has not run.
-            DamagedFileError: the file is not such a record, or has another format version.
+            DamagedFileError: the file is not a record of this class, or has another format version.
         """
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
@@ -38,11 +38,8 @@ class Record(BaseModel):
             stage = {"data": "prepare"}.get(path.parent.name, path.parent.name)
             raise DataError(f"{path}: not found; run the stage that writes it (`dvc repro {stage}`)") from None
         except (ValueError, ValidationError) as error:
-            raise DamagedFileError(f"{path}: not a {cls.__name__} ({_first_line(error)}); create it again") from None
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).splitlines()[:3])
+            cause = " ".join(str(error).splitlines()[:3])
+            raise DamagedFileError(f"{path}: not a {cls.__name__} ({cause}); create it again") from None
 
 
 class StoredQuantization(Record):
@@ -69,7 +66,7 @@ class BaseCard(Record):
     architecture: str
     """Class name in config.json, e.g. LlamaForCausalLM."""
     parameters: int
-    """Number of weights, tied ones counted once, independent of their storage."""
+    """Number of weights, independent of their storage; tied weights count once."""
     licence: str | None
     """Licence in the model card."""
     added_tokens: tuple[str, ...] = ()
@@ -85,27 +82,27 @@ class BaseCard(Record):
 
 
 class TrainReport(Record):
-    """Result of training. Deterministic: the same inputs give the same report, also after interruptions."""
+    """Result of training. Deterministic: equal inputs give equal reports, also after interruptions."""
 
     run_id: str
     adapter_digest: str
     base_digest: str
     data_digest: str
     steps: int
-    """Optimizer steps; fewer than planned if training stopped early."""
+    """Number of optimizer steps; fewer than planned if training stopped early."""
     planned_steps: int
     best_step: int
     kept_step: int
     """Step whose weights are the adapter."""
     validation_loss: dict[int, float]
-    """Loss in nats per answer token at each validated step."""
+    """Loss in nats per answer token, by step of the validation."""
     final_train_loss: float
     trained_tokens: int
     input_tokens: int
     trainable_parameters: int
     total_parameters: int
     quantized_parameters: int = 0
-    """Weights of the base that were stored in 4 bits."""
+    """Number of weights of the base that were stored in 4 bits."""
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -119,13 +116,13 @@ def to_json_line(row: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines. Raises DamagedFileError with file and line."""
+    """Read JSON lines. Raises DamagedFileError, which names the file and the line."""
     rows = []
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise DamagedFileError(f"{path}: cannot be read as text ({first_line(error)}); create it again") from None
-    # Split at "\n" only: a text may contain other line separators of Unicode, which JSON does not escape.
+    # Split at "\n" only, because a text may contain other line separators of Unicode, which JSON does not escape.
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             rows.append(json.loads(line))
@@ -136,13 +133,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def find_differing_keys(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return the dotted keys, such as `train.rank`, in which two records (as JSON) differ."""
-    x, y = flatten(a), flatten(b)
-    return sorted(key for key in x.keys() | y.keys() if x.get(key) != y.get(key))
+    flat_a, flat_b = flatten(a), flatten(b)
+    return sorted(key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key))
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a record (as JSON) by dotted key."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in node.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

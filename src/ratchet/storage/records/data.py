@@ -1,4 +1,4 @@
-"""The dataset card, cards of selected answers, and cards of a teacher's outputs."""
+"""Cards of data: the prepared dataset, answers that `ratchet select` chose, and outputs of a teacher."""
 
 from typing import Literal
 
@@ -8,9 +8,15 @@ from ratchet.config.select import Select
 from ratchet.storage.output_card import OutputCard
 from ratchet.storage.records.base import Record
 
+PROVENANCE = "provenance"
+"""Key of a row's provenance, in a source that `ratchet select` wrote."""
+
+DISTILLATION_CARD = "distill.json"
+RERUN_HINT = "run `ratchet distill`"
+
 
 class LengthDistribution(Record):
-    """Distribution of conversation lengths in tokens. Training rows count as often as they occur in an epoch."""
+    """Distribution of conversation lengths in tokens. A training row counts as often as it occurs in an epoch."""
 
     least: int
     median: int
@@ -18,9 +24,9 @@ class LengthDistribution(Record):
     greatest: int
     total: int
     trained: int
-    """Trained tokens: the assistant's, end of turn included."""
+    """Number of trained tokens: tokens of the assistant, end of turn included."""
     histogram: dict[int, int] = Field(default_factory=dict)
-    """Rows by length, in bins of equal width that are named by their lower edge."""
+    """Number of rows by length, in bins of equal width. A key is the lower edge of a bin."""
 
 
 class DroppedRows(Record):
@@ -28,14 +34,14 @@ class DroppedRows(Record):
 
     count: int
     examples: tuple[str, ...]
-    """The first few as `file:line`, with the value found."""
+    """First few rows as `file:line`, with the value that was found."""
 
 
 class TeacherProvenance(Record):
-    """Provenance of a source that `ratchet select` wrote: answers of teachers."""
+    """Provenance of a source that `ratchet select` wrote, which contains answers of teachers."""
 
     teachers: tuple[str, ...]
-    """Each teacher as named on the command line, with the start of its digest."""
+    """Teachers as named on the command line, with the start of their digests."""
     generations: tuple[str, ...]
     """Ids of the generations with the answers."""
     answers: int
@@ -45,20 +51,20 @@ class TeacherProvenance(Record):
     filters: tuple[tuple[str, int], ...]
     """Filters in order, each with the number of answers it dropped."""
     training_rows: int
-    """Rows of the source that are training rows of this dataset."""
+    """Number of rows of the source that are training rows of this dataset."""
 
 
 class SourceCard(Record):
     """A source and its rows."""
 
     files: dict[str, str]
-    """SHA-256 of each file; for a dataset of the Hub, its revision."""
+    """SHA-256 of each file, or the revision of a dataset of the Hub."""
     record_schema: str
     """Schema of its records, e.g. `columns question, answer`."""
     weight: float = 1
     split: str | None = None
     rows: int = 0
-    """Rows read, malformed ones included."""
+    """Number of rows read, malformed rows included."""
     teacher_provenance: TeacherProvenance | None = None
 
 
@@ -67,37 +73,37 @@ class BalanceReport(Record):
 
     by: str
     rows: int
-    """Rows per category."""
+    """Number of rows per category."""
     on_shortage: str
     before: dict[str, int]
-    """Training rows by category, before balancing."""
+    """Number of training rows by category, before balancing."""
     after: dict[str, int]
-    """Training rows by category, as often as they occur in an epoch."""
+    """Number of training rows in an epoch by category, repetitions included."""
 
 
 class NearDuplicateCluster(Record):
-    """Near-duplicate rows, of which one is kept."""
+    """Group of near-duplicate rows, of which one row is kept."""
 
     kept: str
-    """Place of the row that is kept."""
+    """Location of the row that is kept."""
     dropped: tuple[str, ...]
-    """Places of a few of the dropped rows."""
+    """Locations of a few of the dropped rows."""
     size: int
     texts: tuple[str, ...]
-    """Start of the text of the kept row, and of a dropped one."""
+    """Start of the text of the kept row, and of a dropped row."""
 
 
 class NearDuplicateReport(Record):
     """Result of the search for near-duplicates."""
 
     threshold: float
-    """Jaccard similarity of word shingles from which rows are near-duplicates."""
+    """Minimum Jaccard similarity of the word shingles of near-duplicates."""
     shingle_words: int
     clusters: int
     across_splits: int
-    """Dropped rows whose kept row is in another split, which would have been leakage."""
+    """Number of dropped rows whose kept row is in another split, which would have been leakage."""
     contradicting: int = 0
-    """Dropped rows whose label differs from that of the kept row."""
+    """Number of dropped rows whose label differs from that of the kept row."""
     largest: tuple[NearDuplicateCluster, ...]
 
 
@@ -106,11 +112,11 @@ class LeakageReport(Record):
 
     documents: int
     unchecked: int
-    """Documents shorter than an n-gram; they are compared as a whole."""
+    """Number of documents shorter than an n-gram, which are compared in full."""
     rows: int
-    """Rows that share an n-gram with the evaluation set."""
+    """Number of rows that share an n-gram with the evaluation set."""
     examples: tuple[str, ...]
-    """Places of the first few, with the shared words."""
+    """Locations of the first few rows, with the shared words."""
 
 
 class TruncationReport(Record):
@@ -122,14 +128,14 @@ class TruncationReport(Record):
 
 
 class SplitStratum(Record):
-    """Rows with one value of the stratification field, or with one label."""
+    """Rows with the same value of the stratification field, or with the same label."""
 
     rows: int
     splits: dict[str, int]
 
 
 class DatasetCard(Record):
-    """The prepared dataset: rows_in = rows_out + dropped rows."""
+    """Card of the prepared dataset. rows_in = rows_out + dropped rows."""
 
     digest: str
     """Digest of ids, token ids and masks of all splits, in order."""
@@ -145,53 +151,47 @@ class DatasetCard(Record):
     dropped: dict[str, DroppedRows]
     splits: dict[str, int]
     lengths: dict[str, LengthDistribution]
-    """By split."""
+    """Distribution by split."""
     labels: dict[str, int]
-    """Training rows per label; empty if prepare.task is text."""
+    """Number of training rows per label; empty if prepare.task is text."""
     source_cards: dict[str, SourceCard] = Field(default_factory=dict)
     """Sources by their name in params.yaml."""
     repeated: int = 0
-    """Repetitions of training rows due to source weights or prepare.balance, in addition to rows_out."""
+    """Number of repetitions of training rows due to source weights or prepare.balance, not included in rows_out."""
     balanced: BalanceReport | None = None
     teacher_rows: int = 0
-    """Training rows that are a teacher's answers."""
+    """Number of training rows that are answers of teachers."""
     template: str = ""
     """SHA-256 of the chat template."""
     end_of_turn: str = ""
     """Token at the end of an answer."""
     wanted: dict[str, float] = Field(default_factory=dict)
-    """Configured fraction of each split."""
+    """Configured fraction by split."""
     strata: dict[str, SplitStratum] = Field(default_factory=dict)
-    """Rows by stratum (or label) and split; empty without either."""
+    """Rows by stratum or label; empty if there are neither strata nor labels."""
     near_duplicates: NearDuplicateReport | None = None
     leaks: dict[str, LeakageReport] = Field(default_factory=dict)
-    """By evaluation set."""
+    """Overlap by evaluation set."""
     truncated: dict[str, TruncationReport] = Field(default_factory=dict)
-    """By split."""
+    """Truncation by split."""
     packing: dict[str, float] = Field(default_factory=dict)
-    """Fill rate of packs by their capacity in tokens, if stage train packs the training rows."""
+    """Fill rate of packs by the capacity of a pack in tokens, if stage train packs the training rows."""
     missing_fields: dict[str, int] = Field(default_factory=dict)
-    """Rows without a value, by field of prepare.extra_fields."""
+    """Number of rows without a value, by field of prepare.extra_fields."""
     notes: tuple[str, ...] = ()
     """Notes for the reader, one sentence each."""
 
 
-# Answers that `ratchet select` chose.
-
-PROVENANCE = "provenance"
-"""Key of a row's provenance."""
-
-
 class TeacherGeneration(Record):
-    """A generation with answers to select from."""
+    """A generation whose answers `ratchet select` selects from."""
 
     generation: str
     """Id of the generation."""
     kind: str
-    """base, adapter, merged, gguf or endpoint."""
+    """Kind of the teacher: base, adapter, merged, gguf or endpoint."""
     model_digest: str
     weight_format: str
-    """Storage of the teacher's weights, in words."""
+    """Description of the storage of the teacher's weights."""
     prompts_digest: str
     answers_digest: str
     """SHA-256 of the output of `ratchet generate`."""
@@ -203,11 +203,11 @@ class SelectionSpec(Record):
     """Everything that determines which answers are selected."""
 
     recipe_version: int = 1
-    """Incremented when new code selects other answers with the same settings."""
+    """Incremented when a code change selects other answers with the same settings."""
     select: Select
     teachers: tuple[TeacherGeneration, ...]
     reward_files: dict[str, str]
-    """SHA-256 of the project files in the reward's command."""
+    """SHA-256 of the project files in the command of the reward."""
 
 
 class FilterReport(Record):
@@ -217,7 +217,7 @@ class FilterReport(Record):
     dropped: int
     left: int
     examples: tuple[str, ...] = ()
-    """The first few dropped ones: prompt id, sample number and reason."""
+    """First few dropped answers: prompt id, sample number and reason."""
 
 
 class SelectionCard(OutputCard):
@@ -225,27 +225,21 @@ class SelectionCard(OutputCard):
 
     spec: SelectionSpec
     model_names: tuple[str, ...]
-    """The teachers as named on the command line; the spec identifies them."""
+    """Teachers as named on the command line; the spec identifies them."""
     prompts: int
     """Number of prompts, counted in each generation."""
     answers: int
     filters: tuple[FilterReport, ...]
     """Filters in order."""
     without_reference: int = 0
-    """Prompts without a reference answer, to which select.reference: match does not apply."""
+    """Number of prompts without a reference answer, to which `select.reference: match` does not apply."""
     rows: int
     prompts_with_rows: int
-    """Prompts with at least one selected row."""
-
-
-# A teacher's probabilities for the training rows, from `ratchet distill`.
-
-DISTILLATION_CARD = "distill.json"
-RERUN_HINT = "run `ratchet distill`"
+    """Number of prompts with at least one selected row."""
 
 
 class DistillationCard(Record):
-    """Card of experiments/distill. The probabilities are next to it, in shard-NNNNN.safetensors."""
+    """Card of experiments/distill: a teacher's probabilities for the training rows, in shard-NNNNN.safetensors."""
 
     digest: str
     """Digest of the shards."""
@@ -261,16 +255,16 @@ class DistillationCard(Record):
     top_k: int
     rows: int
     positions: int
-    """Answer positions in all training rows."""
+    """Number of answer positions in all training rows."""
     tokens: int
-    """Tokens that both tokenizers have under the same ids."""
+    """Number of tokens that have the same ids in both tokenizers."""
     teacher_rows: int
-    """Rows of the teacher's embedding, padding included."""
+    """Number of rows of the teacher's embedding, padding included."""
     base_rows: int
-    """Rows of the base's embedding, padding included."""
+    """Number of rows of the base's embedding, padding included."""
     teacher_parameters: int
     base_parameters: int
     teacher_loss: float
-    """The teacher's loss on the answers of the data, in nats per token."""
+    """Loss of the teacher on the answers of the data, in nats per token."""
     left_out: float
-    """Mean total probability of the tokens outside the top_k, at the temperature; only the sum is saved."""
+    """Mean total probability of the tokens outside the top_k, at `temperature`; only their sum is saved."""

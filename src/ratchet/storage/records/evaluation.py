@@ -1,4 +1,7 @@
-"""Results of stage evaluate: metrics, per-sample scores, and the contract under which they are comparable."""
+"""Results of stage evaluate: metrics, per-sample scores, and the contract under which they are comparable.
+
+The module also has the validation scores of finished runs, by which a sweep compares finalists.
+"""
 
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -13,76 +16,89 @@ from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 
 ModelRole = Literal["base", "candidate", "merged", "champion", "anchor"]
-"""The models of an evaluation. `candidate` is the adapter on its base, `merged` the same as exported."""
+"""Models of an evaluation. `candidate` is the adapter on its base, `merged` the exported model."""
+
+ROWS = "rows.jsonl"
+"""Name of the file of `EvaluatedRow`s."""
+
+ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
+"""`validation_loss` comes from likelihoods; the others come from greedy answers, which are scored as in stage
+evaluate."""
+
+VALIDATION_METRICS: tuple[ValidationMetric, ...] = get_args(ValidationMetric)
+VALIDATION_LOSS: ValidationMetric = "validation_loss"
+GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS}
+"""Metrics that need generated answers."""
 
 
 class MetricValue(Record):
-    """A metric of a model."""
+    """Value of a metric for a model."""
 
     value: float
     n: int
+    """Number of samples."""
     low: float
     high: float
     """Bounds of the 95 % interval: Wilson for proportions, normal for means."""
     better: Literal["higher", "lower", "unknown"]
     unit: str
     kind: Literal["mean", "perplexity", "aggregate"] = "mean"
-    """mean: of the samples; perplexity: exp(sum of values / sum of weights); aggregate: of all rows together."""
+    """mean: mean of the samples; perplexity: exp(sum of values / sum of weights); aggregate: computed from all rows."""
     chance: float | None = None
-    """Value that guessing reaches."""
+    """Expected value of guessing."""
 
 
 class ModelScores(Record):
-    """One model's results."""
+    """Results of a model."""
 
     model_digest: str
     """Digest of the scored model: base, adapter on its base, or exported files."""
     model_format: ModelFormat
-    """As an adapter on its base (for the base: without adapters), or as merged weights."""
+    """Whether the model is an adapter on its base (the base itself: without adapters) or has merged weights."""
     contract: str
-    """Digest of `EvaluationReport.contracts[contract]`; only scores under equal contracts are compared."""
+    """Digest of the contract, a key of `EvaluationReport.contracts`. Only scores under equal contracts are compared."""
     metrics: dict[str, MetricValue]
     samples: dict[str, str]
-    """Files of per-sample scores (`SampleScore`) by metric, as relative names."""
+    """Relative name of the file of per-sample scores (`SampleScore`), by metric."""
     per_class: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Precision, recall, F1, support and (with label scores) average precision per label."""
+    """Precision, recall, F1, support and (with label scores) average precision, by label."""
     slices: dict[str, dict[str, MetricValue]] = Field(default_factory=dict)
-    """Metrics of slices of the rows, by name: `tokens <= 64`, `topic = billing`."""
+    """Metrics by name of a slice of the rows, such as `tokens <= 64` or `topic = billing`."""
 
 
 class InferenceCost(Record):
-    """Measured cost of answering on the machine that evaluated. Not reproducible."""
+    """Cost of answering, measured on the machine that evaluated. Not reproducible."""
 
     rows: int
-    """Number of prompts, answered one at a time."""
+    """Number of prompts, which are answered one at a time."""
     latency_s: float
     """Median time of an answer, in seconds."""
     latency_p95_s: float
     tokens_per_s: float
     """Generated tokens per second."""
     memory_bytes: int
-    """Peak memory while answering: allocated on a GPU, resident in the process on a CPU."""
+    """Peak memory during the answers: allocated memory on a GPU, resident memory of the process on a CPU."""
     device: str
 
 
 class JudgePreference(Record):
-    """The judge's comparison of the candidate's answers with another model's, each pair in both orders."""
+    """Comparison of the candidate's answers with those of another model by the judge, each pair in both orders."""
 
     against: ModelRole
     rows: int
-    """Pairs with a verdict in both orders, or with identical answers."""
+    """Number of pairs with a verdict in both orders, or with identical answers."""
     wins: int
-    """Pairs in which the candidate's answer was preferred, over both orders."""
+    """Number of pairs in which the judge preferred the candidate's answer, over both orders."""
     ties: int
     losses: int
     identical_answers: int
-    """Ties with identical answers, for which the judge was not called."""
+    """Number of ties with identical answers, for which the judge was not called."""
     skipped: int
-    """Pairs without a readable verdict in one or both orders; they count only in position_bias."""
+    """Number of pairs without a readable verdict in one or both orders. They count only in position_bias."""
     unreadable: dict[str, int]
-    """Replies without a verdict, by reason."""
+    """Number of replies without a verdict, by reason."""
     win_rate: MetricValue | None
-    """Wins plus half the ties; a pair whose verdict depends on the order is a tie. None: no rows."""
+    """Share of wins plus half the share of ties. A verdict that depends on the order is a tie. None: no rows."""
     agreement: MetricValue | None
     """Share of pairs with the same verdict in both orders. None: the judge was not called."""
     position_bias: MetricValue | None
@@ -96,47 +112,48 @@ class JudgeReport(Record):
     base_url: str
     rubric_digest: str
     candidate: ModelRole
-    """Compared model: candidate or merged."""
+    """Model that is compared with the others: candidate or merged."""
     comparisons: dict[ModelRole, JudgePreference]
     questions: int
-    """Distinct questions, both orders counted."""
+    """Number of distinct questions; each order counts as a question."""
     requests: int
-    """Requests sent, failed attempts included."""
+    """Number of requests sent, failed attempts included."""
     prompt_tokens: int | None
-    """Input tokens; None: the server does not report them."""
+    """Number of input tokens; None: the server does not report it."""
     tokens: int | None
+    """Number of output tokens; None: the server does not report it."""
     cost: float | None
-    """By evaluate.judge.input_price and output_price, including stored replies; None if the prices are not set."""
+    """Cost by evaluate.judge.input_price and output_price, stored replies included; None if the prices are not set."""
 
 
 class EvaluationReport(Record):
-    """Results of base, candidate, champion and anchor."""
+    """Results of the models of an evaluation: base, candidate, champion and anchor."""
 
     adapter_digest: str
     base_digest: str
     data_digest: str
     run_id: str
     model_digest: str | None
-    """Digest of the candidate's export; None if there is none and none is needed."""
+    """Digest of the candidate's export; None if no export exists and none is needed."""
     champion_digest: str | None
     """Model digest of the scored champion, if any."""
     anchor_digest: str | None = None
     test_set_digest: str
-    """Digest of the test rows and harness documents; uses of the test set are counted by it."""
+    """Digest of the test rows and harness documents. It identifies the test set when its uses are counted."""
     contracts: dict[str, dict[str, Any]]
-    """Contracts by digest: data, template, tasks, numerics, batch size and versions that scores depend on."""
+    """Contracts by digest: data, template, tasks, numerics, batch size and versions on which scores depend."""
     scores: dict[ModelRole, ModelScores]
     costs: dict[ModelRole, InferenceCost] = Field(default_factory=dict)
     judge_report: JudgeReport | None = None
     """Result of evaluate.judge; None without a judge."""
     selection_overlaps: dict[str, int] = Field(default_factory=dict)
-    """Number of test rows and tasks that also belong to a set for model selection, by the name of that set."""
+    """Number of test rows and tasks that are also in a set for model selection, by the name of the set."""
     notes: tuple[str, ...] = ()
     """Notes for the reader, one sentence each (a halved batch, a missing metric)."""
 
 
 class ObjectiveSet(Record):
-    """Samples used to select models, so they must not be in the test set: experiments/objectives/NAME.json."""
+    """Samples that select models, and so must not be in the test set: experiments/objectives/NAME.json."""
 
     name: str
     sample_ids: tuple[str, ...]
@@ -145,7 +162,7 @@ class ObjectiveSet(Record):
 
 
 class EvaluationNoise(Record):
-    """Result of `ratchet gate --aa`: a second evaluation of the candidate, which shows the noise."""
+    """Result of `ratchet gate --aa`: a second evaluation of the candidate, which measures the noise."""
 
     model_digest: str
     model_format: ModelFormat
@@ -157,7 +174,7 @@ class EvaluationNoise(Record):
 
 
 class SampleScore(Record):
-    """A line of a per-sample file, without `format`."""
+    """A line of a per-sample file. The line has no `format`."""
 
     id: str
     value: float
@@ -166,7 +183,7 @@ class SampleScore(Record):
 
 
 class EvaluatedRow(Record):
-    """A line of rows.jsonl, without `format`: a test row."""
+    """A test row: a line of rows.jsonl. The line has no `format`."""
 
     id: str
     prompt: str
@@ -179,48 +196,35 @@ class EvaluatedRow(Record):
     answer_tokens: int
 
 
-def sample_file(who: str, metric: str) -> str:
-    """Return the relative name of a metric's per-sample file; distinct for every metric name."""
-    return f"samples/{who}/{metric.replace('%', '%25').replace('/', '%2F')}.jsonl"
+def sample_file(role: str, metric: str) -> str:
+    """Return the relative name of the per-sample file of a model's metric; distinct for every metric name."""
+    return f"samples/{role}/{metric.replace('%', '%25').replace('/', '%2F')}.jsonl"
 
 
-ROWS = "rows.jsonl"
-"""File of `EvaluatedRow`s."""
+def answers_file(role: str) -> Path:
+    """Return the file of a model's generated answers: lines {id, answers: [text, ...]}."""
+    return Path("answers") / f"{role}.jsonl"
 
 
-def answers_file(who: str) -> Path:
-    """Return the file of generated answers: lines {id, answers: [text, ...]}."""
-    return Path("answers") / f"{who}.jsonl"
-
-
-def documents_file(who: str, task: str) -> Path:
+def documents_file(role: str, task: str) -> Path:
     """Return the file of a harness task's documents: lines {id, prompt, target, answers, scores}."""
-    return Path("harness") / who / f"{task.replace('/', '%2F')}.jsonl"
+    return Path("harness") / role / f"{task.replace('/', '%2F')}.jsonl"
 
 
-def judge_file(who: str) -> Path:
-    """Lines {id, identical_answers, score, preferred: [..., ...], replies: [text, text]} of the comparison."""
-    return Path("judge") / f"{who}.jsonl"
+def judge_file(role: str) -> Path:
+    """Return the file of comparisons with a model: lines {id, identical_answers, score, preferred: [..., ...], replies:
+    [text, text]}.
+    """
+    return Path("judge") / f"{role}.jsonl"
 
 
-def curves_file(who: str) -> Path:
+def curves_file(role: str) -> Path:
     """Return the file of precision-recall curves: {label: {precision: [...], recall: [...], average_precision}}."""
-    return Path("curves") / f"{who}.json"
-
-
-# Scores of a finished run on each validation row, by which finalists of a sweep are compared.
-
-ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
-"""`validation_loss` comes from likelihoods, the others from greedy answers, scored as in stage evaluate."""
-
-VALIDATION_METRICS: tuple[ValidationMetric, ...] = get_args(ValidationMetric)
-VALIDATION_LOSS: ValidationMetric = "validation_loss"
-GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS}
-"""Metrics that need generated answers."""
+    return Path("curves") / f"{role}.json"
 
 
 class ValidationJob(Record):
-    """Runs to score, all with one batch size."""
+    """Runs to score, all with the same batch size."""
 
     run_ids: tuple[str, ...]
     """Finished runs on the prepared data."""
@@ -230,7 +234,7 @@ class ValidationJob(Record):
 
 
 class ValidationLaunch(Record):
-    """A job and how to execute it: the input of the scoring process."""
+    """Input of the scoring process: a job, and how to execute it."""
 
     job: ValidationJob
     max_new_tokens: int
@@ -238,7 +242,7 @@ class ValidationLaunch(Record):
     machine: Machine
 
     def request_digest(self, card: DatasetCard) -> str:
-        """Return 12 hex digits that identify what is computed of each run; equal requests are computed once."""
+        """Return 12 hex digits that identify what is computed for each run. Equal requests are computed once."""
         return digests.hash_json(
             {
                 "metrics": sorted(self.job.metrics),
@@ -254,7 +258,7 @@ class ValidationLaunch(Record):
         """Raise SettingsError for metrics that this dataset does not support."""
         if "accuracy" in self.job.metrics and card.task != "labels":
             raise SettingsError(
-                "accuracy is the share of right labels, and prepare.task is text; take exact_match or token_f1"
+                "metric accuracy is the share of correct labels, but prepare.task is text; use exact_match or token_f1"
             )
         if self.job.rows < 0 or not self.job.metrics:
             raise SettingsError(
@@ -264,7 +268,7 @@ class ValidationLaunch(Record):
 
 
 class ValidationScores(Record):
-    """Scores of one run's adapter: experiments/runs/RUN/validation_scores-REQUEST.json."""
+    """Scores of a run's adapter: experiments/runs/RUN/validation_scores-REQUEST.json."""
 
     request_digest: str
     run_id: str
@@ -272,7 +276,7 @@ class ValidationScores(Record):
     data_digest: str
     base_digest: str
     rows: int
-    """Number of rows as requested; 0: all."""
+    """Requested number of rows; 0: all."""
     ids: tuple[str, ...]
     """Ids of the validation rows."""
     groups: tuple[str | None, ...]
@@ -280,16 +284,16 @@ class ValidationScores(Record):
     tokens: tuple[int, ...]
     """Number of answer tokens per row."""
     values: dict[ValidationMetric, tuple[float, ...]]
-    """Score of each row; for validation_loss, the total nats of its answer tokens."""
+    """Score of each row by metric; for validation_loss, the sum over its answer tokens in nats."""
     metrics: dict[ValidationMetric, float]
-    """Value over all rows: nats per answer token, or the mean of the rows."""
+    """Value over all rows by metric: nats per answer token, or the mean of the rows."""
     numerics: dict[str, Any]
-    """evaluation.comparability.NumericsSpec of the scores, which change with it by rounding."""
+    """evaluation.comparability.NumericsSpec of the scores. Rounding differs between numerics."""
     seal: str = ""
     """Digest of all other fields."""
 
     def sealed(self) -> Self:
-        """Return a copy with its digest, ready to save."""
+        """Return a copy with `seal`, ready to save."""
         return self.model_copy(update={"seal": self._digest()})
 
     def _digest(self) -> str:
@@ -297,11 +301,13 @@ class ValidationScores(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the record. Raises as `Record.load`, and DamagedFileError if the digest differs."""
-        found = super().load(path)
-        if found.seal != found._digest():
-            raise DamagedFileError(f"{path}: not as it was written (its digest differs); remove it, it is made again")
-        return found
+        """Read the record. Raises the errors of `Record.load`, and DamagedFileError if the digest differs."""
+        scores = super().load(path)
+        if scores.seal != scores._digest():
+            raise DamagedFileError(
+                f"{path}: changed since it was written (its digest differs); remove it, and it is computed again"
+            )
+        return scores
 
 
 def validation_scores_path(run: Path, request_digest: str) -> Path:
@@ -312,7 +318,7 @@ def validation_scores_path(run: Path, request_digest: str) -> Path:
 def load_validation_scores(run: Path, request_digest: str, adapter_digest: str) -> ValidationScores | None:
     """Load the scores of a request and an adapter; None if they are missing, damaged or of another adapter."""
     try:
-        found = ValidationScores.load(validation_scores_path(run, request_digest))
+        scores = ValidationScores.load(validation_scores_path(run, request_digest))
     except (DataError, DamagedFileError):
         return None
-    return found if (found.request_digest, found.adapter_digest) == (request_digest, adapter_digest) else None
+    return scores if (scores.request_digest, scores.adapter_digest) == (request_digest, adapter_digest) else None

@@ -1,4 +1,4 @@
-"""The exported model: its formats, how close each is to the trained model, and its lineage."""
+"""Records of the exported model: its formats, their distance from the trained model, and its lineage."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,11 +8,11 @@ from ratchet.storage.records.base import BaseCard, Record
 FormatKind = Literal["hf", "gguf", "onnx"]
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback: current work, amount done, total amount (bytes, tensors or rows)."""
+"""Progress callback. Arguments: current work, amount done, total amount (in bytes, tensors or rows)."""
 
 
 class MergeParity(Record):
-    """The merged model, reloaded from disk, compared with base + adapter on the same test rows."""
+    """Comparison of the merged model, reloaded from disk, with base + adapter on the same test rows."""
 
     rows: int
     tokens: int
@@ -24,7 +24,7 @@ class MergeParity(Record):
 
 
 class DistributionDistance(Record):
-    """Next-token distributions of one format compared with base + adapter, at answer positions of the same rows."""
+    """Comparison of a format's next-token distributions with those of base + adapter, at answer positions."""
 
     rows: int
     positions: int
@@ -44,10 +44,10 @@ class DistributionDistance(Record):
 
 
 class TaskScore(Record):
-    """Task score of a format, compared with base + adapter."""
+    """Task score of a format, and its difference from base + adapter."""
 
     metric: str
-    """accuracy, exact_match or token_f1."""
+    """Name of the metric: accuracy, exact_match or token_f1."""
     rows: int
     value: float
     reference: float
@@ -58,15 +58,15 @@ class TaskScore(Record):
     high: float
     """Bounds of the paired two-sided 95 % interval of the difference."""
     same_answers: float
-    """Share of rows with identical answer tokens."""
+    """Share of rows with the same answer tokens as base + adapter."""
 
 
 class ExportProbe(Record):
-    """A built-in question and the greedy answer of this format in its runtime."""
+    """A built-in question, and the greedy answer of a format in its runtime."""
 
     question: str
     prompt_ids: tuple[int, ...]
-    """Prompt tokens by the chat template and the format's own tokenizer."""
+    """Tokens of the prompt, by the chat template and the format's own tokenizer."""
     answer_ids: tuple[int, ...]
     answer: str
     margins: tuple[float, ...]
@@ -74,10 +74,10 @@ class ExportProbe(Record):
 
 
 class ExportArtifact(Record):
-    """The model in one format, with the results of running it."""
+    """The model in one format, with results of runs in its runtime."""
 
     name: str
-    """`hf`, `gguf/q8_0`, `onnx/int8`: also its path in the export."""
+    """`hf`, `gguf/q8_0`, `onnx/int8`; also the path in the export."""
     kind: FormatKind
     type: str
     """Type of its weights: float32, q8_0, int8."""
@@ -88,12 +88,13 @@ class ExportArtifact(Record):
     """Name and version of the runtime."""
     distance: DistributionDistance
     task: TaskScore | None
-    """None if no test row has an answer."""
+    """Task score on the test rows; None if no test row has an answer."""
     texts_tokenised: int
-    """Texts (emoji, code, digits, special tokens, prompts) that its own tokenizer splits into the same tokens."""
+    """Number of texts (emoji, code, digits, special tokens, prompts) that its tokenizer splits into the same tokens."""
     texts: int
+    """Number of texts that were compared."""
     second_reader: str | None = None
-    """A second reader of the same file, such as transformers' GGUF loader."""
+    """Name of a second reader of the same file, such as transformers' GGUF loader."""
     second_reader_difference: float | None = None
     """Largest logit difference between the second reader and the merged model, if comparable."""
     tokens_per_second: float
@@ -101,12 +102,12 @@ class ExportArtifact(Record):
     threads: int
     """CPU threads of the runtime."""
     probes: tuple[ExportProbe, ...] = ()
-    """Answers with the settings for serving."""
+    """Probes with the settings for serving."""
     notes: tuple[str, ...] = ()
 
 
 class ModuleDifference(Record):
-    """A module of the merged model, compared with the same module of base + adapter on the same input."""
+    """Comparison of a module of the merged model with the same module of base + adapter, on the same input."""
 
     name: str
     max_difference: float
@@ -116,7 +117,7 @@ class ModuleDifference(Record):
 
 
 class MergeCheck(Record):
-    """The merge, checked by module and layer against base + adapter with the same weights."""
+    """Check of a merge by module and layer, against base + adapter with the same weights."""
 
     modules: int
     layers: int
@@ -125,11 +126,11 @@ class MergeCheck(Record):
     tolerance: float
     """Allowed difference / scale; depends on the type of the merged weights."""
     adapter_effect: float
-    """Largest logit difference between merged model and base: above 0 unless the adapter has no effect."""
+    """Largest logit difference between merged model and base. 0 if the adapter has no effect."""
 
 
 class MergeTrial(Record):
-    """A merge into one base, compared with the trained model."""
+    """A merge into one base, and its comparison with the trained model."""
 
     merge_base: Literal["dequantized", "original"]
     parity: MergeParity
@@ -139,7 +140,7 @@ class MergeTrial(Record):
 
 
 class MergeReport(Record):
-    """The merged adapters and the quality of the merge."""
+    """Merged adapters, and the quality of the merge."""
 
     adapters: dict[str, float]
     """Weight of each adapter, by digest."""
@@ -148,9 +149,9 @@ class MergeReport(Record):
     changed: int
     """Number of changed tensors."""
     streamed: bool
-    """Whether the merge went tensor by tensor; otherwise the model was in memory, because its files use other names."""
+    """Whether tensors were merged one at a time. Otherwise the model was in memory, as its files use other names."""
     trials: tuple[MergeTrial, ...]
-    """Merges that were tried; the bundle names the selected one."""
+    """Merges that were tried. The bundle names the base of the selected merge."""
 
 
 class BaseScan(Record):
@@ -161,7 +162,7 @@ class BaseScan(Record):
     pickles: tuple[str, ...]
     """Files that are or contain pickles; they are never unpickled."""
     suspicious: tuple[str, ...]
-    """Imports of pickles that are known neither as harmless nor as dangerous."""
+    """Imports in pickles that are not known as harmless or dangerous."""
     scanner: str
 
 
@@ -171,10 +172,10 @@ class ModelLineage(Record):
     base: BaseCard
     data_digest: str
     data_rows: dict[str, int]
-    """Rows by split."""
+    """Number of rows by split."""
     data_licence: str | None
     settings: dict[str, Any]
-    """Sections of params.yaml that determine results: all except machine and promote."""
+    """Sections of params.yaml that determine results: all sections except machine and promote."""
     run_id: str
     kept_step: int
     """Step whose checkpoint is the adapter."""
@@ -188,7 +189,7 @@ class ModelLineage(Record):
 
 
 class ModelBundle(Record):
-    """The exported model in all formats, which is promoted as a unit."""
+    """The exported model in all its formats, which are promoted as a unit."""
 
     model_digest: str
     """Digest of the files of all formats; identifies the model in evaluation, verdict and promotion."""
@@ -205,9 +206,9 @@ class ModelBundle(Record):
     base_weight_format: str = ""
     """Storage of the base's weights in training, e.g. `nf4+dq uint8`, `none`."""
     merge: MergeReport | None = None
-    """None in bundles of earlier versions; so are the following fields."""
+    """Report of the merge. This field and the next ones are missing in bundles of earlier versions."""
     artifacts: tuple[ExportArtifact, ...] = ()
-    """`hf` first."""
+    """Exported formats, `hf` first."""
     lineage: ModelLineage | None = None
     evaluation: str | None = None
     """SHA-256 of eval.json; set when the model is promoted, like `verdict`."""
@@ -220,5 +221,5 @@ class ModelBundle(Record):
         return "base" if self.base_weight_format == "none" and own is None else f"{self.merge_base} base"
 
     def artifact(self, name: str) -> ExportArtifact | None:
-        """Return one format by name; None if it was not exported."""
-        return next((one for one in self.artifacts if one.name == name), None)
+        """Return a format by name; None if it was not exported."""
+        return next((artifact for artifact in self.artifacts if artifact.name == name), None)

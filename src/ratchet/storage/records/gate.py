@@ -1,4 +1,4 @@
-"""Verdict of the gate, champion, and promotion ledger."""
+"""Records of the gate and of promotion: verdict, champion, promotion ledger, uses of test sets."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ class ModelComparison(Record):
     role: str
     """Form of the candidate: adapter or merged."""
     difference: float
-    """Mean of the paired differences; for perplexities the relative reduction, 1 - new/old."""
+    """Mean of the paired differences; for perplexities, the relative reduction 1 - new/old."""
     low: float
     high: float
     """One-sided bounds, each at `confidence`."""
@@ -27,25 +27,25 @@ class ModelComparison(Record):
     groups: int | None = None
     """Number of clusters, if rows share groups."""
     better: int | None = None
-    """Samples that only the candidate has right; None if scores are not right or wrong."""
+    """Number of samples that only the candidate has right; None if scores are not right or wrong."""
     worse: int | None = None
-    """Samples that only the reference has right; None if scores are not right or wrong."""
+    """Number of samples that only the reference has right; None if scores are not right or wrong."""
     bound: float
     """Value that the difference is compared with: `by`, or minus the margin."""
     p: float
     """One-sided p-value of the null hypothesis of the rule."""
     p_adjusted: float | None = None
-    """p after Holm's correction, if several metrics are tested."""
+    """`p` after Holm's correction, if several metrics are tested."""
     detectable: float
     """Smallest difference that `n` samples detect at the planned power."""
     required_samples: int | None = None
-    """Samples required to decide; None if these suffice."""
+    """Number of samples required to decide; None if the present samples suffice."""
     method: str
     """Statistical method, e.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`."""
 
 
 class RuleResult(Record):
-    """Result of one rule."""
+    """Result of a rule of the gate."""
 
     rule: str
     metric: str
@@ -55,7 +55,7 @@ class RuleResult(Record):
 
 
 class Verdict(Record):
-    """Verdict of the gate for one model."""
+    """Verdict of the gate for a model."""
 
     decision: Decision
     model_digest: str
@@ -68,27 +68,27 @@ class Verdict(Record):
     reasons: tuple[RuleResult, ...]
     test_set_digest: str = ""
     test_set_uses: int = 0
-    """Models that were evaluated on this test set, including this one."""
+    """Number of models that were evaluated on this test set, this model included."""
     max_test_set_uses: int = 0
     """Setting gate.max_test_set_uses."""
     rules: str = ""
     """Digest of section gate of the settings."""
     earlier_decisions: tuple[Decision, ...] = ()
-    """Decisions about this model on these samples under different rules."""
+    """Earlier decisions about this model on these samples, under different rules."""
 
 
 class ForcedPromotion(Record):
     """A promotion that overrides the verdict."""
 
     actor: str
-    """Person: RATCHET_ACTOR, git's user, or the login name."""
+    """Name of the person: RATCHET_ACTOR, git's user, or the login name."""
     reason: str
     decision: Decision
     """Decision of the overridden verdict."""
 
 
 class Champion(Record):
-    """A promoted version."""
+    """A promoted version of the model."""
 
     version: int
     """Version of the registered model in MLflow."""
@@ -99,12 +99,13 @@ class Champion(Record):
 
 
 class ChampionFile(Record):
-    """experiments/champion.json: the champion, and previous ones, newest first."""
+    """Content of experiments/champion.json: the champion, its anchor, and previous champions."""
 
     champion: Champion | None = None
     previous: tuple[Champion, ...] = ()
+    """Previous champions, newest first."""
     anchor: Champion | None = None
-    """Fixed reference for all later champions: the first champion, unless another one was set."""
+    """Fixed reference for all later champions: the first champion, unless another model was set."""
     ledger: str | None = None
     """Digest of the newest entry of the promotion ledger."""
 
@@ -120,10 +121,10 @@ class ChampionFile(Record):
 
 
 class Promotion(Record):
-    """An entry (line) of the promotion ledger, experiments/promotions.jsonl."""
+    """An entry of the promotion ledger: a line of experiments/promotions.jsonl."""
 
     id: str
-    """Id of the event; also the idempotency key for hooks."""
+    """Id of the promotion; also the idempotency key for hooks."""
     time: str
     """Time in UTC, ISO 8601."""
     action: Action
@@ -133,32 +134,32 @@ class Promotion(Record):
     adapter_digest: str
     run_id: str
     previous_version: int | None
-    """Version of the champion before."""
+    """Version of the previous champion."""
     decision: Decision | None = None
     """Decision of the verdict; None for a rollback."""
     reason: str | None = None
-    """Reason, if one was given."""
+    """Reason that the user gave, if any."""
     forced: bool = False
     is_anchor: bool = False
     """Whether the model also became the anchor."""
     previous: str | None
-    """Digest of the previous entry; None for the first."""
+    """Digest of the previous entry; None for the first entry."""
     digest: str = ""
-    """Digest of this entry without this field, as canonical JSON."""
+    """Digest of the other fields of this entry, as canonical JSON."""
 
 
 class TestSetUse(Record):
-    """A line of experiments/test_set_uses.jsonl: a model was evaluated or judged on a test set."""
+    """A use of a test set, to evaluate or judge a model: a line of experiments/test_set_uses.jsonl."""
 
     test_set_digest: str
     model: str
     """Digest of the adapter."""
     run_id: str
     rules: str | None = None
-    """Digest of the section gate by which it was judged; None if it was only evaluated."""
+    """Digest of the section gate by which the model was judged; None if it was only evaluated."""
     decision: Decision | None = None
 
 
 def read_champion(path: Path) -> ChampionFile:
-    """Read the champion file; an empty record if nothing was promoted yet."""
+    """Read the champion file. Returns an empty record if no model was promoted yet."""
     return ChampionFile.load(path) if path.exists() else ChampionFile()

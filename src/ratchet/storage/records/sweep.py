@@ -1,4 +1,4 @@
-"""Results of a sweep: trials, finalists, winner. Unlike records of stages, they contain times and machines."""
+"""Results of a sweep: trials, finalists, winner. Unlike records of stages, they contain times and machine names."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TrialState = Literal["running", "complete", "pruned", "infeasible", "failed"]
-"""`infeasible`: refused by the memory forecast, out of memory, or diverged; samplers treat it as a violated constraint.
-`failed`: any other failure, which is not evidence about the values."""
+"""`infeasible`: the memory forecast refused the trial, memory ran out, or training diverged. Samplers treat this as a
+violated constraint. `failed`: another failure, which is no evidence about the values."""
 
 
 class TrialExecution(Record):
-    """Execution of a trial by one worker."""
+    """Execution of a trial by a worker."""
 
     worker: str
     """Host and process, such as `node7/4711`."""
@@ -27,12 +27,12 @@ class TrialExecution(Record):
 
 
 class TrainingCost(Record):
-    """Cost of a training, from its journal; for a continued trial, the total."""
+    """Cost of a training, from its journal. A continued trial has the total cost."""
 
     trained_tokens: int = 0
-    """Answer tokens trained on; repeated steps count once."""
+    """Number of answer tokens trained on; repeated steps count once."""
     planned_tokens: int = 0
-    """Answer tokens of the full training; the difference is what pruning saved."""
+    """Number of answer tokens of the full training. Pruning saved the difference."""
     steps: int = 0
     planned_steps: int = 0
     train_seconds: float = 0.0
@@ -43,7 +43,7 @@ class TrainingCost(Record):
     """Size of the saved adapter; 0 if there is none."""
     trainable_parameters: int = 0
     attempts: int = 0
-    """Number of trainer processes started."""
+    """Number of worker processes started."""
 
 
 class Trial(Record):
@@ -52,28 +52,28 @@ class Trial(Record):
     number: int
     """Optuna's trial number, from 0."""
     values: dict[str, Any]
-    """Values by dotted name of the setting, ties included."""
+    """Values by dotted name of the setting, tied settings included."""
     run_id: str | None
     """RunId of the training; None if the settings are invalid."""
     state: TrialState
     objectives: tuple[float, ...] = ()
-    """Objective values in the order of the study's objectives; empty unless complete."""
+    """Objective values in the order of the study's objectives; empty unless the trial is complete."""
     curve: dict[int, float] = Field(default_factory=dict)
     """Validation loss in nats per token, by number of rows trained on."""
     constraints: dict[str, float] = Field(default_factory=dict)
-    """Constraint values, violated if above 0. `memory`: needed / available - 1 (1.0 if unknown); `diverged`: 1.0."""
+    """Constraint values; above 0: violated. `memory`: needed / available - 1 (1.0 if unknown); `diverged`: 1.0."""
     cause: str = ""
     """Failure class of an infeasible or failed trial."""
     reason: str = ""
     """Reason for the state, for display."""
     continues: int | None = None
-    """Number of the pruned or failed trial that this one continues from its checkpoint, in the same run."""
+    """Number of the pruned or failed trial that this trial continues from its checkpoint, in the same run."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
     """Manifest digest of each remaining checkpoint, by step."""
     cost: TrainingCost = TrainingCost()
     executions: tuple[TrialExecution, ...] = ()
-    """Executions in order; more than one if a worker was lost."""
+    """Executions in order. There are several if a worker was lost."""
     started: float = 0.0
     """Unix time."""
     ended: float | None = None
@@ -85,7 +85,7 @@ class Trial(Record):
 
 
 class ParameterAxis(Record):
-    """A searched setting, as needed for plots."""
+    """A searched setting, with the data for plots."""
 
     name: str
     kind: Literal["float", "int", "choice", "tie"]
@@ -105,14 +105,14 @@ class SweepObjective(Record):
 
 
 class FinalistComparison(Record):
-    """Comparison of the leading finalist with another: mean over seeds, paired by validation row."""
+    """Comparison of the leading finalist with another finalist: mean over seeds, paired by validation row."""
 
     other: int
-    """Trial number."""
+    """Trial number of the other finalist."""
     difference: float
     """Difference of the means; positive if the leader is better."""
     low: float
-    """One-sided lower bound of the difference; above 0: significantly better."""
+    """One-sided lower bound of the difference. Above 0, the leader is significantly better."""
     p: float
     """One-sided p-value after Holm's correction over all comparisons."""
     seed_error: float
@@ -130,27 +130,27 @@ class Finalist(Record):
     number: int
     values: dict[str, Any]
     run_ids: tuple[str, ...]
-    """RunIds by seed; the first is that of the trial."""
+    """RunIds by seed. The first is the RunId of the trial."""
     means: tuple[float, ...]
-    """Metric on the validation rows, by seed."""
+    """Value of the metric on the validation rows, by seed."""
     mean: float
     cost: TrainingCost
     dropped: str = ""
-    """Reason why it was trained with no more seeds."""
+    """Reason why the finalist was not trained with more seeds; empty if it was."""
 
 
 class FinalRound(Record):
-    """The final round: finalists and winner."""
+    """Final round of a sweep: finalists and winner."""
 
     metric: str
     direction: Direction
     rows: int
     finalists: tuple[Finalist, ...]
-    """Finalists by mean, best first; dropped ones last."""
+    """Finalists by mean, best first; dropped finalists are last."""
     comparisons: tuple[FinalistComparison, ...]
-    """Comparisons of the first with each of the others."""
+    """Comparisons of the first finalist with each other finalist."""
     winner: int
-    """Trial number."""
+    """Trial number of the winner."""
     reason: str
 
 
@@ -163,24 +163,24 @@ class SweepReport(Record):
     objectives: tuple[SweepObjective, ...]
     axes: tuple[ParameterAxis, ...]
     sampler: str
-    """Kind, seed and settings of the sampler, for display."""
+    """Kind, seed and settings of the sampler, as text."""
     pruner: str
     versions: dict[str, str]
-    """Versions of the libraries that proposed values: optuna, cmaes."""
+    """Versions of the libraries that propose values: optuna, cmaes."""
     data_digest: str
     base_digest: str
     planned_trials: int
-    """Planned number of trials, including those that a fork took over."""
+    """Planned number of trials, including trials that a fork took over."""
     trials: tuple[Trial, ...]
     """Trials by number."""
     importances: dict[str, float] = Field(default_factory=dict)
-    """Share of the first objective's variance that each setting explains; empty with too few trials."""
+    """Share of the variance of the first objective that each setting explains; empty if there are too few trials."""
     best: tuple[int, ...] = ()
     """Number of the best trial; with several objectives, numbers of the Pareto front."""
     final_round: FinalRound | None = None
     winner: int | None = None
     stopped: str = ""
-    """Reason why the sweep ended before its budget was used up; empty if it did not."""
+    """Reason why the sweep ended before its budget was used up; empty if it used up the budget."""
 
     def to_dataframe(self) -> "pd.DataFrame":
         """Return a table with one row per trial: state, hyperparameters, objectives, RunId, duration in seconds."""
@@ -189,6 +189,9 @@ class SweepReport(Record):
         rows = []
         for trial in self.trials:
             scores = dict.fromkeys((objective.metric for objective in self.objectives), float("nan"))
-            scores |= {goal.metric: score for goal, score in zip(self.objectives, trial.objectives or (), strict=False)}
+            scores |= {
+                objective.metric: score
+                for objective, score in zip(self.objectives, trial.objectives or (), strict=False)
+            }
             rows.append({"trial": trial.number, "state": trial.state, **trial.values, **scores, "run_id": trial.run_id})
         return pd.DataFrame(rows).set_index("trial") if rows else pd.DataFrame()

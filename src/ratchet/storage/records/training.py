@@ -1,4 +1,7 @@
-"""Records of training: memory forecasts, quantization and adapter analysis, profiles."""
+"""Records of training: memory forecasts, analysis of quantization and adapters, profiles.
+
+A profile is a measurement on one machine. It is not reproducible, and not part of the output of a stage.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -6,19 +9,33 @@ from ratchet.errors import SettingsError
 from ratchet.storage.records.base import Record
 
 Phase = Literal["baseline", "loaded", "adapters", "first_step", "steady", "evaluation"]
-"""Phases of a training process: libraries imported; base loaded (loading included); adapter and optimizer created;
+"""Phases of a training process, in order: import of libraries; loading of the base; creation of adapter and optimizer;
 first optimizer step; later steps; validation."""
 PHASES: tuple[Phase, ...] = ("baseline", "loaded", "adapters", "first_step", "steady", "evaluation")
 
 UNSHARDED = "base before sharding"
-"""Memory part: the share of a fully loaded base that a rank does not keep. On a machine, one rank at a time has it."""
+"""Memory part: the share of a fully loaded base that a rank does not keep. One rank of a machine at a time has it."""
+
+PROFILE, TRACE, PAGE = "profile.json", "trace.json.gz", "profile.md"
+"""Files of a profile. Open the trace with Perfetto or chrome://tracing."""
+
+MIN_PROFILE_STEPS = 4
+"""Minimum number of steps for a profile: one to warm up, two for a median, one to trace."""
+
+PartName = Literal["data", "forward", "loss", "backward", "optimizer", "snapshot", "evaluation", "waiting"]
+PARTS: tuple[PartName, ...] = (
+    "data", "forward", "loss", "backward", "optimizer", "snapshot", "evaluation", "waiting",
+)  # fmt: skip
+"""Parts of a step. data: batch plan, padding and copies to the device. forward: body of the model. loss: head and cross
+entropy, with the gradient of the head. backward: gradient of the body. optimizer: clipping and step. snapshot: copy of
+the state for a checkpoint. evaluation: one validation. waiting: time in between (journal, guards)."""
 
 
 class ModuleLocation(NamedTuple):
     """Position of a module in the model."""
 
     kind: str
-    """Name without indices, such as `self_attn.q_proj`; the whole name outside numbered layers."""
+    """Name without indices, such as `self_attn.q_proj`; the full name outside numbered layers."""
     indices: tuple[int, ...]
     """Layer index, then indices within the layer (experts); empty outside numbered layers."""
 
@@ -29,7 +46,7 @@ class ModuleLocation(NamedTuple):
 
 
 def parse_module_name(name: str) -> ModuleLocation:
-    """Parse a name: `model.layers.3.mlp.experts.7.w1` has kind `mlp.experts.w1` and indices (3, 7)."""
+    """Parse the name of a module: `model.layers.3.mlp.experts.7.w1` has kind `mlp.experts.w1` and indices (3, 7)."""
     parts = name.split(".")
     is_index = [part.isdecimal() for part in parts]
     if not any(is_index):
@@ -40,11 +57,11 @@ def parse_module_name(name: str) -> ModuleLocation:
 
 
 class PhaseMemory(Record):
-    """Peak memory of one phase of a training process, on the training device."""
+    """Peak memory of a phase of a training process, on the training device."""
 
     phase: Phase
     parts: dict[str, int]
-    """Bytes at the peak by use, such as weights, activations, logits."""
+    """Bytes at the peak, by use, such as weights, activations, logits."""
 
     @property
     def total_bytes(self) -> int:
@@ -59,11 +76,11 @@ class MemoryForecast(Record):
     ranks: int = 1
     """Number of ranks on all machines."""
     rows: int
-    """Sequences in the micro-batch."""
+    """Number of sequences in the micro-batch."""
     row_tokens: int
     """Length of the longest sequence in tokens; the others are padded to it."""
     learned_tokens: int
-    """Positions per row at which logits are computed."""
+    """Number of positions per row at which logits are computed."""
     activation_checkpointing: bool
     shard_base: bool = False
     """Whether the base is sharded over the ranks."""
@@ -73,12 +90,12 @@ class MemoryForecast(Record):
     """Peak host memory; on a CPU, the same as the overall peak."""
     trainable_parameters: int
     total_parameters: int
-    """Parameters of base and adapter, independent of their storage."""
+    """Number of parameters of base and adapter, independent of their storage."""
     notes: tuple[str, ...] = ()
     """Assumptions of the forecast."""
 
     def phase_memory(self, phase: Phase) -> PhaseMemory:
-        """Return the memory of one phase."""
+        """Return the memory of a phase."""
         return next(memory for memory in self.phases if memory.phase == phase)
 
     @property
@@ -90,7 +107,8 @@ class MemoryForecast(Record):
         """Return the memory that each process needs at the peak, in bytes.
 
         Args:
-            local_ranks: processes that share the memory. UNSHARDED, which one at a time holds, is divided by it.
+            local_ranks: number of processes that share the memory. UNSHARDED is divided by it, because one process at a
+                time has it.
         """
 
         def process_bytes(phase: PhaseMemory) -> int:
@@ -101,7 +119,7 @@ class MemoryForecast(Record):
 
 
 class LayerQuantizationCost(Record):
-    """Effect of quantization on one linear layer."""
+    """Effect of quantization on a linear layer."""
 
     bytes_full: int
     bytes_stored: int
@@ -112,7 +130,7 @@ class LayerQuantizationCost(Record):
 
 
 class QuantizationCost(Record):
-    """Effect of one storage of the base, on the validation rows."""
+    """Effect of a storage of the base, measured on the validation rows."""
 
     name: str
     """`full`, `nf4`, `nf4+dq`, `fp4`, `fp4+dq` (dq: double quantization)."""
@@ -121,14 +139,14 @@ class QuantizationCost(Record):
     loss: float
     """Mean negative log-likelihood per answer token, in nats; perplexity is its exponential."""
     kl: float
-    """Mean KL divergence of next-token distributions from full precision, in nats."""
+    """Mean KL divergence of the next-token distributions from those of full precision, in nats."""
     greedy_agreement: float
     """Share of answer positions with the same most likely token as in full precision."""
     layers: dict[str, LayerQuantizationCost]
 
 
 class QuantizationReport(Record):
-    """Comparison of full precision with 4 bits, before training."""
+    """Comparison of full precision with storage in 4 bits, before training."""
 
     base_digest: str
     data_digest: str
@@ -136,26 +154,26 @@ class QuantizationReport(Record):
     tokens: int
     """Number of compared answer positions."""
     dtype: str
-    """Type of full-precision weights and of matrix products."""
+    """Type of the full-precision weights and of matrix products."""
     costs: tuple[QuantizationCost, ...]
 
 
 class ModuleAnalysis(Record):
-    """Effect of training on one module with an adapter."""
+    """Effect of training on a module with an adapter."""
 
     rank: int
     parameters: int
-    """Trainable parameters."""
+    """Number of trainable parameters."""
     gradient_norms: tuple[float, ...]
-    """L2 norm of the unclipped gradient at the steps of the analysis."""
+    """L2 norm of the unclipped gradient at each step of the analysis."""
     weight_norm: float
     """Frobenius norm of the frozen weights."""
     update_norm: float
     """Frobenius norm of the update."""
     singular_values: tuple[float, ...]
-    """Singular values of the update, descending, at most `rank`."""
+    """The largest singular values of the update, descending; at most `rank` of them."""
     effective_rank: float
-    """Exponential of the entropy of normalized singular values (Roy and Vetterli 2007); 0 without an update."""
+    """Exponential of the entropy of the normalized singular values (Roy and Vetterli 2007); 0 without an update."""
 
     @property
     def update_ratio(self) -> float:
@@ -164,25 +182,16 @@ class ModuleAnalysis(Record):
 
 
 class AdapterAnalysis(Record):
-    """Effect of training on each module. Deterministic, like the run."""
+    """Effect of training on each module. Deterministic, as is the run."""
 
     steps: tuple[int, ...]
     """Optimizer steps at which gradient norms were recorded."""
     modules: dict[str, ModuleAnalysis]
-    """Modules by their name in the base model."""
+    """Analysis of each module, by its name in the base model."""
     unchanged_modules: tuple[str, ...]
-    """Modules that hardly changed."""
+    """Names of modules that hardly changed."""
     advice: tuple[str, ...]
     """Advice for the next run, each with the numbers behind it."""
-
-
-# Profiles: measurements on one machine, which are not reproducible and not part of a stage's output.
-
-PROFILE, TRACE, PAGE = "profile.json", "trace.json.gz", "profile.md"
-"""Files of a profile. Open the trace with Perfetto or chrome://tracing."""
-
-MIN_PROFILE_STEPS = 4
-"""Minimum number of steps for a profile: one to warm up, two for a median, one to trace."""
 
 
 def require_steps(planned: int) -> None:
@@ -194,23 +203,14 @@ def require_steps(planned: int) -> None:
         )
 
 
-PartName = Literal["data", "forward", "loss", "backward", "optimizer", "snapshot", "evaluation", "waiting"]
-PARTS: tuple[PartName, ...] = (
-    "data", "forward", "loss", "backward", "optimizer", "snapshot", "evaluation", "waiting",
-)  # fmt: skip
-"""data: batch plan, padding and copies to the device. forward: the body. loss: head and cross entropy, with the head's
-gradient. backward: gradient of the body. optimizer: clipping and step. snapshot: copy of the state for a checkpoint.
-evaluation: one validation. waiting: everything in between (journal, guards)."""
-
-
 class StepPart(Record):
-    """A part of the time of a step."""
+    """Time of a part of a step."""
 
     name: PartName
     duration_s: float
-    """Duration in seconds: the median over the measured steps or three snapshots; a single validation."""
+    """Duration in seconds: median over the measured steps or three snapshots; for `evaluation`, of one validation."""
     every_steps: float
-    """Steps between two executions of this part."""
+    """Number of steps between two executions of this part."""
     share: float
     """Share of the time of an average step."""
 
@@ -221,11 +221,11 @@ class StepPart(Record):
 
 
 class OperatorTime(Record):
-    """A torch operator, by the time in itself without operators that it calls."""
+    """Time of a torch operator, without the operators that it calls."""
 
     name: str
     calls: float
-    """Calls per step."""
+    """Number of calls per step."""
     self_s: float
     """Seconds per step, in the traced steps."""
     share: float
@@ -233,16 +233,16 @@ class OperatorTime(Record):
 
 
 class RooflineLimits(Record):
-    """Roofline model: computation and memory traffic of a step, and the machine's measured speed at each."""
+    """Roofline model: computation and memory traffic of a step, and the measured speed of the machine at both."""
 
     flops: float
-    """Floating-point operations of a step: matrix products and attention, as executed."""
+    """Number of floating-point operations of a step: matrix products and attention, as executed."""
     model_flops_per_s: float
     """FLOP/s measured on matrix products of the model's shapes, in its compute type."""
     square_flops_per_s: float
     """FLOP/s measured on a product of large square matrices."""
     datasheet_flops_per_s: float | None
-    """FLOP/s of dense 16-bit products by the manufacturer's data sheet; None for other devices and types."""
+    """FLOP/s of dense 16-bit products in the data sheet; None for devices and types without one."""
     moved_bytes: dict[str, float]
     """Bytes moved in a step, by kind."""
     bandwidth_bytes_per_s: float
@@ -265,7 +265,7 @@ class RooflineLimits(Record):
 
 
 class TrainingProfile(Record):
-    """Profile of some optimizer steps of a run."""
+    """Profile of several optimizer steps of a run."""
 
     run_id: str
     device: str
@@ -273,22 +273,22 @@ class TrainingProfile(Record):
     threads: int
     torch: str
     warmup_steps: int
-    """Warm-up steps, which allocate and compile kernels; not counted."""
+    """Number of warm-up steps, which allocate memory and compile kernels. They are not counted."""
     measured_steps: int
     traced_steps: int
-    """Steps recorded by operator, which slows them down; they count in `operators` only."""
+    """Number of steps recorded by operator. They are slower, so they count only in `operators`."""
     step_s: float
-    """Median of the measured steps."""
+    """Median duration of the measured steps."""
     quartiles_s: tuple[float, float]
-    """Quartiles of the measured steps."""
+    """Quartiles of the duration of the measured steps."""
     synchronised_step_s: float | None
-    """Median with a GPU synchronization between parts, which `parts` need; None on a CPU."""
+    """Median duration with a GPU synchronization between parts, which the times in `parts` need; None on a CPU."""
     parts: tuple[StepPart, ...]
     """Parts in the order of PARTS."""
     operators: tuple[OperatorTime, ...]
     """The slowest operators, slowest first."""
     micro_batches: float
-    """Mean per measured step, like the next three."""
+    """Mean number per measured step; so are the next three fields."""
     input_tokens: float
     padded_tokens: float
     trained_tokens: float
@@ -298,7 +298,7 @@ class TrainingProfile(Record):
     peak_bytes: int
     """Peak memory of the training device in the measured steps."""
     save_s: float
-    """Seconds to save a snapshot as a checkpoint, in a background thread."""
+    """Time to save a snapshot as a checkpoint in a background thread, in seconds."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,6 +1,7 @@
-"""MLflow runs: one per training, filled by replaying its journal, found by the tag `ratchet.run_id`.
+"""Logs trainings to MLflow, one MLflow run per training, found by the tag `ratchet.run_id`.
 
-MLflow's fluent functions (global state) are not used.
+A run is filled by replaying the journal of its training. MLflow's fluent functions are not used, because they keep
+global state.
 """
 
 import socket
@@ -30,7 +31,7 @@ PAGE_TAG = "ratchet.report_digest"
 
 
 class MlflowTracker:
-    """One experiment in the project's own MLflow store, or on a server; opened, and created, at the first use.
+    """One experiment in the project's own MLflow store or on a server. It is opened, or created, at the first use.
 
     Every method raises TrackingError if MLflow cannot be read or written.
     """
@@ -46,29 +47,29 @@ class MlflowTracker:
         """Create a callback for this run. Nothing is sent yet.
 
         Args:
-            paths: of the run.
-            settings: of the project; training settings are read from the run itself.
+            paths: paths of the run.
+            settings: settings of the project. Training settings are read from the run itself.
             draw: draws the journal (first argument) into a PNG file (second).
-            reconcile: whether it first ends runs that are not in training; not in a sweep, where a trial may be between
-                two workers.
+            reconcile: whether the callback first ends runs that are not in training. False in a sweep, where a trial
+                may be waiting for its next worker.
         """
 
         def begin() -> None:
-            for note in self.reconcile(paths.root.parent, besides=paths.root.name) if reconcile else ():
-                print_message(note)
+            for notice in self.reconcile(paths.root.parent, besides=paths.root.name) if reconcile else ():
+                print_message(notice)
 
         return MlflowRunCallback(self._place, paths, settings, draw, begin)
 
     def reconcile(self, runs: Path, besides: str = "", end: Callable[[RunPaths], None] | None = None) -> list[str]:
-        """End runs that MLflow shows as RUNNING but that are not in training. Returns a line for each of them, and for
-        each that has no directory.
+        """End runs that MLflow shows as RUNNING but that are not in training. Return a line for each of them, and for
+        each run without a directory.
 
         Args:
             runs: directory of the run directories.
             besides: run id to skip, because its own callback is active.
-            end: called for such a run; None: only its status is set.
+            end: called for each such run. None: only its status is set.
         """
-        notes = []
+        notices = []
         with self.connected() as client:
             for run in self._place.running_runs():
                 run_id = run.data.tags[RUN_TAG]
@@ -78,7 +79,9 @@ class MlflowTracker:
                 if not paths.journal.exists():
                     if SWEEP_TAG in run.data.tags:  # another machine may train it, or have trained it
                         continue
-                    notes.append(f"run {run_id}: RUNNING in MLflow, but without a directory in {runs}; left unchanged")
+                    notices.append(
+                        f"run {run_id}: RUNNING in MLflow, but without a directory in {runs}; left unchanged"
+                    )
                 elif not paths.lock().is_held():
                     status = read_final_status(paths)
                     if end is None:
@@ -87,33 +90,33 @@ class MlflowTracker:
                         )
                     else:
                         end(paths)
-                    notes.append(f"run {run_id}: was RUNNING in MLflow, but is not in training; now {status}")
-        return notes
+                    notices.append(f"run {run_id}: was RUNNING in MLflow, but is not in training; now {status}")
+        return notices
 
     def send_missing(self, runs: Path, settings: Settings, draw: Draw) -> list[str]:
-        """Call `reconcile` and send what those runs lack (points, files, models), and finished runs that MLflow lacks
-        entirely because it was unavailable. For the arguments see `reconcile` and `create_callback`."""
+        """Call `reconcile`, and send what MLflow lacks: points, files and models of those runs, and whole finished runs
+        if it was unavailable. For the arguments see `reconcile` and `create_callback`."""
 
         def send(paths: RunPaths) -> None:
             self.create_callback(paths, settings, draw, reconcile=False).catch_up()
 
-        notes, known = self.reconcile(runs, end=send), self._place.known_run_ids()
+        notices, known_ids = self.reconcile(runs, end=send), self._place.known_run_ids()
         for paths in list_runs(runs):
-            is_missing = paths.root.name not in known and paths.is_finished() and not paths.lock().is_held()
+            is_missing = paths.root.name not in known_ids and paths.is_finished() and not paths.lock().is_held()
             if is_missing and tracking_payload.should_report(paths.journal, settings.machine):
                 send(paths)
-                notes.append(f"run {paths.root.name}: was missing in MLflow; sent")
-        return notes
+                notices.append(f"run {paths.root.name}: was missing in MLflow; sent")
+        return notices
 
     def views(self, server: str) -> dict[str, str]:
-        """Store the saved views of the experiment. Returns their addresses on the server, by name."""
+        """Store the saved views of the experiment. Return their addresses on the server, by name."""
         experiments.write_views(self._place)
         return {view.name: experiments.view_url(server, self._place.id, view) for view in experiments.VIEWS}
 
     def log_report(
         self, run_id: str, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
-        """Add metrics, files and tags of a later stage to a run; repeating it adds nothing.
+        """Add metrics, files and tags of a later stage to a run. A second call adds nothing.
 
         Args:
             run_id: Ratchet's run id, not MLflow's.
@@ -127,27 +130,27 @@ class MlflowTracker:
     def _log_report(
         self, run_id: str, run: Any, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
-        """`log_report` for an MLflow run that was just read; None: the run does not exist."""
+        """Do the work of `log_report` for an MLflow run that was just read. None: the run does not exist."""
         with self.connected() as client:
             if run is None:
                 raise TrackingError(f"run {run_id} is not in {self.store.where}; send its journal first")
             mlflow_id = run.info.run_id
             files = [(path, folder or None) for folder, paths in artifacts.items() for path in paths]
             self._place.call_all([partial(client.log_artifact, mlflow_id, str(path), folder) for path, folder in files])
-            new = run_logger.build_report_points(self._place, client, run, metrics)
-            changed = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
-            if new or changed:  # tags are written last, because they mean that the files are complete
-                new = run_logger.attribute_metrics(self._place, client, run, new)
-                log_batch(client, mlflow_id, metrics=new, tags=run_tags(changed))
+            new_points = run_logger.build_report_points(self._place, client, run, metrics)
+            changed_tags = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
+            if new_points or changed_tags:  # tags are written last, because they mean that the files are complete
+                new_points = run_logger.attribute_metrics(self._place, client, run, new_points)
+                log_batch(client, mlflow_id, metrics=new_points, tags=run_tags(changed_tags))
 
     def report(
         self, run: MlflowRunCallback, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],
         grace_s: float,
     ) -> None:  # fmt: skip
-        """`log_report` for a stage: first sends what MLflow lacks of the run; a failure of MLflow is only printed.
+        """Call `log_report` for a stage. First send what MLflow lacks of the run. A failure of MLflow is only printed.
 
         The stage's own output has the metrics too, so nothing is lost: repeat the stage when MLflow is available again.
-        Waits for a slow server at most `grace_s`.
+        The wait for a slow server is at most `grace_s`.
         """
 
         def send() -> None:
@@ -158,53 +161,53 @@ class MlflowTracker:
     def publish(
         self, run: MlflowRunCallback, page: Path, more: Callable[[Path], Sequence[Path]], grace_s: float
     ) -> None:
-        """Add the HTML report of a finished run unless it is there; waits as `report` does.
+        """Add the HTML report to a finished run, unless the run has it. Wait at most `grace_s`, as `report` does.
 
         Args:
-            run: of the report.
-            page: HTML file.
-            more: writes further files into the directory that it is given.
-            grace_s: see `report`.
+            run: callback of the run.
+            page: the HTML file.
+            more: writes further files into its argument, a directory, and returns them.
+            grace_s: maximum wait for a slow server.
         """
 
         def send() -> None:
-            found, tags = self._send_journal(run), {PAGE_TAG: digests.hash_file(page)}
-            if found is not None and found.data.tags.get(PAGE_TAG) == tags[PAGE_TAG]:
+            mlflow_run, tags = self._send_journal(run), {PAGE_TAG: digests.hash_file(page)}
+            if mlflow_run is not None and mlflow_run.data.tags.get(PAGE_TAG) == tags[PAGE_TAG]:
                 return
             with tempfile.TemporaryDirectory() as scratch:
-                self._log_report(run.run_id, found, {}, {"": [page], "plots": more(Path(scratch))}, tags)
+                self._log_report(run.run_id, mlflow_run, {}, {"": [page], "plots": more(Path(scratch))}, tags)
 
         _send_within_grace(run.run_id, "its report is", send, grace_s)
 
     def _send_journal(self, run: MlflowRunCallback) -> Any:
-        """Send what MLflow lacks of the journal. Returns MLflow's run; None if there is neither a run nor a journal."""
-        found = self.find(run.run_id)
-        if run.has_directory and (found is None or not run.is_complete(found)):
+        """Send what MLflow lacks of the journal. Return MLflow's run; None without both a run and a journal."""
+        mlflow_run = self.find(run.run_id)
+        if run.has_directory and (mlflow_run is None or not run.is_complete(mlflow_run)):
             run.catch_up()
-            found = self.find(run.run_id)
-        return found
+            mlflow_run = self.find(run.run_id)
+        return mlflow_run
 
     def find(self, run_id: str) -> Any:
-        """MLflow's run of Ratchet's run id (the oldest, if there are several), or None."""
+        """Return MLflow's run of Ratchet's run id (the oldest of several), or None."""
         return self._place.find(run_id)
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """MLflow's run of this run id; created once, by one process."""
+        """Return MLflow's run of this run id. One process creates it, once."""
         return self._place.find_or_create(run_id, start_ms)
 
     def connected(self) -> AbstractContextManager[Any]:
-        """Yield MLflow's client with the experiment created; failures are TrackingErrors."""
+        """Yield MLflow's client after the experiment exists. Failures are raised as TrackingErrors."""
         return self._place.connected()
 
 
 def _send_within_grace(run_id: str, content: str, send: Callable[[], None], grace_s: float) -> None:
-    """Send to MLflow; print a line if that fails or is not complete after `grace_s` seconds."""
+    """Send to MLflow. Print a line if that fails, or is not complete after `grace_s` seconds."""
     failures: list[Exception] = []
 
     def run() -> None:
         try:
             send()
-        except Exception as error:  # raised or printed below
+        except Exception as error:  # the caller's thread raises or prints it
             failures.append(error)
 
     thread = threading.Thread(target=run, name="tracking", daemon=True)

@@ -1,8 +1,9 @@
-"""MLflow's model registry: promoted models are versions of one registered model, and an alias marks the champion.
+"""Reads and writes MLflow's model registry. Promoted models are versions of one registered model; an alias marks the
+champion.
 
-A version is found by the tag `ratchet.model_digest`, so that registering a model twice gives one version. The alias
-moves by compare-and-set under the store's lock. MLflow itself has no such operation, so a person who moves the alias in
-its UI within the same few milliseconds is not noticed.
+A version is found by the tag `ratchet.model_digest`, so a model that is registered twice has one version. The alias
+moves by compare-and-set under the store's lock. MLflow itself has no such operation, so a move of the alias in its UI
+within the same few milliseconds is not detected.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ DIGEST_TAG = "ratchet.model_digest"
 
 @dataclass(frozen=True)
 class MlflowModelVersion:
-    """A registered version, with the tags that it was registered with."""
+    """A version of the registered model, with its tags."""
 
     number: int
     model_digest: str
@@ -34,7 +35,7 @@ class MlflowModelVersion:
 class MlflowModelRegistry:
     """The versions of one registered model in the project's own MLflow store.
 
-    Every method raises TrackingError when the database cannot be read or written.
+    Every method raises TrackingError if the database cannot be read or written.
     """
 
     def __init__(self, layout: ProjectLayout, model_name: str) -> None:
@@ -43,29 +44,29 @@ class MlflowModelRegistry:
         self._store = MlflowStore(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
-        """Return the version number of this model; register the model if it has none.
+        """Return the version number of this model. Register a model without a version.
 
         Args:
             model_digest: digest of the model's files.
             source: directory of the promoted model.
-            run_id: Ratchet's run id; the version is linked to its MLflow run, if there is one.
+            run_id: Ratchet's run id. The version is linked to the MLflow run of this id, if it exists.
             tags: stored with a new version.
         """
         with self._store.connected() as client, self._store.locked():
-            found = [v.number for v in self._versions(client) if v.model_digest == model_digest]
-            if found:
-                self._link(client, tags, min(found))
-                return min(found)
+            numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
+            if numbers:
+                self._link(client, tags, min(numbers))
+                return min(numbers)
             if not client.search_registered_models(f"name = '{self.model_name}'"):
                 client.create_registered_model(self.model_name)
-            made = client.create_model_version(
+            created = client.create_model_version(
                 self.model_name,
                 source.as_uri(),
                 run_id=self._mlflow_run(client, run_id),
                 tags={**tags, DIGEST_TAG: model_digest},
             )
-            self._link(client, tags, int(made.version))
-            return int(made.version)
+            self._link(client, tags, int(created.version))
+            return int(created.version)
 
     def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
         """Link the adapter's logged model to the version, if runs are logged to this store."""
@@ -74,7 +75,7 @@ class MlflowModelRegistry:
             run_logger.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
 
     def champion(self) -> int | None:
-        """The version number that the alias points at, or None."""
+        """Return the version number of the champion alias, or None."""
         if not self.layout.mlflow_database.exists():
             return None
         with self._store.connected() as client:
@@ -86,73 +87,76 @@ class MlflowModelRegistry:
         """Move the alias to a version in one transaction, so that readers see the old or the new one.
 
         Args:
-            version: the new champion. If the alias is there already, nothing happens.
-            expected: where the alias was when this was decided; None: nowhere.
+            version: the new champion. If the alias already points at it, nothing happens.
+            expected: version of the alias at the time of the decision; None: the alias did not exist.
 
         Raises:
-            ChampionError: the alias was moved since.
+            ChampionError: the alias has moved since the decision.
         """
         with self._store.connected() as client, self._store.locked():
             models = client.search_registered_models(f"name = '{self.model_name}'")
-            found = models[0].aliases.get(CHAMPION) if models else None
-            current = None if found is None else int(found)
+            alias = models[0].aliases.get(CHAMPION) if models else None
+            current = None if alias is None else int(alias)
             if current == version:
                 return
             if current != expected:
-                before, after = (f"version {v}" if v is not None else "no version" for v in (expected, current))
+                expected_text, current_text = (
+                    f"version {v}" if v is not None else "no version" for v in (expected, current)
+                )
                 raise ChampionError(
-                    f"alias {CHAMPION} of {self.model_name} moved from {before} to {after} since the decision: another "
-                    "promotion took place; nothing was changed. Evaluate against the new champion: `dvc repro`"
+                    f"alias {CHAMPION} of {self.model_name} moved from {expected_text} to {current_text} since the "
+                    "decision: another promotion took place; nothing was changed. Evaluate against the new champion: "
+                    "`dvc repro`"
                 )
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
 
     def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
-        """Set tags and description of a version, and the tags of the MLflow run of this run id, if there is one.
+        """Set tags and description of a version, and the same tags of the MLflow run of this run id, if it exists.
 
-        Repeating it changes nothing; with `description` None the current one stays.
+        A second call changes nothing. If `description` is None, the current description is kept.
         """
         with self._store.connected() as client:
-            found = client.get_model_version(self.model_name, str(version))
+            model_version = client.get_model_version(self.model_name, str(version))
             for key, value in tags.items():
-                if found.tags.get(key) != value:
+                if model_version.tags.get(key) != value:
                     client.set_model_version_tag(self.model_name, str(version), key, value)
-            if description is not None and found.description != description:
+            if description is not None and model_version.description != description:
                 client.update_model_version(self.model_name, str(version), description)
             if mlflow_id := self._mlflow_run(client, run_id):
                 for key, value in {**tags, "ratchet.version": str(version)}.items():
                     client.set_tag(mlflow_id, key, value)
 
     def find_version(self, model_digest: str) -> int | None:
-        """Version number of this model, or None."""
+        """Return the version number of this model, or None."""
         return next((v.number for v in self.versions() if v.model_digest == model_digest), None)
 
     def version(self, number: int) -> MlflowModelVersion | None:
-        """A registered version, or None."""
+        """Return a registered version, or None."""
         return next((v for v in self.versions() if v.number == number), None)
 
     def versions(self) -> list[MlflowModelVersion]:
-        """All versions that Ratchet registered, ascending."""
+        """Return all versions that Ratchet registered, ascending."""
         if not self.layout.mlflow_database.exists():
             return []
         with self._store.connected() as client:
             return sorted(self._versions(client), key=lambda v: v.number)
 
     def _versions(self, client: Any) -> list[MlflowModelVersion]:
-        found, token = [], None
+        versions, token = [], None
         while True:
             page = client.search_model_versions(f"name = '{self.model_name}'", page_token=token)
-            found += [
+            versions += [
                 MlflowModelVersion(int(v.version), v.tags[DIGEST_TAG], v.source, dict(v.tags))
                 for v in page
                 if DIGEST_TAG in v.tags
             ]
             token = page.token
             if not token:
-                return found
+                return versions
 
     def _mlflow_run(self, client: Any, run_id: str) -> str | None:
         experiment = client.get_experiment_by_name(self.model_name)
         if experiment is None:
             return None
-        found = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)
-        return str(found[0].info.run_id) if found else None
+        runs = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)
+        return str(runs[0].info.run_id) if runs else None

@@ -1,7 +1,7 @@
 """Logs one run to MLflow: metrics, parameters, tags, files, the dataset, and its checkpoints as logged models.
 
-Everything may be repeated and may be interrupted anywhere: a run is created once, a metric point has the time at which
-its step was first done, and whatever marks completeness is written last.
+Every call may be interrupted and repeated: a run is created once, a metric point has the time at which its step was
+first done, and marks of completeness are written last.
 """
 
 import json
@@ -45,46 +45,62 @@ STEP_TAG, ROLE_TAG, FINAL_TAG, ADAPTER_TAG = (
 VERSIONS_TAG = "mlflow.modelVersions"
 """Tag in which MLflow's UI finds the registered versions of a logged model."""
 EXTERNAL_TAG = "mlflow.model.isExternal"
-"""Tag of a logged model without files: no weights are sent. They are in the run's result and in the DVC remote."""
+"""Tag of a logged model without files. Weights are not sent: they are in the run's result and in the DVC remote."""
 LOSS = "validation/loss"
 OWN_PREFIXES = ("test/candidate/", "test/merged/")
-"""Prefixes of metrics of the run's final adapter, or of the model it was exported as."""
+"""Prefixes of metrics of the run's final adapter, or of the model that it was exported as."""
+
+MAX_BATCH = 900
+"""Metrics per call, which takes at most 1,000 items in all."""
+REPORT_STEP = 0
+"""Step of metrics of a whole run."""
+JOURNAL_PREFIXES = ("train/", "validation/", "system/")
+"""Prefixes of metrics whose points have steps."""
+NAME_CHARACTERS = 400
+"""Most characters of a dataset's name."""
+SETTINGS = "settings.yaml"
+
+Draw = Callable[[Path, Path], None]
+"""Draws a journal (first argument) into a PNG file (second)."""
 
 
 def log_models(experiment: Experiment, client: Any, run: Any, paths: RunPaths) -> None:
-    """Log the best and the last checkpoint of a finished run as logged models; repeating it changes nothing.
+    """Log the best and the last checkpoint of a finished run as logged models. A second call changes nothing.
 
     Args:
-        experiment: of the run.
-        client: MLflow's.
-        run: as MLflow has it now, with its points stored.
-        paths: of the run. A result that cannot be read gives no models and prints a message.
+        experiment: experiment of the run.
+        client: MLflow's client.
+        run: current state of MLflow's run, with its points stored.
+        paths: paths of the run. If its result cannot be read, a message is printed and no model is logged.
     """
     try:
         report = TrainReport.load(paths.result / "train.json")
     except (DataError, DamagedFileError) as error:
         print_message(f"no logged models: {error}")
         return
-    found = _models_by_step(experiment, client, run)
+    models = _models_by_step(experiment, client, run)
     roles: dict[int, list[str]] = {}
     for role, step in (("best", report.best_step), ("last", report.steps)):
         roles.setdefault(step, []).append(role)
-    missing = [(step, names) for step, names in roles.items() if step not in found]
-    if missing:
+    missing_steps = [(step, names) for step, names in roles.items() if step not in models]
+    if missing_steps:
         experiment.call_all(
-            [partial(_create_logged_model, experiment, client, run, report, step, names) for step, names in missing]
+            [
+                partial(_create_logged_model, experiment, client, run, report, step, names)
+                for step, names in missing_steps
+            ]
         )
-        found = _models_by_step(experiment, client, run)
+        models = _models_by_step(experiment, client, run)
     for step in roles:
-        if str(found[step].status) != "READY":
-            _complete_logged_model(experiment, client, run, found[step], paths)
+        if str(models[step].status) != "READY":
+            _complete_logged_model(experiment, client, run, models[step], paths)
 
 
 def find_logged_models(experiment: Experiment, client: Any, mlflow_id: str) -> list[Any]:
-    """Logged models of MLflow's run of this id, oldest first."""
+    """Return the logged models of MLflow's run of this id, oldest first."""
     order = [{"field_name": "creation_timestamp", "ascending": True}]
-    wanted = f"source_run_id = '{mlflow_id}'"
-    return list(client.search_logged_models([experiment.id], filter_string=wanted, order_by=order))
+    query = f"source_run_id = '{mlflow_id}'"
+    return list(client.search_logged_models([experiment.id], filter_string=query, order_by=order))
 
 
 def attribute_metrics(experiment: Experiment, client: Any, run: Any, metrics: Sequence[Any]) -> list[Any]:
@@ -106,24 +122,24 @@ def attribute_metrics(experiment: Experiment, client: Any, run: Any, metrics: Se
 
 
 def link_version(client: Any, experiment_id: str, adapter_digest: str, name: str, version: int) -> None:
-    """Record the registered version of an adapter in its logged model, if there is one."""
-    wanted = f"tags.`{ADAPTER_TAG}` = '{adapter_digest}'"
-    for model in client.search_logged_models([experiment_id], filter_string=wanted):
+    """Record the registered version of an adapter in its logged model, if that exists."""
+    query = f"tags.`{ADAPTER_TAG}` = '{adapter_digest}'"
+    for model in client.search_logged_models([experiment_id], filter_string=query):
         versions = json.loads(model.tags.get(VERSIONS_TAG, "[]"))
         entry = {"name": name, "version": str(version)}
-        if not any(str(one.get("version")) == str(version) and one.get("name") == name for one in versions):
+        if not any(str(known.get("version")) == str(version) and known.get("name") == name for known in versions):
             client.set_logged_model_tags(model.model_id, {VERSIONS_TAG: json.dumps([*versions, entry])})
 
 
 def _models_by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, Any]:
-    """One logged model per step. If a lost response led to two, the older one stays."""
-    found: dict[int, Any] = {}
+    """Return one logged model per step. If a lost response led to two, the newer one is deleted."""
+    models: dict[int, Any] = {}
     for model in find_logged_models(experiment, client, run.info.run_id):
         if (step := model.tags.get(STEP_TAG)) is None:
-            continue  # not created by Ratchet
-        if found.setdefault(int(step), model) is not model:
+            continue  # Ratchet did not create it
+        if models.setdefault(int(step), model) is not model:
             client.delete_logged_model(model.model_id)
-    return found
+    return models
 
 
 def _create_logged_model(
@@ -139,13 +155,13 @@ def _create_logged_model(
 
 
 def _complete_logged_model(experiment: Experiment, client: Any, run: Any, model: Any, paths: RunPaths) -> None:
-    """Send everything that belongs to a model; the status READY, which marks completeness, is set last."""
+    """Send everything that belongs to a model. The status READY marks completeness and is set last."""
     from mlflow.entities import LoggedModelOutput, Metric
 
     step = int(model.tags[STEP_TAG])
     losses = client.get_metric_history(run.info.run_id, LOSS) if LOSS in run.data.metrics else []
     identity = {"model_id": model.model_id, **_dataset_identity(run)}
-    # With exactly the time of the run's point; otherwise the run would have it twice.
+    # The time is exactly that of the run's point. With another time, the run would have the point twice.
     points = [Metric(LOSS, p.value, p.timestamp, p.step, **identity) for p in losses if p.step == step]
     calls = [
         partial(client.log_model_artifact, model.model_id, str(path))
@@ -166,27 +182,20 @@ def _list_described_files(paths: RunPaths, tags: Mapping[str, str]) -> list[Path
 
 
 def _dataset_identity(run: Any) -> dict[str, str]:
-    """Dataset of the metrics of a model; empty if MLflow does not know the data of the run."""
+    """Return the dataset of a model's metrics; empty if MLflow does not know the data of the run."""
     inputs = run.inputs.dataset_inputs if run.inputs else []
     return {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest} if inputs else {}
 
 
 # Metric points. Each is stored once, with the step and the time in the journal, however often it is sent.
 
-MAX_BATCH = 900
-"""Metrics per call, which takes at most 1,000 items in all."""
-REPORT_STEP = 0
-"""Step of metrics of a whole run."""
-JOURNAL_PREFIXES = ("train/", "validation/", "system/")
-"""Prefixes of metrics whose points have steps."""
-
 
 class MetricPointSender:
-    """Sends the points of a run that MLflow lacks. Steps that were repeated after a crash, on any machine, keep their
-    first values."""
+    """Sender of the points of a run that MLflow lacks. Steps that were repeated after a crash, on any machine, keep
+    their first values."""
 
     def __init__(self, experiment: Experiment, run: Any) -> None:
-        """Read the steps that MLflow has, for the keys of the run only."""
+        """Read which steps MLflow has of each metric of the run."""
         self._mlflow_id = run.info.run_id
         with experiment.connected() as client:
             keys = [key for key in run.data.metrics if key.startswith(JOURNAL_PREFIXES)]
@@ -194,16 +203,16 @@ class MetricPointSender:
         self._steps = {key: {point.step for point in points} for key, points in zip(keys, histories, strict=True)}
 
     def send(self, client: Any, points: Iterable[MetricPoint], tags: Mapping[str, str]) -> None:
-        """Store the new ones of these points, and the tags."""
+        """Send the tags, and those points that MLflow does not have."""
         from mlflow.entities import Metric
 
-        new: dict[tuple[str, int], Any] = {}
+        new_metrics: dict[tuple[str, int], Any] = {}
         for point in points:
             if point.step not in self._steps.get(point.key, ()):
-                new.setdefault(
+                new_metrics.setdefault(
                     (point.key, point.step), Metric(point.key, point.value, round(point.t * 1000), point.step)
                 )
-        metrics = list(new.values())
+        metrics = list(new_metrics.values())
         for start in range(0, max(len(metrics), bool(tags)), MAX_BATCH):
             batch = metrics[start : start + MAX_BATCH]
             log_batch(client, self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
@@ -212,12 +221,13 @@ class MetricPointSender:
 
 
 def build_report_points(experiment: Experiment, client: Any, run: Any, figures: Mapping[str, float]) -> list[Any]:
-    """Points for metrics of the whole run, without those that MLflow shows already; a changed value is a later point.
+    """Build points for metrics of the whole run, without values that MLflow already shows. A changed value is a later
+    point.
 
     Args:
-        experiment: of the run.
-        client: MLflow's.
-        run: as MLflow has it now.
+        experiment: experiment of the run.
+        client: MLflow's client.
+        run: current state of MLflow's run.
         figures: values by key.
     """
     from mlflow.entities import Metric
@@ -236,17 +246,15 @@ def _newest_timestamp_ms(points: Sequence[Any]) -> int:
 
 # The prepared data as a dataset input of MLflow.
 
-NAME_CHARACTERS = 400
-
 
 def has_dataset(run: Any, card: DatasetCard) -> bool:
-    """Whether MLflow's run has this dataset as an input."""
+    """Return whether MLflow's run has this dataset as an input."""
     inputs = run.inputs.dataset_inputs if run.inputs else []
-    return any(one.dataset.digest == card.digest[: digests.SHORT] for one in inputs)
+    return any(item.dataset.digest == card.digest[: digests.SHORT] for item in inputs)
 
 
 def log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
-    """Add the dataset to the run. MLflow stores one per name and digest."""
+    """Add the dataset to the run. MLflow stores one dataset per name and digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     profile = {"rows_in": card.rows_in, "rows": card.rows_out, "splits": card.splits}
@@ -264,13 +272,9 @@ def log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
 
 # The callback.
 
-SETTINGS = "settings.yaml"
-
-Draw = Callable[[Path, Path], None]
-
 
 class MlflowRunCallback:
-    """Logs one run to MLflow. Its state is in MLflow and is read at the first use."""
+    """Callback that logs one run to MLflow. Its state is in MLflow, and is read at the first use."""
 
     name = "mlflow"
     is_deferred = True
@@ -278,14 +282,14 @@ class MlflowRunCallback:
     def __init__(
         self, experiment: Experiment, paths: RunPaths, settings: Settings, draw: Draw, begin: Callable[[], None]
     ) -> None:
-        """Send nothing yet.
+        """Create the callback. Nothing is sent yet.
 
         Args:
-            experiment: to log to.
-            paths: of the run.
-            settings: of the project; training settings are read from the run itself.
-            draw: draws the journal (first argument) into a PNG file (second).
-            begin: called once, when the run was logged for the first time.
+            experiment: experiment to log to.
+            paths: paths of the run.
+            settings: settings of the project. Training settings are read from the run itself.
+            draw: draws the plot of the loss.
+            begin: called once, after the run was logged for the first time.
         """
         self._experiment, self._paths, self._settings, self._draw = experiment, paths, settings, draw
         self._begin: Callable[[], None] | None = begin
@@ -304,12 +308,12 @@ class MlflowRunCallback:
         return self._mutex.locked()
 
     def forget(self) -> None:
-        """Read MLflow's state again at the next use: another machine may have logged some of the run."""
+        """Read MLflow's state again at the next use, because another machine may have logged a part of the run."""
         with self._mutex:
             self._mlflow_id = ""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Send what is new in these events; repeated events change nothing."""
+        """Send these events. Events that were sent before change nothing."""
         with self._mutex:
             self._send(events)
 
@@ -319,7 +323,7 @@ class MlflowRunCallback:
             self._finish(status)
 
     def catch_up(self) -> None:
-        """Send what MLflow lacks of a run that is not in training, and how it ended."""
+        """Send what MLflow lacks of a run that is not in training, and how the run ended."""
         with self._mutex:
             self._send(list(JournalReader(self._paths.journal).read()))
             if not self._paths.lock().is_held():
@@ -327,26 +331,26 @@ class MlflowRunCallback:
 
     @property
     def has_directory(self) -> bool:
-        """Whether the directory of the run is on this machine; DVC brings results of stages to others too."""
+        """Whether the directory of the run is on this machine. DVC fetches only the results of stages."""
         return self._paths.spec.exists()
 
-    def is_complete(self, found: Any) -> bool:
-        """Whether MLflow's run has the whole journal and everything that belongs to a finished run."""
-        logged: str | None = found.data.tags.get(JOURNAL_TAG)
-        return bool(found.info.status == "FINISHED") and logged == str(_file_size(self._paths.journal))
+    def is_complete(self, mlflow_run: Any) -> bool:
+        """Return whether MLflow's run has the whole journal and everything that belongs to a finished run."""
+        logged_bytes: str | None = mlflow_run.data.tags.get(JOURNAL_TAG)
+        return bool(mlflow_run.info.status == "FINISHED") and logged_bytes == str(_file_size(self._paths.journal))
 
     def _send(self, events: Sequence[JournalEvent]) -> None:
         with self._experiment.connected() as client:
             if not self._attach(client, events[0].t if events else time.time()):
                 self._call_begin()
                 return
-            begun = [e for e in events if e.kind == "attempt_started" and e.attempt > self._attempts]
-            if begun and self._status != "RUNNING":
+            new_attempts = [e for e in events if e.kind == "attempt_started" and e.attempt > self._attempts]
+            if new_attempts and self._status != "RUNNING":
                 client.update_run(self._mlflow_id, status="RUNNING")
                 self._status = "RUNNING"
-            tags = {key: value for event in begun for key, value in self._attempt_tags(event).items()}
+            tags = {key: value for event in new_attempts for key, value in self._attempt_tags(event).items()}
             self._sender.send(client, (point for event in events for point in self._extractor.extract(event)), tags)
-            self._attempts = max([self._attempts, *(event.attempt for event in begun)])
+            self._attempts = max([self._attempts, *(event.attempt for event in new_attempts)])
             if self._begin is not None:
                 self._log_settings(client)
             self._call_begin()
@@ -376,8 +380,8 @@ class MlflowRunCallback:
             self._begin = None
 
     def _attach(self, client: Any, start_t: float) -> bool:
-        """Find or create the run, complete an interrupted creation, and read its state. Returns whether it lacks
-        anything."""
+        """Find or create the run, complete an interrupted creation, and read its state. Return whether MLflow lacks
+        anything of the run."""
         if self._mlflow_id:
             return True
         from mlflow.entities import Param
@@ -387,25 +391,25 @@ class MlflowRunCallback:
         run = self._experiment.find_or_create(spec.run_id, round(start_t * 1000))
         if self.is_complete(run):
             return False
-        mlflow_id, existing = run.info.run_id, run.data.tags
+        mlflow_id, existing_tags = run.info.run_id, run.data.tags
         self._card = _load_dataset_card(self._experiment.layout.dataset_card, spec)
-        wanted = collect_parameters(spec, self._settings)
-        missing = [Param(key, value) for key, value in wanted.items() if key not in run.data.params]
-        tags = {key: value for key, value in self._run_tags(spec).items() if existing.get(key) != value}
+        parameters = collect_parameters(spec, self._settings)
+        missing_params = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
+        tags = {key: value for key, value in self._run_tags(spec).items() if existing_tags.get(key) != value}
         calls: list[Callable[[], Any]] = []
-        if missing or tags:
-            calls.append(partial(log_batch, client, mlflow_id, params=missing, tags=run_tags(tags)))
+        if missing_params or tags:
+            calls.append(partial(log_batch, client, mlflow_id, params=missing_params, tags=run_tags(tags)))
         if (card := self._card) is not None and not has_dataset(run, card):
             calls.append(partial(self._log_dataset, client, mlflow_id, card))
         self._experiment.call_all(calls)
         self._sender = MetricPointSender(self._experiment, run)
-        is_own = existing.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
-        self._attempts = int(existing.get(ATTEMPTS_TAG, "0")) if is_own else 0  # each machine counts its own attempts
+        is_own = existing_tags.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
+        self._attempts = int(existing_tags.get(ATTEMPTS_TAG, "0")) if is_own else 0  # each machine counts its attempts
         self._mlflow_id, self._status = mlflow_id, run.info.status
         return True
 
     def _log_settings(self, client: Any) -> None:
-        """Log the full settings early, because a run may be killed. A failure here must not delay metric points."""
+        """Log all settings early, because a run may be killed. A failure here must not delay metric points."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -416,7 +420,7 @@ class MlflowRunCallback:
             )
 
     def _run_tags(self, spec: RunSpec) -> dict[str, str]:
-        """Data and base of the run, and a group for runs that differ only in their seed."""
+        """Return tags for data and base of the run, and for the group of runs that differ only in their seed."""
         layout = self._experiment.layout
         without_seed = spec.model_dump(mode="json")
         without_seed["train"].pop("seed")
@@ -425,7 +429,7 @@ class MlflowRunCallback:
         if self._card is not None:
             tags["ratchet.data_card"] = layout.dataset_card.relative_to(layout.root).as_posix()
             tags["ratchet.data_card_digest"] = digests.hash_file(layout.dataset_card)
-        with suppress(DataError, DamagedFileError):  # the base was replaced or removed since
+        with suppress(DataError, DamagedFileError):  # the base may have been replaced or removed
             base = BaseCard.load(layout.base_card)
             if base.digest == spec.base_digest:
                 tags["ratchet.base"] = base.source
@@ -433,21 +437,19 @@ class MlflowRunCallback:
         return tags
 
     def _log_dataset(self, client: Any, mlflow_id: str, card: DatasetCard) -> None:
-        with (
-            self._experiment.store.locked()
-        ):  # MLflow queries the dataset and then creates it; two processes might both
+        with self._experiment.store.locked():  # MLflow reads the dataset, then creates it; two processes might do both
             log_dataset(client, mlflow_id, card)
 
     def _attempt_tags(self, event: JournalEvent) -> dict[str, str]:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
-        if event.data.get("pid") == os.getpid():  # the current checkout belongs to our own attempt only
+        if event.data.get("pid") == os.getpid():  # the current checkout belongs to attempts of this process only
             tags |= digests.revision_tags(self._experiment.layout.root) | {HOST_TAG: socket.gethostname()}
         return tags
 
     def _log_artifacts(self, client: Any) -> None:
         layout, result = self._experiment.layout, self._paths.result
-        wanted: list[tuple[Path, str | None]] = [
+        artifacts: list[tuple[Path, str | None]] = [
             *((result / name, None) for name in ("train.json", "analysis.json", "README.md")),
             (self._paths.journal, None),
             *((path, "dataset") for path in (layout.dataset_card, layout.dataset_page) if self._card is not None),
@@ -456,15 +458,18 @@ class MlflowRunCallback:
             image, settings = Path(scratch) / "loss.png", Path(scratch) / SETTINGS
             self._draw(self._paths.journal, image)
             settings.write_text(params_file.dump(self._settings), encoding="utf-8")
-            wanted += [(image, "plots"), (settings, None)]
-            existing = [(path, folder) for path, folder in wanted if path.exists()]
+            artifacts += [(image, "plots"), (settings, None)]
+            existing_artifacts = [(path, folder) for path, folder in artifacts if path.exists()]
             self._experiment.call_all(
-                [partial(client.log_artifact, self._mlflow_id, str(path), folder) for path, folder in existing]
+                [
+                    partial(client.log_artifact, self._mlflow_id, str(path), folder)
+                    for path, folder in existing_artifacts
+                ]
             )
 
 
 def _load_dataset_card(path: Path, spec: RunSpec) -> DatasetCard | None:
-    """The card of the run's data; None if the data were prepared again since, or removed."""
+    """Load the card of the run's data; None if the data was prepared again or removed."""
     with suppress(DataError, DamagedFileError):
         card = DatasetCard.load(path)
         return card if card.digest == spec.data_digest else None
@@ -472,7 +477,7 @@ def _load_dataset_card(path: Path, spec: RunSpec) -> DatasetCard | None:
 
 
 def _memory_peaks(memory: MemoryStatus) -> dict[str, float]:
-    """Measured and forecast peak memory, as metrics of the whole run."""
+    """Return measured and forecast peak memory, as metrics of the whole run."""
     figures = {f"memory/{phase}_bytes": float(count) for phase, count in memory.peaks.items()}
     if memory.peaks:
         figures["memory/peak_bytes"] = float(max(memory.peaks.values()))

@@ -1,8 +1,8 @@
-"""Sweeps in MLflow: the study is a parent run, and each trial a child run of it.
+"""Logs sweeps to MLflow: the study is a parent run, and each trial is a child run of it.
 
-A child is the run that `client.py` logs by replaying a journal, found by its run id; this module adds a parent, a name,
-and the outcome as a trial. Everything may be repeated and may be interrupted anywhere: the state of a trial is written
-last, so that a final state means completeness, and metric points have times that are fixed by the report.
+`client.py` logs a child by replaying a journal, and finds it by its run id. This module adds a parent, a name, and the
+outcome as a trial. Every call may be interrupted and repeated: the state of a trial is written last, so that a final
+state means that the trial is complete; and the report determines the times of metric points.
 """
 
 import math
@@ -32,9 +32,12 @@ from ratchet.tuning.tracking_sync import (
 
 Artifacts = Mapping[str, Sequence[Path]]
 
-MAX_BATCH = 800  # metrics per call of log_batch, which takes at most 1,000 items in all
-ACTIVE = ("RUNNING", "FINISHED")  # a trial with one of these statuses is not set to RUNNING again
-MAX_FAILURES = 3  # failed trials before an update gives up: MLflow may take 20 s to fail
+MAX_BATCH = 800
+"""Metrics per call of log_batch, which takes at most 1,000 items in all."""
+ACTIVE = ("RUNNING", "FINISHED")
+"""A trial with one of these statuses is not set to RUNNING again."""
+MAX_FAILURES = 3
+"""Failed trials before an update gives up. MLflow may take 20 s to fail."""
 
 
 class ExperimentTracker(Protocol):
@@ -44,10 +47,10 @@ class ExperimentTracker(Protocol):
     store: MlflowStore
 
     def connected(self) -> AbstractContextManager[Any]:
-        """Yield MLflow's client with the experiment created; failures are TrackingErrors."""
+        """Yield MLflow's client after the experiment exists. Failures are raised as TrackingErrors."""
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """MLflow's run of this run id; created once, by one process."""
+        """Return MLflow's run of this run id. One process creates it, once."""
 
 
 @dataclass
@@ -57,19 +60,19 @@ class _ChildRunState:
     mlflow_id: str
     tags: dict[str, str]
     points: int = -1
-    """Points of the curve that this process has sent; -1: unknown."""
+    """Points of the curve that this process has sent. -1: unknown."""
 
     def shows(self, child: ChildRun, tags: Mapping[str, str]) -> bool:
-        """Whether there is nothing to send. A child that has ended and has its state is complete."""
+        """Return whether MLflow has everything. A child that has ended and has its state is complete."""
         has_tags = all(self.tags.get(key, "") == value for key, value in tags.items())
         return has_tags and (self.points == len(child.curve) or child.status is not None)
 
 
 @dataclass
 class MlflowSweepTracker:
-    """Logs sweeps to the experiment of `tracking`; one object per study, used by one thread.
+    """Tracker of one study, in the experiment of `tracking`. Only one thread may use it.
 
-    Every method raises TrackingError if MLflow cannot be read or written; nothing is lost, call it again later.
+    Every method raises TrackingError if MLflow cannot be read or written. Nothing is lost then: call it again later.
     """
 
     tracking: ExperimentTracker
@@ -78,23 +81,23 @@ class MlflowSweepTracker:
     _experiment_id: str = ""
     _parent_id: str = ""
     _known: dict[str, _ChildRunState] | None = None
-    """By key of the child; None: not read yet."""
+    """State by key of the child. None: not read yet."""
     _shown: object = None
-    """What this process has sent for the parent."""
+    """Metrics, tags and activity that this process has sent for the parent."""
 
     def completed_trials(self, study: str) -> dict[str, int]:
-        """Trial numbers by run id, for trials whose end MLflow shows completely; reads MLflow once."""
+        """Return trial numbers by run id, for trials whose end is complete in MLflow. MLflow is read once."""
         with self.tracking.connected() as client:
             known = self._children(client, study)
-        final = {key: one.tags for key, one in known.items() if one.tags.get(STATE_TAG, "running") != "running"}
+        final = {key: child.tags for key, child in known.items() if child.tags.get(STATE_TAG, "running") != "running"}
         return {key: int(tags[TRIAL_TAG]) for key, tags in final.items() if tags.get(TRIAL_TAG, "").isdecimal()}
 
     def update(self, report: SweepReport, pending: Collection[str] = ()) -> None:
-        """Send the report; does nothing if nothing has changed.
+        """Send the changes of the report.
 
         Args:
-            report: of an active study; its parent is set to RUNNING.
-            pending: ids of runs whose journal is not sent yet; they are not shown as ended.
+            report: report of an active study. Its parent is set to RUNNING.
+            pending: ids of runs whose journal is not sent yet. They are not shown as ended.
         """
         with self.tracking.connected() as client:
             self._update(client, report, pending)
@@ -103,9 +106,9 @@ class MlflowSweepTracker:
         """Send the outcome of the study, add files to the parent and end it.
 
         Args:
-            report: the last one; `update` sends its trials.
+            report: the last report. `update` sends its trials.
             artifacts: files, by directory within the parent's artifacts (`""` is its root).
-            status: FINISHED; KILLED if it was asked to stop; FAILED if failures stopped it.
+            status: FINISHED; KILLED if a request stopped the sweep; FAILED if failures stopped it.
         """
         with self.tracking.connected() as client:
             try:
@@ -118,97 +121,97 @@ class MlflowSweepTracker:
                     client.set_terminated(self._parent_id, status, round(time.time() * 1000))
 
     def reconcile(self, alive: Callable[[str], bool]) -> list[str]:
-        """End the parents of studies whose sweep was killed. Returns a line for each.
+        """End the parents of studies whose sweep was killed. Return a line for each.
 
         Args:
-            alive: whether a process works on the study of this name.
+            alive: returns whether a process works on the study of this name.
         """
-        notes = []
+        notices = []
         with self.tracking.connected() as client:
-            wanted = f"tags.`{ROLE_TAG}` = 'parent' and attributes.status = 'RUNNING'"
-            for run in self._search(client, wanted):
+            query = f"tags.`{ROLE_TAG}` = 'parent' and attributes.status = 'RUNNING'"
+            for run in self._search(client, query):
                 study = run.data.tags.get(STUDY_TAG, "")
                 host = run.data.tags.get(HOST_TAG, socket.gethostname())
                 if self.tracking.store.server is not None and host != socket.gethostname():
                     continue  # started on another machine, which shares this server
                 if not alive(study):
                     client.set_terminated(run.info.run_id, "KILLED", round(time.time() * 1000))
-                    notes.append(f"sweep {study}: was RUNNING in MLflow, but is not active; now KILLED")
-        return notes
+                    notices.append(f"sweep {study}: was RUNNING in MLflow, but is not active; now KILLED")
+        return notices
 
     def _update(self, client: Any, report: SweepReport, pending: Collection[str]) -> None:
         parent, known = self._parent(client, report), self._children(client, report.study)
         failures: list[TrackingError] = []
         for child in tracking_sync.build_child_runs(report):
-            wanted = {**child.tags, PARENT_TAG: parent}
+            tags = {**child.tags, PARENT_TAG: parent}
             if child.key not in pending:
-                wanted[STATE_TAG] = child.state
-            if child.key in known and known[child.key].shows(child, wanted):
+                tags[STATE_TAG] = child.state
+            if child.key in known and known[child.key].shows(child, tags):
                 continue
             try:
                 with self.tracking.connected():  # converts MLflow's errors, for this child alone
-                    known[child.key] = self._show(client, child, known.get(child.key), wanted)
+                    known[child.key] = self._show(client, child, known.get(child.key), tags)
             except TrackingError as error:
-                known.pop(child.key, None)  # it may have been deleted; search for it again
+                known.pop(child.key, None)  # the child may have been deleted: search for it again
                 failures.append(error)
                 if len(failures) == MAX_FAILURES:
                     break
         try:
             self._show_parent(client, report, parent, is_active=True)
         except Exception:
-            self._parent_id, self._shown = "", None  # it may have been deleted as well
+            self._parent_id, self._shown = "", None  # the parent may have been deleted, too
             raise
         if failures:
             raise failures[0]
 
     def _parent(self, client: Any, report: SweepReport) -> str:
-        """MLflow's run of the study; created once, by one process."""
+        """Return the id of MLflow's run of the study. One process creates it, once."""
         if not self._parent_id:
-            wanted = f"tags.`{ROLE_TAG}` = 'parent' and tags.`{STUDY_TAG}` = '{report.study}'"
+            query = f"tags.`{ROLE_TAG}` = 'parent' and tags.`{STUDY_TAG}` = '{report.study}'"
             with self.tracking.store.locked():
-                found = next(self._search(client, wanted), None)
-                if found is None:
+                run = next(self._search(client, query), None)
+                if run is None:
                     tags = {STUDY_TAG: report.study, ROLE_TAG: "parent", "mlflow.source.name": "ratchet"}
                     start_ms = round(min((t.started for t in report.trials), default=time.time()) * 1000)
-                    found = client.create_run(self._experiment(client), start_ms, tags, report.study)
-            self._parent_id = str(found.info.run_id)
+                    run = client.create_run(self._experiment(client), start_ms, tags, report.study)
+            self._parent_id = str(run.info.run_id)
         return self._parent_id
 
     def _children(self, client: Any, study: str) -> dict[str, _ChildRunState]:
         if self._known is None:
-            found = {}
+            children = {}
             for run in self._search(client, f"tags.`{STUDY_TAG}` = '{study}'"):
                 tags = run.data.tags
                 if key := tags.get(RUN_TAG) or tags.get(KEY_TAG):
-                    found[key] = _ChildRunState(run.info.run_id, dict(tags))
-            self._known = found
+                    children[key] = _ChildRunState(run.info.run_id, dict(tags))
+            self._known = children
         return self._known
 
     def _show(
-        self, client: Any, child: ChildRun, known: _ChildRunState | None, wanted: Mapping[str, str]
+        self, client: Any, child: ChildRun, known: _ChildRunState | None, tags: Mapping[str, str]
     ) -> _ChildRunState:
-        """Update one child: metrics first, then its status, and its state last."""
+        """Update one child: first its metrics, then its status, and its state last."""
         run = client.get_run(known.mlflow_id) if known else self._find_or_create_child(client, child)
-        mlflow_id, data, old = str(run.info.run_id), run.data, run.info.status
-        missing = {key: value for key, value in child.values.items() if key not in data.params}
+        mlflow_id, data, old_status = str(run.info.run_id), run.data, run.info.status
+        missing_params = {key: value for key, value in child.values.items() if key not in data.params}
         at_ms = round(child.ended * 1000)
         points = [(key, value, at_ms, 0) for key, value in child.metrics.items() if data.metrics.get(key) != value]
         unsent = list(child.curve.items())[max(0, known.points if known else 0) :]
-        # The time must be constant: with another time a point would be stored again.
+        # The time must be constant, because MLflow would store a point with another time again.
         points += [("curve/validation_loss", loss, run.info.start_time, rows) for rows, loss in unsent]
-        _log_points(client, mlflow_id, points, missing)
-        if child.status is not None and STATE_TAG in wanted:
-            if old not in (child.status, "FINISHED"):
+        _log_points(client, mlflow_id, points, missing_params)
+        if child.status is not None and STATE_TAG in tags:
+            if old_status not in (child.status, "FINISHED"):
                 client.set_terminated(mlflow_id, child.status, at_ms)
-        elif child.status is None and data.tags.get(STATE_TAG, "running") != "running" and old not in ACTIVE:
+        elif child.status is None and data.tags.get(STATE_TAG, "running") != "running" and old_status not in ACTIVE:
             client.update_run(mlflow_id, status="RUNNING")  # a pruned trial is resumed
         if run.info.run_name != child.name:
             client.update_run(mlflow_id, name=child.name)
-        _set_tags(client, mlflow_id, data.tags, wanted)
-        return _ChildRunState(mlflow_id, {**data.tags, **wanted}, len(child.curve))
+        _set_tags(client, mlflow_id, data.tags, tags)
+        return _ChildRunState(mlflow_id, {**data.tags, **tags}, len(child.curve))
 
     def _find_or_create_child(self, client: Any, child: ChildRun) -> Any:
-        """The child's run in MLflow; created if it does not exist."""
+        """Return the child's run in MLflow. Create it if it does not exist."""
         start_ms = round(child.started * 1000)
         if child.run_id is not None:
             return self.tracking.find_or_create(child.run_id, start_ms)
@@ -218,17 +221,18 @@ class MlflowSweepTracker:
             return found or client.create_run(self._experiment(client), start_ms, tags, child.name)
 
     def _show_parent(self, client: Any, report: SweepReport, parent: str, *, is_active: bool) -> None:
-        further = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
-        metrics, tags = tracking_sync.summary_metrics(report) | further, tracking_sync.parent_tags(report)
+        extra_metrics = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
+        metrics, tags = tracking_sync.summary_metrics(report) | extra_metrics, tracking_sync.parent_tags(report)
         tags |= {HOST_TAG: socket.gethostname()} if is_active else {}
         if (metrics, tags, is_active) == self._shown:
             return
         run = client.get_run(parent)
-        over = sum(trial.is_over for trial in report.trials)
+        finished_trials = sum(trial.is_over for trial in report.trials)
         at_ms = round(max((max(t.started, t.ended or 0.0) for t in report.trials), default=0.0) * 1000)
-        changed = {key: value for key, value in metrics.items() if run.data.metrics.get(key) != value}
+        changed_metrics = {key: value for key, value in metrics.items() if run.data.metrics.get(key) != value}
         points = [
-            (key, value, _point_time_ms(client, parent, key, over, at_ms), over) for key, value in changed.items()
+            (key, value, _point_time_ms(client, parent, key, finished_trials, at_ms), finished_trials)
+            for key, value in changed_metrics.items()
         ]
         params = {
             key: value for key, value in tracking_sync.parent_params(report).items() if key not in run.data.params
@@ -244,32 +248,34 @@ class MlflowSweepTracker:
             self._experiment_id = str(client.get_experiment_by_name(self.tracking.experiment).experiment_id)
         return self._experiment_id
 
-    def _search(self, client: Any, wanted: str) -> Iterator[Any]:
-        """All matching runs of the experiment, oldest first. MLflow returns at most 1,000 per page."""
+    def _search(self, client: Any, query: str) -> Iterator[Any]:
+        """Yield all matching runs of the experiment, oldest first. MLflow returns at most 1,000 per page."""
         token = None
         while True:
             order = ["attributes.start_time ASC"]
-            page = client.search_runs([self._experiment(client)], wanted, order_by=order, page_token=token)
+            page = client.search_runs([self._experiment(client)], query, order_by=order, page_token=token)
             yield from page
             token = page.token
             if not token:
                 return
 
 
-def _point_time_ms(client: Any, mlflow_id: str, key: str, over: int, at_ms: int) -> int:
-    """Time of a metric of the study after `over` trials. It depends on the report, so that a report gives equal points.
+def _point_time_ms(client: Any, mlflow_id: str, key: str, finished_trials: int, at_ms: int) -> int:
+    """Return the time of a metric of the study. The report determines it, so equal reports give equal points.
 
-    MLflow shows the point of the highest step and, among those, of the latest time: a value that changes although no
-    trial has ended, such as recomputed importances, must be later than the one it replaces.
+    MLflow shows the point of the highest step and, among those, of the latest time. A value that changes although no
+    trial has ended, such as a recomputed importance, must therefore be later than the value that it replaces.
     """
-    same_step = [int(point.timestamp) for point in client.get_metric_history(mlflow_id, key) if point.step == over]
+    same_step = [
+        int(point.timestamp) for point in client.get_metric_history(mlflow_id, key) if point.step == finished_trials
+    ]
     return max([at_ms, *(time_ms + 1 for time_ms in same_step)])
 
 
 def _log_points(
     client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, int]], params: Mapping[str, str]
 ) -> None:
-    """Send metric points (key, value, time in ms, step) and params; MLflow ignores points that it has already."""
+    """Send metric points (key, value, time in ms, step) and params. MLflow ignores points that it already has."""
     from mlflow.entities import Metric, Param
 
     metrics = [Metric(*point) for point in points]
@@ -283,6 +289,5 @@ def _set_tags(client: Any, mlflow_id: str, existing: Mapping[str, str], wanted: 
     from mlflow.entities import RunTag
 
     new = [RunTag(key, value) for key, value in wanted.items() if existing.get(key, "") != value]
-
     if new:  # one call, one transaction
         log_batch(client, mlflow_id, tags=new)

@@ -1,0 +1,266 @@
+"""Rules for abnormal steps: which are accepted, repeated, skipped or rolled back, and when a run stops."""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet.config.train import GuardSettings
+from ratchet.training import anomaly_detection
+from ratchet.training.anomaly_detection import (
+    GradientSpike,
+    StepAcceptance,
+    StepRepeat,
+    StepRollback,
+    StepSkip,
+    TrainingHalt,
+    Verdict,
+)
+from ratchet.training.train_state import TrainState
+
+LAWS = settings(max_examples=150, deadline=None, derandomize=True)
+NAN, INF = float("nan"), float("inf")
+Action = Literal["report", "skip", "roll_back"]
+NonFinite = Literal["skip", "roll_back", "stop"]
+
+# Median 1.0, median absolute deviation 0.1: a scaled deviation of 0.14826.
+STEADY = TrainState(step=200, grad_norms=(0.9, 1.0, 1.1, 0.8, 1.2) * 10)
+# All alike: the deviation is the floor, 5 % of the median.
+FLAT = TrainState(step=200, grad_norms=(2.0,) * 50)
+
+
+def judge(
+    rules: GuardSettings,
+    state: TrainState,
+    loss: float = 1.0,
+    norm: float = 1.0,
+    learning_rate: float = 2e-4,
+    repeated: bool = False,
+) -> Verdict:
+    return anomaly_detection.judge_step(rules, state, loss, norm, learning_rate, repeated=repeated)
+
+
+@pytest.mark.parametrize("state", [TrainState(), STEADY, FLAT], ids=["new", "steady", "flat"])
+def test_ordinary_step_is_accepted(state: TrainState) -> None:
+    norm = state.grad_norms[-1] if state.grad_norms else 1e6  # nothing is known at the beginning
+    assert judge(GuardSettings(), state, norm=norm) == StepAcceptance()
+    assert judge(GuardSettings(), state, norm=norm, repeated=True) == StepAcceptance()  # a NaN did not come again
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "reason"),
+    [
+        (NAN, 1.0, "loss is nan"),
+        (INF, 1.0, "loss is inf"),
+        (-INF, NAN, "loss is -inf"),
+        (1.0, NAN, "gradient norm is nan"),
+        (1.0, INF, "gradient norm is inf"),
+    ],
+)
+@pytest.mark.parametrize("rule", ["skip", "roll_back", "stop"])
+def test_what_is_not_finite_is_computed_once_more_and_then_left_out(
+    rule: NonFinite, loss: float, norm: float, reason: str
+) -> None:
+    rules = GuardSettings(on_non_finite=rule)
+    assert judge(rules, STEADY, loss, norm) == StepRepeat(reason)
+    verdict = judge(rules, STEADY, loss, norm, repeated=True)
+    expected = {"skip": StepSkip, "roll_back": StepRollback, "stop": TrainingHalt}[rule]
+    assert isinstance(verdict, expected)
+    text = verdict.diagnosis if isinstance(verdict, TrainingHalt) else verdict.reason  # type: ignore[union-attr]
+    assert f"{reason}, computed twice" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "norm", "spike"),
+    [
+        (STEADY, 1 + 20 * 0.14826 - 1e-6, False),
+        (STEADY, 1 + 20 * 0.14826 + 1e-6, True),
+        (FLAT, 2 + 20 * 0.05 * 2 - 1e-6, False),
+        (FLAT, 2 + 20 * 0.05 * 2 + 1e-6, True),
+        (STEADY, 0.0, False),  # small is no spike
+        (TrainState(step=25, grad_norms=(1.0,) * 24), 1e9, False),  # fewer than half a window is known
+        (TrainState(step=25, grad_norms=(1.0,) * 25), 1e9, True),
+        (TrainState(step=99, grad_norms=(0.0,) * 50), 1.0, False),  # a window without gradients has no scale
+    ],
+)
+def test_a_spike_is_far_above_the_median(state: TrainState, norm: float, spike: bool) -> None:
+    assert isinstance(judge(GuardSettings(), state, norm=norm), GradientSpike if spike else StepAcceptance)
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("report", GradientSpike), ("skip", StepSkip), ("roll_back", StepRollback)])
+def test_spike_is_reported_skipped_or_rolled_back_without_computing_it_again(rule: Action, kind: type) -> None:
+    verdict = judge(GuardSettings(on_spike=rule), STEADY, norm=100.0)
+    assert isinstance(verdict, kind)
+    if isinstance(verdict, GradientSpike):
+        assert verdict.median == 1.0
+        assert verdict.deviations == pytest.approx(99 / 0.14826)
+    if isinstance(verdict, StepSkip | StepRollback):
+        assert verdict.reason == "gradient norm 100 is 667.7 deviations above the running median 1"
+
+
+def test_spikes_depend_on_the_deviations_and_the_window_of_the_settings() -> None:
+    assert judge(GuardSettings(spike_deviations=3), STEADY, norm=1.5) != StepAcceptance()
+    assert judge(GuardSettings(spike_deviations=4), STEADY, norm=1.5) == StepAcceptance()
+    early = TrainState(step=100, grad_norms=(100.0,) * 40 + (1.0,) * 10)
+    assert judge(GuardSettings(window_steps=10), early, norm=50.0) != StepAcceptance()
+    assert judge(GuardSettings(window_steps=50), early, norm=50.0) == StepAcceptance()
+
+
+@pytest.mark.parametrize(
+    ("bad", "patience", "stops"),
+    [
+        ((), 0, True),
+        ((), 1, False),
+        ((190, 195, 200), 3, True),
+        ((190, 195, 200), 4, False),
+        ((151, 152, 153), 3, False),  # 151 is 50 steps before this one, 201
+        ((152, 153, 154), 3, True),
+        ((1, 2, 3, 4, 5, 6, 7), 1, False),  # long ago
+    ],
+)
+def test_patience_ends_with_one_bad_step_too_many_in_the_window(
+    bad: tuple[int, ...], patience: int, stops: bool
+) -> None:
+    state = replace(STEADY, bad_steps=bad)
+    for rules, loss, norm in [
+        (GuardSettings(max_bad_steps=patience), NAN, 1.0),
+        (GuardSettings(max_bad_steps=patience, on_non_finite="roll_back"), NAN, 1.0),
+        (GuardSettings(max_bad_steps=patience, on_spike="skip"), 1.0, 1e3),
+    ]:
+        assert isinstance(judge(rules, state, loss, norm, repeated=True), TrainingHalt) == stops
+    assert isinstance(
+        judge(GuardSettings(max_bad_steps=patience), state, NAN), StepRepeat
+    )  # never before it was computed again
+    assert isinstance(
+        judge(GuardSettings(max_bad_steps=patience), state, norm=1e3), GradientSpike
+    )  # what is learned from is not bad
+
+
+def test_a_diagnosis_says_which_steps_what_was_found_and_what_to_change() -> None:
+    state = replace(STEADY, bad_steps=(198, 199, 200), learning_rate_scale=0.25)
+    verdict = judge(GuardSettings(max_bad_steps=3), state, NAN, learning_rate=5e-5, repeated=True)
+    assert verdict == TrainingHalt(
+        "step 201: loss is nan, computed twice; 4 bad steps in a row (198, 199, 200, 201); train.guards.max_bad_steps "
+        "is 3; median gradient norm of the last 50 good steps 1; learning rate 5e-05 (train.guards has multiplied "
+        "it by 0.25); these steps changed no weight. What to do: lower train.learning_rate or raise "
+        "train.warmup_ratio, and check the rows of these steps"
+    )
+
+
+def test_a_diagnosis_of_scattered_spikes_names_the_last_ones_and_the_threshold() -> None:
+    state = replace(STEADY, bad_steps=tuple(range(160, 200, 3)))
+    verdict = judge(GuardSettings(max_bad_steps=10, on_spike="skip"), state, norm=1e4)
+    assert isinstance(verdict, TrainingHalt)
+    assert "15 bad steps within 50 (..., 175, 178, 181, 184, 187, 190, 193, 196, 199, 201)" in verdict.diagnosis
+    assert "a higher train.guards.spike_deviations accepts such steps" in verdict.diagnosis
+
+
+def test_the_first_step_of_all_is_diagnosed_too() -> None:
+    verdict = judge(GuardSettings(on_non_finite="stop"), TrainState(), 1.0, INF, learning_rate=1e-5, repeated=True)
+    assert verdict == TrainingHalt(
+        "step 1: gradient norm is inf, computed twice; learning rate 1e-05; these steps changed no weight. "
+        "What to do: check the rows of this step and train.compute_dtype (float16 overflows), or lower "
+        "train.learning_rate"
+    )
+
+
+def test_good_steps_fill_the_window_and_no_more() -> None:
+    rules, state = GuardSettings(window_steps=8), TrainState(step=3)
+    for norm in range(1, 21):
+        state = anomaly_detection.record_good_step(state, rules, float(norm))
+    assert state.grad_norms == tuple(float(norm) for norm in range(13, 21))
+    assert state.step == 3
+
+
+def test_a_bad_step_is_counted_and_lowers_the_rate() -> None:
+    rules = GuardSettings(window_steps=10, learning_rate_factor=0.5)
+    state = TrainState(
+        step=20,
+        bad_steps=(9, 11, 12, 20),
+        skipped_steps=7,
+        learning_rate_scale=0.5,
+        grad_norms=(1.0, 2.0),
+        train_loss=3.0,
+    )
+    assert anomaly_detection.record_bad_step(state, rules) == replace(
+        state, step=21, bad_steps=(12, 20, 21), skipped_steps=8, learning_rate_scale=0.25
+    )
+
+
+def test_going_back_leaves_out_the_steps_since_and_counts_each_once() -> None:
+    """Learned 1-10, left out 5; the snapshot of 10 holds nine steps. Back at 15, left out 18, back again at 20."""
+    rules = GuardSettings(on_non_finite="roll_back")
+    start = TrainState()
+    snapshot = TrainState(step=10, skipped_steps=1, bad_steps=(5,))
+    first = anomaly_detection.record_bad_step(replace(snapshot, step=14), rules, rollback_to=snapshot)
+    assert (first.step, first.skipped_steps, first.bad_steps) == (15, 6, (5, 15))
+    left_out = anomaly_detection.record_bad_step(replace(first, step=17), rules)
+    assert left_out.skipped_steps == 7
+    again = anomaly_detection.record_bad_step(replace(left_out, step=19), rules, rollback_to=snapshot)
+    assert again.step - again.skipped_steps == 9  # what is in the weights
+    to_start = anomaly_detection.record_bad_step(again, rules, rollback_to=start)
+    assert to_start.skipped_steps == to_start.step == 21
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[GuardSettings, TrainState]:
+    rules = GuardSettings(
+        on_non_finite=draw(st.sampled_from(["skip", "roll_back", "stop"])),
+        on_spike=draw(st.sampled_from(["report", "skip", "roll_back"])),
+        spike_deviations=draw(st.floats(0.5, 100)), window_steps=draw(st.integers(8, 60)),
+        max_bad_steps=draw(st.integers(0, 8)), learning_rate_factor=draw(st.floats(0.1, 1)),
+    )  # fmt: skip
+    norms = draw(st.lists(st.floats(0, 1e6), max_size=rules.window_steps))
+    return rules, TrainState(step=draw(st.integers(0, 500)), grad_norms=tuple(norms))
+
+
+numbers = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([NAN, INF, -INF]))
+
+
+@LAWS
+@given(cases(), numbers, st.one_of(st.floats(0, 1e6), st.sampled_from([NAN, INF])), st.booleans())
+def test_nothing_that_is_not_finite_is_ever_learned_from(
+    case: tuple[GuardSettings, TrainState], loss: float, norm: float, repeated: bool
+) -> None:
+    verdict = judge(*case, loss, norm, repeated=repeated)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    assert finite or not isinstance(verdict, StepAcceptance | GradientSpike)
+    assert isinstance(verdict, StepRepeat) == (not finite and not repeated)
+    assert verdict == judge(*case, loss, norm, repeated=repeated)
+
+
+@LAWS
+@given(cases(), st.lists(st.one_of(st.floats(0, 10), st.just(NAN)), max_size=60))
+def test_a_run_stops_after_patience_and_counts_every_step_once(
+    case: tuple[GuardSettings, TrainState], norms: list[float]
+) -> None:
+    rules, state = case
+    rules = rules.model_copy(update={"on_spike": "report", "on_non_finite": "skip"})
+    start, bad = state.step, []
+    for norm in norms:
+        verdict = judge(rules, state, norm=norm, repeated=True)
+        number = state.step + 1
+        if math.isfinite(norm):
+            assert isinstance(verdict, StepAcceptance | GradientSpike)
+            state = replace(anomaly_detection.record_good_step(state, rules, norm), step=number)
+            continue
+        bad.append(number)
+        recent = [step for step in bad if step > number - rules.window_steps]
+        assert isinstance(verdict, TrainingHalt if len(recent) > rules.max_bad_steps else StepSkip)
+        state = anomaly_detection.record_bad_step(state, rules)
+        assert state.step == number
+        assert state.bad_steps == tuple(recent)
+    assert state.step == start + len(norms)
+    assert state.skipped_steps == len(bad)
+    assert state.learning_rate_scale == pytest.approx(rules.learning_rate_factor ** len(bad))
+    assert len(state.grad_norms) <= rules.window_steps
+
+
+@LAWS
+@given(st.floats(0.01, 1e3), st.integers(25, 50), st.floats(0, 0.9))
+def test_norms_that_hardly_vary_make_no_step_a_spike(level: float, count: int, share: float) -> None:
+    state = TrainState(step=100, grad_norms=(level,) * count)
+    assert judge(GuardSettings(), state, norm=level * (1 + share)) == StepAcceptance()
