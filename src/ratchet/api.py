@@ -1,7 +1,7 @@
-"""The Python API: one function for each stage and command, and `Run`, a training on disk.
+"""The Python API: one function for each stage and command, and `Run`, which gives access to a training run on disk.
 
-The functions print nothing, return records and raise the exceptions of `ratchet.errors`. Each does the same as the
-command of the same name, with the same locks: a notebook and a terminal can work on one project.
+The functions print nothing, return records and raise the exceptions of `ratchet.errors`. Each function does the same as
+the command of the same name, with the same locks: a notebook and a terminal can work on one project.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ def train(
     overrides: Overrides | None = None,
     callbacks: Sequence[Callable[[Run], RunCallback]] = (),
 ) -> Run:
-    """Fine-tune under supervision, or resume the run if it was interrupted.
+    """Fine-tune under supervision, or resume an interrupted run.
 
     Args:
         project: a project whose stages base and prepare have run.
@@ -107,11 +107,11 @@ def gate(project: Project) -> Verdict:
 def sweep(
     project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
 ) -> SweepReport:
-    """Search hyperparameters, or resume the sweep if it was interrupted.
+    """Search hyperparameters, or resume an interrupted sweep.
 
     Args:
         project: the project; section sweep of its settings has the search space.
-        workers: trials that run at the same time.
+        workers: number of trials that run at the same time.
         overrides: settings to use in place of those in params.yaml, such as `{"sweep.trials": 20}`.
         on_progress: receives lines about the progress.
 
@@ -162,11 +162,11 @@ def compare(project: Project, names: Sequence[str], output: str | Path | None = 
 
 
 def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
-    """Register the exported model and make it champion. Repeating it changes nothing.
+    """Register the exported model and make it champion. Repeating the call changes nothing.
 
     Args:
         project: a project whose stage gate has run.
-        force: promote against the verdict; the ledger records who did it and why.
+        force: promote against the verdict; the ledger records the user and the reason.
         reason: the reason for a forced promotion.
 
     Raises:

@@ -12,7 +12,7 @@
     │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
     │   ├── StorageError                   a directory that cannot be written: read-only, full, no permission
     │   └── ChampionError                  champion file and registry disagree, or the champion is missing
-    ├── GateError                      3   the gate did not pass; nothing was promoted
+    ├── GateError                      3   no verdict PROMOTE for this model; nothing was promoted
     ├── RunFailedError                 1   training gave up; the message has the cause and the number of attempts
     ├── DivergenceError                1   too many bad steps; the message has the diagnosis
     ├── NonFiniteStateError            1   weights in memory are not finite; training resumes from the last checkpoint
@@ -24,7 +24,7 @@
     ├── ReplicaError                  75   the replica cannot be reached within the time allowed
     ├── EndpointError                 75   a model server does not answer within the time allowed
     ├── UnsuitableMachineError        69   the machine lacks what `ratchet doctor --require` asks for; try another one
-    └── InterruptedRunError           75   stopped on request after a checkpoint was saved; run the command again
+    └── InterruptedRunError           75   stopped on request; saved work is kept; run the command again
 
 A message says what failed, where (setting or file:line), what was found, and what to do.
 """
@@ -50,11 +50,11 @@ class RatchetError(Exception):
 
     exit_code: ClassVar[int] = EXIT_BUG
     advice: ClassVar[str] = ""
-    """Appended to the message when a command fails with this error."""
+    """Text that is appended to the message when a command fails with this error."""
 
 
 class InputError(RatchetError):
-    """Settings, data or state are not usable; the message says how to fix them."""
+    """Settings, data or state are not usable; the message says how to fix the problem."""
 
     exit_code = EXIT_INPUT
 
@@ -80,7 +80,7 @@ class DataError(InputError):
 
 
 class BaseModelError(InputError):
-    """The base model or its tokenizer is missing, incomplete or differs from the pinned one."""
+    """The base model or its tokenizer is missing, incomplete or differs from the pinned base model."""
 
 
 class DamagedFileError(InputError):
@@ -92,7 +92,7 @@ class LockHeldError(InputError):
 
 
 class LeaseHeldError(LockHeldError):
-    """Another machine holds the lease of a replicated run. Repeating helps once that machine finishes or is lost."""
+    """Another machine holds the lease of a replicated run. Repeat the command once that machine finishes or is lost."""
 
     exit_code = EXIT_INTERRUPTED
 
@@ -106,7 +106,7 @@ class ChampionError(InputError):
 
 
 class GateError(RatchetError):
-    """The verdict for this model is not PROMOTE."""
+    """The verdict is missing, out of date or not PROMOTE, or the model was rolled back before."""
 
     exit_code = EXIT_GATE
 
@@ -120,7 +120,7 @@ class DivergenceError(RatchetError):
 
 
 class NonFiniteStateError(RatchetError):
-    """Weights or optimizer states in memory are NaN or infinite; they are never saved."""
+    """Weights or optimizer states in memory are NaN or infinite. Such values are never saved."""
 
 
 class MemoryExhaustedError(RatchetError):
@@ -138,7 +138,7 @@ class TrackingSchemaError(TrackingError):
 
 
 class PeersLostError(RatchetError):
-    """Other ranks are lost, did not join, or are about to leave; the remaining ones restart together."""
+    """Other ranks are lost, did not join, or are about to leave; the remaining ranks restart together."""
 
 
 class ReplicaError(RatchetError):
@@ -161,6 +161,6 @@ class UnsuitableMachineError(RatchetError):
 
 
 class InterruptedRunError(RatchetError):
-    """Training stopped on request after it saved a checkpoint."""
+    """A run, sweep, generation or profile stopped on request; run the command again to resume."""
 
     exit_code = EXIT_INTERRUPTED

@@ -1,6 +1,6 @@
-"""POST requests with a deadline, and whether and when to retry them.
+"""Sends POST requests with a deadline, and decides whether and when to retry them.
 
-Redirects are not followed: they would send the body and its signature to another server. An address may contain a
+Redirects are not followed: a redirect would send the body and its signature to another server. An address may contain a
 secret in its path, so no message of this module repeats it.
 """
 
@@ -18,9 +18,9 @@ from http.client import responses as phrases
 from urllib.parse import urlsplit
 
 MAX_DELAY_S = 60.0
-"""Longest delay between two attempts, even if Retry-After asks for a longer one."""
+"""Longest delay between two attempts, in seconds, even if Retry-After asks for a longer delay."""
 JITTER = 0.25
-"""A delay is extended by a random share up to this, so that many clients do not retry at the same time."""
+"""Maximum random extension of a delay, as a fraction of it, so that many clients do not retry at the same time."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PostResult:
     is_delivered: bool
     detail: str
     is_retryable: bool = True
-    """Whether another attempt may succeed: after connection errors, 5xx and 429."""
+    """Whether another attempt may succeed: after connection errors, timeouts, HTTP 5xx and 429."""
     retry_after_s: float = 0.0
     """Minimum delay that the server asked for, in seconds."""
 
@@ -76,7 +76,7 @@ def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float
         address: an address in which `find_address_problem` finds no problem.
         body: JSON.
         headers: headers in addition to Content-Type and User-Agent.
-        timeout_s: the deadline.
+        timeout_s: the deadline, in seconds.
     """
     results: list[PostResult] = []
     thread = threading.Thread(target=lambda: results.append(_exchange(address, body, headers, timeout_s)), daemon=True)
@@ -91,7 +91,10 @@ def format_attempts(count: int) -> str:
 
 
 def compute_retry_delay_s(attempt: int, result: PostResult) -> float:
-    """Return the delay before attempt number `attempt`, counted from 0. It starts at 1 s and doubles each time."""
+    """Return the delay before attempt number `attempt`, counted from 0.
+
+    The delay is 1 s before attempt 1 and doubles with each attempt.
+    """
     doubled = float(2 ** (attempt - 1)) * (1 + random.random() * JITTER)
     return min(max(doubled, result.retry_after_s), MAX_DELAY_S)
 

@@ -19,9 +19,9 @@ from urllib.parse import quote, unquote
 
 HIDDEN = "(hidden)"
 MIN_SECRET_CHARACTERS = 6
-"""Shorter values are not replaced, because they occur inside too many words."""
+"""Minimum length of a secret value, in characters. Shorter values are not replaced: they occur in too many words."""
 MIN_LINE_CHARACTERS = 16
-"""In a secret of several lines, such as a key, each line of at least this length is a secret too."""
+"""Minimum length, in characters, of a line that is a secret on its own, in a secret of several lines such as a key."""
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|CONNECTION_?STRING", re.I)
 _LIKELY_SECRET_NAME = re.compile(r"(?:^|_)(?:\w*KEY|AUTH\w*|PWD|PASS|SAS|DSN|PAT|COOKIE|JWT|SIGNATURE)(?:_|$)", re.I)
@@ -49,7 +49,7 @@ def redact(text: str) -> str:
 
 
 def contains_secret(text: str) -> bool:
-    """Return whether a text contains a secret: a password or token in an address, or the format of a provider.
+    """Return whether a text contains a private key, a password or token in an address, or a provider's secret format.
 
     Values of environment variables are not considered, because they may be ordinary words elsewhere.
     """
@@ -109,7 +109,7 @@ def build_secret_free_environment() -> dict[str, str]:
 
 
 def _current_secrets() -> frozenset[str]:
-    """Return the secrets in the environment. It is read each time, because a library may set variables."""
+    """Return the secrets in the environment. The environment is read each time, because a library may set variables."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
         if _is_secret_variable(name) or "://" in value:
@@ -136,11 +136,11 @@ def _secrets_in_variable(name: str, value: str) -> tuple[str, ...]:
 
 
 def _is_ordinary(name: str, value: str) -> bool:
-    """Return whether a value is a word, a number or a path: replacing it would damage ordinary text."""
+    """Return whether a value is an ordinary word, number or path, so that replacing it would damage ordinary text."""
     if value.strip().lower() in _ORDINARY_VALUES:
         return True
     if value.startswith(("/", "~/", "./", "../")) and ("/" in value[1:].strip("/") or os.path.lexists(value)):
-        # AWS keys contain slashes and may start with one, so a value is a path only if its first folder exists.
+        # AWS keys contain slashes and may start with a slash, so a value is a path only if its first folder exists.
         first = os.path.join(*value.split("/")[:2]) if not value.startswith("/") else "/" + value.split("/")[1]  # noqa: PTH118
         return os.path.lexists(os.path.expanduser(first))  # noqa: PTH111 (Path rejects NUL, which a value may contain)
     return not _SECRET_NAME.search(name) and (value.isalpha() or value.replace(".", "").isdigit())
@@ -200,7 +200,7 @@ _FORMATS = (
 
 @functools.cache
 def _secret_format_pattern() -> re.Pattern[str]:
-    """Compile the pattern on first use: this takes longer than `ratchet --help`."""
+    """Compile the pattern on first use, because compiling takes longer than `ratchet --help`."""
     return re.compile("|".join(_FORMATS), re.DOTALL)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.config.export import GgufType
 from ratchet.errors import SettingsError
-from ratchet.exporters.gguf import llama_cpp_tools
+from ratchet.exporters.gguf import llama_cpp_tools, writer
 from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 
 FAKE = """#!{python}
@@ -121,6 +121,16 @@ def test_quantize_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.Monke
     assert llama_cpp_tools.find_tools(None) == LlamaCppTools(tool, None)
     convert = fake(tmp_path / "checkout" / "convert_hf_to_gguf.py", CONVERTS)
     assert llama_cpp_tools.find_tools(tmp_path / "checkout") == LlamaCppTools(tool, convert)
+
+
+def test_a_converter_in_build_bin_makes_an_unknown_architecture_exportable(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    fake(tmp_path / "llama.cpp" / "build" / "bin" / "convert_hf_to_gguf.py", CONVERTS)
+    writer.require_exportable(model, ["f16"], tmp_path / "llama.cpp")
+    with pytest.raises(SettingsError, match=r"set machine\.llama_cpp to a checkout of llama\.cpp"):
+        writer.require_exportable(model, ["f16"], None)
 
 
 def test_a_directory_without_tools_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

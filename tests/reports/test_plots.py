@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from page_reading import heard, read, section
 from ratchet.config.units import GIB
-from ratchet.reports import plots, training_page
+from ratchet.reports import curves, plots, training_page
 from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.runs.journal import Journal
 from ratchet.storage.records.base import TrainReport
@@ -261,3 +261,14 @@ def test_pages_load_nothing_and_escape_names() -> None:
         assert "default-src 'none'; img-src data:; style-src" in page.replace("&#x27;", "'")
     assert pages[0] == training_page.write_train_page(REPORT, analysis(), forecast(), {}, pictures)
     assert heard(read(pages[1])).count("<script>alert(1)</script>") >= 3
+
+
+def test_the_farthest_outlier_of_each_step_is_listed_first() -> None:
+    quiet = curves.CurveSeries(0, 1, [1, 2, 3, 4], [1.0, 1.1, 1.0, 1.1], [1.0, 1.1, 1.0, 1.1], [1.0, 1.1, 1.0, 1.1])
+    low, high = [1.0, -900.0, 1.0, 1.1], [1.0, 700.0, 800.0, 600.0]
+    plot = curves._build_plot(curves.KINDS[0], [curves.CurveSeries(1, 1, quiet.step, quiet.mean, low, high), quiet])
+    assert [(series.side, step, value) for series, step, value in plot.outliers] == [
+        (1, 2, -900.0),
+        (1, 3, 800.0),
+        (1, 4, 600.0),
+    ]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ratchet.stages.compare import CompareResult
 
 MAX_CELL_CHARACTERS = 36
-"""Longest text of a table cell; longer text is truncated."""
+"""Length limit of the text of a table cell, in characters; longer text is truncated."""
 
 HELP = "compare trainings: settings that differ, curves, scores, and which differences are significant"
 

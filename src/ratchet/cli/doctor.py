@@ -71,8 +71,8 @@ def format_examination(report: "DoctorReport") -> str:
             f"      source: {proposal.source}",
         ]
     if report.diff:
-        done = "params.yaml: written" if report.was_written else "`ratchet doctor --write` makes these changes"
-        lines += ["", *report.diff, "", done]
+        note = "params.yaml: written" if report.was_written else "`ratchet doctor --write` makes these changes"
+        lines += ["", *report.diff, "", note]
     return "\n".join([*lines, *(f"problem: {problem}" for problem in report.problems)])
 
 

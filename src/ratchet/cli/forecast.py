@@ -18,7 +18,7 @@ HELP = "forecast how much memory a training needs, without loading weights"
 
 BAR_COLUMNS = 60
 BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
-"""Characters for the parts of a bar, distinct without colors; repeated if there are more parts."""
+"""Characters for the parts of a bar, which differ even without colors. With more parts, the characters repeat."""
 LEGEND_COLUMNS = 90
 
 
@@ -95,7 +95,7 @@ def _format_table(memory: "MemoryForecast") -> list[str]:
 
 
 def _draw_bars(memory: "MemoryForecast") -> list[str]:
-    """Draw a bar for each phase, all on the scale of the highest, and a legend."""
+    """Draw a bar for each phase, all on the scale of the phase with the most memory, and a legend."""
     blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(memory))}
     lines = [
         f"{phase.phase.replace('_', ' '):<11}{_draw_bar(phase, blocks, memory.peak.total_bytes):<{BAR_COLUMNS}}  "
@@ -106,7 +106,7 @@ def _draw_bars(memory: "MemoryForecast") -> list[str]:
 
 
 def _draw_bar(phase: "PhaseMemory", blocks: dict[str, str], scale_bytes: int) -> str:
-    """Draw the bar of a phase. Each border between parts is rounded alone, so that rounding errors do not add up."""
+    """Draw the bar of a phase. Borders between parts are rounded, not lengths, so rounding errors do not add up."""
     drawn, sum_bytes = "", 0
     for part, block in blocks.items():
         sum_bytes += phase.parts.get(part, 0)

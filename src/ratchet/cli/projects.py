@@ -16,7 +16,7 @@ def open_project(arguments: argparse.Namespace, **machine: Any) -> Project:
 
     Args:
         arguments: the parsed command line.
-        machine: settings of section `machine` that options replace; None keeps the setting.
+        machine: values of command-line options that replace settings of section `machine`; None keeps the setting.
     """
     overrides = {f"machine.{name}": value for name, value in machine.items() if value is not None}
     return Project(arguments.project, overrides)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ratchet.tuning.report import AdoptedTrial
 
 MAX_SHOWN = 5
-"""Trials of a Pareto front that are printed."""
+"""Maximum number of trials of a Pareto front that are printed."""
 
 HELP = "search hyperparameters (rank, alpha, learning rate ...) with many training runs"
 

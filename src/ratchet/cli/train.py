@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HELP = "stage: fine-tune under supervision; run it again to resume"
 PROFILE_STEPS = 20
-"""Optimizer steps that `--profile` measures by default."""
+"""Number of optimizer steps that `--profile` measures by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

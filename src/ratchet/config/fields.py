@@ -39,8 +39,8 @@ class Section(BaseModel):
     def descriptions(cls) -> dict[str, str]:
         """Return the description of each field.
 
-        They are read from the source on demand. If pydantic read them for every class at import, each command would
-        take a fifth longer.
+        The descriptions are read from the source on demand. If pydantic read them for every class at import, each
+        command would take a fifth longer.
         """
         descriptions: dict[str, str] = {}
         for base in reversed(cls.__mro__):

@@ -99,7 +99,7 @@ class BudgetRule(Section):
 
 
 def _default_kl_bounds() -> dict[str, float]:
-    """Return the default limit of the KL divergence for each type, in nats: a few times the measured values."""
+    """Return the default limit of the KL divergence of each type, in nats. Each is a few times the measured value."""
     return {
         "float32": 1e-4, "f32": 1e-4, "fp32": 1e-4, "float16": 1e-3, "f16": 1e-3, "bfloat16": 0.02, "bf16": 0.02,
         "q8_0": 0.02, "int8": 0.05, "q6_k": 0.05, "q5_k_m": 0.1, "q5_k_s": 0.1, "q5_1": 0.1, "q5_0": 0.1,
@@ -131,7 +131,7 @@ class ExportParityRule(Section):
         return value
 
     def kl_bound(self, type_name: str) -> float | None:
-        """Return the limit of the KL divergence for a type in nats; None if there is none."""
+        """Return the limit of the KL divergence of a type, in nats; None if the type has no limit."""
         return self.max_kl.get(type_name, _default_kl_bounds().get(type_name))
 
 

@@ -77,7 +77,7 @@ class Generate(Section):
     def answer_settings(self) -> "Generate":
         """Return a copy with default values for the settings that do not affect answers.
 
-        `prompt_column` and `skip_invalid` are already reflected in the prompts.
+        Of these, `prompt_column` and `skip_invalid` decide which prompts there are, which the prompts' digest records.
         """
         defaults = Generate()
         ignored = ("prompt_column", "skip_invalid", "window_rows", "shard_rows")

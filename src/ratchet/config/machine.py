@@ -95,7 +95,7 @@ def find_replica_problem(url: str) -> str:
 
 
 def find_replica_environment_problem(url: str) -> str:
-    """Return why this machine cannot use a replica of this address, which is valid; empty if it can.
+    """Return why this machine cannot use a replica with this valid address; empty if it can.
 
     No server is contacted, and no storage library is imported except fsspec, which few addresses need.
     """

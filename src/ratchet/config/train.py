@@ -90,7 +90,7 @@ class GradientCompressionSettings(Section):
     """Size of the buckets in which gradients are sent, in bytes (float32)."""
 
     def uncompressed_steps(self, steps: int) -> int:
-        """Return how many of `steps` optimizer steps at the start are sent without compression."""
+        """Return the number of first steps, of `steps` in all, whose gradients are sent without compression."""
         return math.ceil(self.warmup_ratio * steps) if self.method in ("powersgd", "topk") else 0
 
 
@@ -220,7 +220,8 @@ class Train(Section):
 def train_identity(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the section (as JSON) that determines the result.
 
-    `distill` counts only with a teacher, and its `mode` only if it is online: both were added when many runs existed.
+    `distill` is included only if a teacher is set, and its `mode` only if it is `online`. Both settings were added when
+    many runs existed, whose identity must stay the same.
     """
     identity, distill = dict(train), train.get("distill")
     if isinstance(distill, dict):

@@ -12,7 +12,7 @@ _UNITS = {
 
 
 def choose_unit(largest_bytes: int) -> tuple[int, str]:
-    """Return the unit for a table whose largest size is `largest_bytes`: its bytes and its name."""
+    """Return the unit for a table whose largest size is `largest_bytes`: its size in bytes, and its name."""
     return (GIB, "GiB") if largest_bytes >= GIB else (MIB, "MiB")
 
 

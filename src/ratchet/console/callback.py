@@ -25,17 +25,17 @@ from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.html import format_count
 
 LINE_EVERY_S = 5.0
-"""Interval of progress lines."""
+"""Minimum time in seconds between two progress lines."""
 WINDOW = 60
 """Number of progress events, about one per second, over which the speed of a generation is averaged."""
 DRAW_EVERY_S = 0.5
 SHARE = 0.005
-"""Maximum share of one CPU for drawing. If a frame takes long, frames are drawn less often."""
+"""Maximum share of the time of one CPU for drawing. If a frame takes long, frames are drawn less often."""
 SPECIAL = {
     "memory_forecast", "notice", "alert", "step_skipped", "step_repeated", "gradient_spike", "microbatch_budget",
     "loss_scale",
 }  # fmt: skip
-"""Event kinds that also get a permanent line above the panel."""
+"""Kinds of events that also get a permanent line above the panel."""
 
 
 class RunEventFormatter:
@@ -53,7 +53,7 @@ class RunEventFormatter:
 
     def event(self, event: JournalEvent) -> None:
         """Write the lines of a notable event. A damaged event gives no line."""
-        with suppress(*DAMAGE):  # `status` counts damaged events
+        with suppress(*DAMAGE):  # `ratchet status` reports how many events are damaged
             for line in _format_event(event, self._unit):
                 self._write_line(self._before + line)
 
@@ -131,7 +131,8 @@ class RunLogPrinter:
         self._last_line_s = time.monotonic()
         self._last: JournalEvent | None = None
         self._is_live = False
-        """Whether this supervisor has started an attempt. Earlier supervisors have shown the events before it."""
+        """Whether this supervisor has started an attempt. Earlier supervisors have shown the events before this
+        attempt."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """See `RunCallback`."""
@@ -199,7 +200,8 @@ class ConsoleCallback:
             self._view = _RunPanelView(run, stream or sys.stdout, self._progress)
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """See `RunCallback`. Raises once the error that ended the display, for example of a closed terminal."""
+        """See `RunCallback`. If an error ended the display, such as a closed terminal, raise it, but only the first
+        time."""
         live_from = self._first_live(events)
         with self._view.mutex:
             for event in events:
@@ -207,7 +209,8 @@ class ConsoleCallback:
         self._view.show(self._progress, [event for number, event in enumerate(events) if number >= live_from])
 
     def _first_live(self, events: Sequence[JournalEvent]) -> int:
-        """Return the index of the first new event. Earlier supervisors have shown the events before it."""
+        """Return the index of the first event that this supervisor must show; earlier supervisors have shown the
+        others."""
         if self._is_started:
             return 0
         self._is_started = True
@@ -257,7 +260,10 @@ class _RunPanelView:
         self._is_reported = False
 
     def show(self, view: ProgressView, news: Sequence[JournalEvent]) -> None:
-        """Start to draw once this supervisor has started an attempt. Raises once the error that ended the display."""
+        """Start to draw once this supervisor has started an attempt, and print lines of special events.
+
+        If an error ended the display, raise it, but only the first time.
+        """
         if news:
             self._run_guarded(lambda: self._show_events(news))
         self._report()

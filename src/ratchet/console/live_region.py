@@ -1,9 +1,10 @@
-"""Draws a region at the end of a terminal's text, again and again in place; other output goes above it. Also progress
-bars.
+"""Draws a region at the end of a terminal's text, again and again in place; other output goes above the region. Also
+progress bars.
 
-Between two frames, the cursor is at the start of the region, and the terminal wraps no line of it. So rows need not be
-counted after a resize, when the terminal may have wrapped lines again before the process receives the new width (tmux
-reports it after up to 250 ms). rich.live counts rows, and leaves fragments.
+Between two frames, the cursor is at the start of the region, and the terminal wraps no line of the region. So the rows
+of the last frame need not be counted. A count would be wrong after a resize, because the terminal may wrap lines again
+before the process receives the new width (tmux reports it after up to 250 ms). rich.live counts rows, and leaves
+fragments.
 """
 
 import atexit
@@ -30,9 +31,11 @@ erased as a whole. Only lines that are erased like this are not joined again whe
 
 
 def create_bar(what: str, unit: str, total: int | None = None) -> Any:
-    """Create a bar on standard error that removes itself. `disable` is explicit, because the environment may disable
-    tqdm."""
-    from tqdm import tqdm  # reads the environment at import, and the command line changes it before that
+    """Create a bar on standard error that disappears when it is closed.
+
+    `disable` is passed explicitly, because a variable of the environment may disable tqdm.
+    """
+    from tqdm import tqdm  # tqdm reads the environment at import, and the command line changes the environment before
 
     return tqdm(
         desc=what, unit=f" {unit}", unit_scale=True, total=total, delay=2, mininterval=0.5, leave=False,
@@ -63,7 +66,8 @@ class ProgressBars:
 
 
 class LiveRegion:
-    """A region that is redrawn in place. Any thread may draw or print. The thread that draws gets terminal errors.
+    """A region that is redrawn in place. Any thread may draw or print. Terminal errors are raised in the calling
+    thread.
 
     Args:
         stream: The terminal. Standard output and error are redirected above the region if they are this terminal.
@@ -81,14 +85,14 @@ class LiveRegion:
     def size(self) -> ScreenSize:
         """Return the size that is available to the region.
 
-        One line is reserved for the text after the region. One column is reserved, because erasing behind a full line
-        would erase its last letter.
+        One line is reserved for the text after the region. One column is reserved, because erasing the rest of a line
+        that fills all columns would erase its last letter.
         """
         extent = self._terminal.extent()
         return extent._replace(width=extent.width - 1, height=extent.height - 1)
 
     def open(self) -> None:
-        """Start to use the terminal. Raises OSError, ValueError."""
+        """Start to use the terminal. Raises OSError or ValueError if the terminal is closed."""
         with self._mutex:
             if not self._open:
                 self._open = True

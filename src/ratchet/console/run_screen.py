@@ -27,18 +27,20 @@ from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUti
 from ratchet.runs.status import format_duration
 
 LEAST_BAR, LONGEST_BAR = 6, 40
-"""Minimum and maximum columns of a bar."""
+"""Minimum and maximum width of a bar in columns."""
 TAIL = 26
-"""Columns for the text next to a curve."""
+"""Width in columns of the text after a curve."""
 FIGURE = 9
-"""Columns of a value before its curve."""
+"""Width in columns of the value before a curve."""
 GAP = 2
-"""Blanks between columns of the table."""
+"""Number of blanks between columns of the table."""
 NAME_COLUMNS = 12
-"""Columns of a run's name in the table."""
+"""Maximum width in columns of a run's name in the table."""
 NEWS_SHOWN, RANKS_SHOWN = 6, 16
+"""Maximum numbers of recent events and of ranks on the screen."""
 SILENT_S, SILENT_STEPS = 60.0, 5.0
-"""A training without events for this long, and for this many steps, is marked as silent."""
+"""A training is marked as silent after SILENT_S seconds without events, or after the time that SILENT_STEPS steps
+usually take if this is longer."""
 
 STATES = {"training": GOOD, "answering": GOOD, "finished": GOOD, "failed": BAD, "waiting": WARNING, "stopped": WARNING}
 UNANSWERED = ("refused", "memory", "invalid", "context", "filtered")
@@ -77,12 +79,13 @@ def describe_state(view: ProgressView, sidecar: SidecarState) -> str:
 
 
 def state_style(view: ProgressView, sidecar: SidecarState) -> str:
-    """Return the colour of the state. The words of `describe_state` say the same."""
+    """Return the colour of the state. Screens without colours lose nothing: `describe_state` gives the state in
+    words."""
     return WARNING if describe_state(view, sidecar) == "not running" else STATES.get(view.state, "")
 
 
 def describe_time_left(view: ProgressView, sidecar: SidecarState, now: float) -> str:
-    """Describe the estimated time left; empty if the run is not active."""
+    """Describe the estimated time left; empty if the run is not active or no estimate is possible yet."""
     if not view.is_working or not sidecar.running:
         return ""
     left = view.eta.estimate(now)
@@ -131,7 +134,7 @@ def render_progress(formatter: LineFormatter, view: ProgressView, sidecar: Sidec
 
 
 def _render_losses(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
-    """Format both loss curves on one scale and one axis."""
+    """Format both loss curves with the same vertical scale and the same range of steps."""
     p = view.progress
     train, validation = view.train.points(), view.validation.points()
     if not train and not validation:
@@ -276,7 +279,7 @@ def render_attempts(formatter: LineFormatter, view: ProgressView) -> Iterator[Sc
     if p.attempts < 2 and not p.attempt_ends:
         return
     repeated = [f"{p.lost_steps:,} step{'s' * (p.lost_steps != 1)} repeated"] if p.lost_steps else []
-    shown_events = {event.text for event in view.notable_events}  # shown below, with the time of day
+    shown_events = {event.text for event in view.notable_events}  # `render_recent_events` shows them with their time
     newest = [end for end in p.attempt_ends[-1:] if end.replace(":", " died:", 1) not in shown_events]
     yield formatter.row(ATTEMPTS, "attempts", ["; ".join([f"{p.attempts}", *repeated, *newest])])
     for index, end in enumerate(reversed(p.attempt_ends[-4:-1])):
@@ -284,7 +287,7 @@ def render_attempts(formatter: LineFormatter, view: ProgressView) -> Iterator[Sc
 
 
 def _render_ranks(formatter: LineFormatter, view: ProgressView) -> Iterator[ScreenLine]:
-    """Format a row for each rank. Rows of stragglers are omitted last."""
+    """Format a summary, and a row for each rank. On small screens, rows of stragglers are omitted last."""
     if not view.ranks:
         return
     stragglers = view.stragglers
@@ -510,7 +513,8 @@ def _attention_mark(view: ProgressView) -> str:
 
 
 def _select_columns(columns: Sequence[_RunTableColumn], width: int) -> list[_RunTableColumn]:
-    """Return the columns that fit into this width. The first one is always included."""
+    """Return the columns that fit into this width, from left to right. The column of smallest weight is always
+    included."""
     free_columns = width + GAP
     selected: list[int] = []
     for index in sorted(range(len(columns)), key=lambda index: columns[index].weight):

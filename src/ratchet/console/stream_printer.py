@@ -16,9 +16,9 @@ from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream
 
 DIM, BOLD, PLAIN = "\033[2m", "\033[1m", "\033[0m"
 BEGIN, END = "(reasoning) ", "(answer) "
-"""Marks before the reasoning and before the answer that follows it, on streams without styles."""
+"""Marks before the reasoning, and before the answer that follows the reasoning, on streams without styles."""
 HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-"""Characters that are kept in addition to printable ones. Persian words and many emoji use joiners."""
+"""Characters that are kept in addition to printable characters. Persian words and many emoji use joiners."""
 
 
 def supports_colour(out: IO[str]) -> bool:
@@ -155,6 +155,6 @@ def sanitize_text(text: str) -> str:
 
 
 def _is_blank(letter: str) -> bool:
-    """Return whether a letter is a blank of any width. French uses a narrow one before colons, Chinese one as wide as a
-    letter."""
+    """Return whether a letter is a blank of any width. French uses a narrow blank before colons, and Chinese uses a
+    blank as wide as a letter."""
     return unicodedata.category(letter) == "Zs"

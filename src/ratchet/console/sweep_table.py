@@ -30,13 +30,14 @@ from ratchet.tuning.trial_summary import (
 )
 
 LATEST = 12
-"""Number of finished trials in the table. Small terminals show fewer."""
+"""Maximum number of finished trials in the table. Small terminals show fewer trials."""
 GAP = 2
-"""Blanks between columns."""
+"""Number of blanks between columns."""
 LONGEST_NAME = 18
-"""Maximum number of characters of a worker's name. The end is kept, because it differs between workers."""
+"""Maximum number of characters of a worker's name. Of a longer name, the end is shown, because the end differs between
+workers."""
 SHORTEST_REASON = 16
-"""Minimum number of characters for reasons. With less space, reasons are omitted."""
+"""Minimum width in columns for reasons that must be cut. With less space, reasons are omitted."""
 
 STYLES = {"running": "cyan", "complete": "green", "pruned": "bright_black", "infeasible": "yellow", "failed": "red"}
 
@@ -119,7 +120,7 @@ class LiveSweepTable:
         for line in lines:
             line.stylize("bold", 0, line.plain.find(":") + 1)
         used_lines = sum(len(line.wrap(self._console, width)) for line in lines)
-        # Two lines are reserved: for the heading and for the cursor.
+        # Two lines are reserved: one for the heading of the table, and one for the cursor.
         trials = select_trials(report, max(1, self._console.height - used_lines - 2))
         if not trials:
             return Group(*lines)
@@ -193,7 +194,7 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
 
 
 def describe_changes(report: SweepReport, trial: Trial, known: Trial | None) -> Iterator[str]:
-    """Yield the changes of a trial since its `known` state."""
+    """Yield the changes of a trial since its state `known`, which is None for a trial that was not shown yet."""
     name, worker = f"trial {trial.number}", trial.executions[-1].worker if trial.executions else "no worker"
     if trial.is_over:
         if known is None or not known.is_over:
@@ -301,7 +302,7 @@ def build_columns(
 
 
 def _format_loss(report: SweepReport, progress: Mapping[int, RunProgress], trial: Trial) -> str:
-    """Format the objective if that is the loss, else the last validation loss."""
+    """Format the trial's loss: its value if the loss is an objective, else the last validation loss."""
     pairs = zip(report.objectives, trial.objectives, strict=False)
     loss = next((value for objective, value in pairs if objective.metric == LOSS), None)
     if loss is None and trial.number in progress:
@@ -333,7 +334,7 @@ def fit_columns(columns: Sequence[SweepTableColumn], width: int, mark: str) -> l
 
     Args:
         columns: All columns.
-        width: Available characters.
+        width: Available columns of the terminal.
         mark: Letter that replaces cut text.
     """
     free, chosen = width + GAP, []

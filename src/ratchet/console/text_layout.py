@@ -17,11 +17,12 @@ from rich.text import Text
 from ratchet.storage.html import escape_invisible
 
 NARROWEST, LOWEST = 20, 4
-"""Minimum columns and lines. Smaller sizes are raised to these: a terminal whose size is not set reports 0."""
+"""Minimum numbers of columns and lines. Smaller sizes are raised to these numbers, because a terminal whose size is not
+set reports 0."""
 WIDE = 60
-"""Minimum columns for full labels. Narrower screens use short ones."""
+"""Minimum width in columns for full labels. Narrower screens use short labels."""
 LABEL, SHORT_LABEL = 12, 7
-"""Columns of labels."""
+"""Width in columns of full labels, and of short labels."""
 _SHORT = {
     "validation": "valid", "learn rate": "lr", "gradient": "grad", "checkpoint": "ckpt", "attempts": "tries",
     "machine": "mach",
@@ -34,7 +35,8 @@ _PARTS = re.compile(rf"{COLOUR.pattern}|.", re.DOTALL)
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
 """Line that starts a code block. An equal or longer fence on its own line ends the block."""
 _NOT_FIRST, _NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
-"""Categories of letters that cannot start or end a line in scripts without blanks between words."""
+"""Unicode categories of letters that cannot start a line, and of letters that cannot end a line, in scripts without
+blanks between words."""
 
 
 class ScreenSize(NamedTuple):
@@ -95,13 +97,13 @@ class GlyphSet:
     full: str
     """Full cell of a bar."""
     parts: str
-    """Last cell of a bar, from nearly empty to nearly full."""
+    """Letters for the partly filled cell of a bar, from nearly empty to nearly full."""
     rest: str
     """Empty cell of a bar."""
     mark: str
     """Mark on a bar."""
     cut: str
-    """Replaces cut text."""
+    """Letter at the end of a cut text."""
 
 
 UNICODE = GlyphSet("▁▂▃▄▅▆▇█", "█", "▏▎▍▌▋▊▉", "·", "┃", "…")
@@ -124,7 +126,7 @@ def draw_sparkline(
     width: int,
     letters: GlyphSet,
 ) -> str:
-    """Draw a curve in one line. Each letter shows the mean of its points, or a blank without points.
+    """Draw a curve in one line. Each letter shows the mean of its points; a letter without points is a blank.
 
     Args:
         points: Steps and values in ascending order of steps.
@@ -149,13 +151,19 @@ def _sparkline_level(value: float, scale: tuple[float, float], letters: GlyphSet
 
 
 def sparkline_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of a sparkline. The highest 5 % are clipped, so that one spike does not flatten the curve."""
+    """Return the lowest and highest value of a sparkline's scale.
+
+    The highest 5 % of the values are clipped, so that one spike does not flatten the curve.
+    """
     ordered = sorted(values)
     return ordered[0], ordered[max(0, math.ceil(0.95 * len(ordered)) - 1)]
 
 
 def draw_bar(share: float, width: int, letters: GlyphSet, mark: float | None = None) -> str:
-    """Draw a bar for a share of 1, with an optional mark at another share. Shares above 1 fill the bar."""
+    """Draw a bar of which `share` is filled (1: the full bar), with an optional mark at the share `mark`.
+
+    Shares above 1 fill the bar.
+    """
     share = min(1.0, max(0.0, share))
     filled = int(share * width)
     cells = [letters.full] * filled + [letters.rest] * (width - filled)
@@ -187,7 +195,7 @@ class LineFormatter:
         self.letters: GlyphSet = choose_glyphs(size.encoding)
         self.label = LABEL if size.width >= WIDE else SHORT_LABEL
         self.room = size.width - self.label
-        """Columns next to the labels."""
+        """Width in columns of the text after a label."""
 
     def row(self, weight: int, label: str, clauses: Sequence[str | Text], separator: str = ", ") -> ScreenLine:
         """Format a label and its clauses. The first clause is cut if it does not fit."""
@@ -222,7 +230,7 @@ class LineFormatter:
             return text
         text_start = set_cell_size(text.plain, max(0, room - 1)).rstrip()
         result = text.copy()
-        result.right_crop(len(result) - len(text_start))  # also shortens its styles
+        result.right_crop(len(result) - len(text_start))  # also shortens the styles of the text
         return result.append(self.letters.cut)
 
     def padded(self, text: str, columns: int, right: bool = False) -> str:
@@ -238,17 +246,18 @@ def select_lines(lines: Sequence[ScreenLine], height: int) -> list[Text]:
     return [lines[index].text for index in sorted(selected)]
 
 
-# Streaming word wrap: a word that would cross the edge moves to the next line, even if it arrives in pieces. Written
-# text is never erased, because terminals disagree on the width of some letters. A word is buffered until it is
-# complete, or until it is known to start the next line. The first word of a line is written immediately.
+# Streaming word wrap: a word that would cross the edge moves to the next line, even if it arrives in pieces. Text that
+# is already written is never erased, because terminals disagree on the width of some letters. So a word is buffered
+# until it is complete, or until it is too long for the line and starts the next one. The first word of a line is
+# written immediately.
 
 
 class StreamingTextWrapper:
     """Word wrap of one text that arrives in pieces. Lines of code blocks are not wrapped.
 
     Args:
-        width: Returns the columns of the terminal. It is called for each piece, because the terminal may be resized.
-            0: lines stay unchanged.
+        width: Returns the number of columns of the terminal. It is called for each piece, because the terminal may be
+            resized. If it returns 0, lines stay unchanged.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -348,8 +357,8 @@ class StreamingTextWrapper:
             elif not COLOUR.match(part):
                 # Some letters change the width of the previous one.
                 cells = cell_len(self._last + part) - cell_len(self._last)
-                # If the terminal became narrower than the current row, the column is unknown: the next word moves to a
-                # new line.
+                # A letter that crosses the edge is at the start of the next row. But if the terminal became narrower
+                # than the current row, the column is unknown: it keeps growing, and the next word moves to a new line.
                 is_broken = self.column <= width < self.column + cells
                 self.column = cells if width and is_broken else self.column + cells
                 self._last = part
@@ -360,8 +369,8 @@ class StreamingTextWrapper:
 def _may_break(before: str, after: str) -> bool:
     """Return whether a line may break between two letters without a blank.
 
-    One of the letters must belong to a script without blanks between words, and neither may belong to the other, as
-    accents, brackets and full stops do.
+    At least one of the letters must be of a script without blanks between words, and the two letters must not belong
+    together, as a letter and its accent, bracket or full stop do.
     """
     if not (_is_ideograph(before) or _is_ideograph(after)):
         return False
@@ -371,7 +380,7 @@ def _may_break(before: str, after: str) -> bool:
 
 
 def _is_ideograph(letter: str) -> bool:
-    """Return whether a letter is wide and not Korean. Korean uses blanks."""
+    """Return whether a letter is wide and not Korean, because Korean has blanks between words."""
     return cell_len(letter) == 2 and "HANGUL" not in unicodedata.name(letter, "")
 
 

@@ -1,9 +1,9 @@
 """Computes packs and batches: which rows each optimizer step trains on, and the arrays of a batch.
 
 Packing is best-fit decreasing over the whole split, repeated for every epoch. Rows are placed from the longest to the
-shortest, each into the pack with the least free space that is sufficient; if there is none, a new pack begins. Rows of
-equal length are interchangeable. So the number of packs and the fill of each depend only on the lengths, and a draw per
-epoch decides which row of a length goes into which pack.
+shortest, each into the pack with the least free space that is sufficient; if no pack has sufficient space, a new pack
+begins. Rows of equal length are interchangeable. So the number of packs and the fill of each pack depend only on the
+lengths, and a random draw per epoch decides which of the rows of equal length goes into which pack.
 
 D. S. Johnson, Fast algorithms for bin packing, Journal of Computer and System Sciences 8 (1974), 272-314.
 """
@@ -23,7 +23,8 @@ from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import DataError, SettingsError
 
 WINDOW_BATCHES = 64
-"""Batches that are drawn together and sorted by length. More batches mean less padding, but more similar epochs."""
+"""Number of batches whose rows are drawn together and sorted by length (`train.batching: by_length`). A larger number
+means less padding, but more similar epochs."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PackingPlan:
         _check_lengths(self.lengths, capacity_tokens)
         packs = _best_fit_decreasing(self.lengths, capacity_tokens)
         self._positions = np.argsort(packs, kind="stable")
-        """Positions of the rows in order of decreasing length, grouped by pack."""
+        """Positions in the list of rows by decreasing length, ordered by pack."""
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -106,9 +107,10 @@ def _check_lengths(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
     """Return the pack of each position; positions are the rows in order of decreasing length.
 
-    Rows of equal length are placed together: the fullest packs with space for one more row take as many as they can,
-    one pack after another. The result is the same as that of best fit row by row. Each iteration places at least one
-    row and changes only packs that take rows. A bit field with one bit per token of capacity makes the search fast.
+    Rows of equal length are placed together: the fullest packs with space for at least one of these rows take as many
+    of them as fit, one pack after another. The result is the same as that of best fit row by row. Each iteration places
+    at least one row and changes only packs that take rows. A bit field with one bit per token of capacity makes the
+    search fast.
     """
     pack_of = np.empty(len(lengths), dtype=np.int64)
     placed = pack_count = 0
@@ -243,7 +245,8 @@ class PaddedBatch:
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
-    """Positions from 0 in each row. Padding has position 0, so each padding token is a row that attends to itself."""
+    """Positions from 0 in each row. Every padding token has position 0, so it counts as a row of one token and attends
+    only to itself."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,9 @@ class TokenRows:
 
     @classmethod
     def from_arrow(cls, table: Any) -> "TokenRows":
-        """Create rows from the list columns `input_ids` and `labels` of an Arrow table; one chunk is not copied.
+        """Create rows from the list columns `input_ids` and `labels` of an Arrow table.
+
+        A column of a single chunk is not copied.
 
         Raises:
             DataError: a row's ids and labels differ in number.
@@ -290,7 +295,7 @@ class TokenRows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return np.diff(self.offsets)
 
     def count_tokens(self, rows: Sequence[int]) -> int:
@@ -304,7 +309,7 @@ class TokenRows:
 
     @property
     def cumulative_trained_tokens(self) -> NDArray[np.int64]:
-        """Cumulative number of trained tokens before each row, and in all rows; [rows + 1]."""
+        """Number of trained tokens in all rows before each row; the last entry is the total; [rows + 1]."""
         is_trained = self.labels != IGNORE_INDEX
         is_trained[self.offsets[:-1][self.lengths > 0]] = False
         return np.concatenate([[0], np.cumsum(is_trained)])[self.offsets].astype(np.int64)

@@ -2,8 +2,8 @@
 
     python -m ratchet.data.bundled_corpus data      # writes data/raw/support.{csv,jsonl} and data/text/help.txt
 
-All texts are invented. Seeded generators draw them from the phrase tables of bundled_corpus.txt. They use only
-`Random.random`, whose sequence Python guarantees, so the same code writes the same bytes on every machine. The two
+All texts are invented. Seeded generators draw them from the phrase tables of bundled_corpus.txt. The generators use
+only `Random.random`, whose sequence Python guarantees, so the same code writes the same bytes on every machine. The two
 outputs share words but no sentences: `raw` has requests with labels, `text` has no requests.
 
 The task is learnable but not trivial. A third of the requests mention another intent in passing, and some have typing
@@ -47,9 +47,9 @@ class CustomerIntent:
     name: str
     """Label of the request."""
     weight: float
-    """Relative frequency."""
+    """Frequency relative to other intents."""
     aside: str
-    """Noun phrase with which a customer mentions it in passing."""
+    """Noun phrase with which a customer who asks for something else mentions this intent in passing."""
     asks: tuple[str, ...]
     """Templates of the request."""
 
@@ -200,7 +200,7 @@ def _add_typos(writer: SentenceWriter, text: str) -> str:
 def write_text(text_dir: Path) -> None:
     """Write `help.txt`, with one paragraph per line: help pages, notes about products, and everyday sentences.
 
-    It contains the words of the labels, and the labels themselves as names of pages.
+    The file contains the words of the labels, and the labels themselves as names of pages.
     """
     writer, seen = SentenceWriter(seed=11), set[str]()
     lines: list[str] = []

@@ -24,7 +24,8 @@ _THINKING_PREFIX = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
 _THINKING_SUFFIX = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
 
 _OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
-"""Other tokens that end a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 before tool results."""
+"""Tokens that end a turn in addition to the tokenizer's own end token: after tool calls of Llama 3.1, in OpenAI's
+models and Phi, and before tool results in GLM and Gemma 4."""
 
 _LOST_REASONING = (
     "the chat template omits the reasoning of an answer, so the model would be trained to answer without reasoning; "
@@ -39,7 +40,7 @@ _LOST_CALL = "the chat template omits a tool call; use a template that writes to
 
 
 class TemplateRenderError(Exception):
-    """Error for messages for which the template raised an exception; the text is the reason, on one line."""
+    """Error for messages for which the template raised an exception; its text has the exception on one line."""
 
 
 class ChatTemplate:
@@ -59,7 +60,10 @@ class ChatTemplate:
             ) from error
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
-        """Render conversations, each as text or error. Without tools, a single call for all of them is 20 % faster."""
+        """Render each conversation; the result is its text, or the error of the template.
+
+        If no conversation has tools, a single call renders all of them, which is 20 % faster.
+        """
         if not conversations or any(conversation.tools for conversation in conversations):
             return [self._render_or_error(conversation) for conversation in conversations]
         try:
@@ -88,7 +92,7 @@ def _without_training_flags(message: Message) -> Message:
 
 
 class ControlTokens:
-    """The tokens that structure a conversation; as text inside a message they would begin or end turns."""
+    """The tokens that structure a conversation. If a message contains one as text, it would begin or end a turn."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -98,7 +102,7 @@ class ControlTokens:
         self.pattern = re.compile(alternation_pattern(self.names))
 
     def find(self, conversation: Conversation) -> str | None:
-        """Describe the first control token that a conversation contains as text; None if it has none."""
+        """Describe the first control token that a conversation contains as text; None if it contains none."""
         for message in conversation.messages:
             text = message.get("content")
             if len(message) > 2 or not isinstance(text, str):
@@ -244,7 +248,7 @@ def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str
 
 @dataclass(frozen=True)
 class TrainedSpan:
-    """The trained part of one turn in a skeleton. Positions are (index of the literal, offset in the literal)."""
+    """The trained part of one turn in a skeleton. Positions are (index of the literal, offset in characters in it)."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -265,7 +269,7 @@ class SpanAnchor:
     occurrence: int
     """Number of earlier occurrences of `token` to skip."""
     distance: int
-    """Number of tokens from `token` to the span."""
+    """Number of tokens from `token` to the span, or from the end of the previous span if `token` is None."""
     end_token: int
     """The token that ends the span."""
     end_tokens_inside: int
@@ -279,7 +283,7 @@ class TemplateSkeleton:
     text: str
     literals: list[str]
     order: list[int]
-    """The slot after each literal but the last; templates may reorder, repeat and omit texts."""
+    """Index of the slot after each literal except the last; templates may reorder, repeat and omit texts."""
     starts: list[int]
     """Position of each literal in `text`."""
     spans: list[TrainedSpan] = field(default_factory=list)
@@ -290,7 +294,8 @@ class TemplateSkeleton:
     """Whether the last message is trained on."""
     anchor_hits: int = 0
     anchor_misses: int = 0
-    """Number of rows in which the anchors were correct, and in which they were not."""
+    """`anchor_hits` is the number of rows in which the anchors were correct, `anchor_misses` the number
+    of rows in which they were not."""
 
     @classmethod
     def from_text(cls, text: str) -> "TemplateSkeleton":
@@ -330,7 +335,10 @@ class TemplateSkeleton:
 
 
 def _find_trimmed_end(text: str, position: int, message_text: str, literal: str) -> int:
-    """Return the end of a message text without some outer white space, so that the literal follows; -1 if none fits."""
+    """Return the end of a message text that the template wrote without some of its outer white space.
+
+    The literal must follow this end. If it follows nowhere, the result is -1.
+    """
     bare = message_text.strip()
     lead = message_text[: message_text.index(bare)]
     trail = message_text[len(lead) + len(bare) :]
@@ -353,7 +361,7 @@ def _find_trimmed_end(text: str, position: int, message_text: str, literal: str)
 
 
 class UntrainableTemplateError(Exception):
-    """Error for a template that cannot be used for training; the text is the reason, from "the chat template" on."""
+    """Error for a template that cannot be used for training. The text is the reason and begins "the chat template"."""
 
 
 class SpanFinder:
@@ -452,17 +460,17 @@ def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline,
 
 
 def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) -> int:
-    """Return the literal that follows the last text of the prompt."""
+    """Return the index of the literal that follows the last text of the prompt."""
     if not prompt.order:
         return 0
     return max((i + 1 for i, slot in enumerate(skeleton.order) if slot == prompt.order[-1]), default=0)
 
 
 def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, is_last: bool) -> None:
-    """Check that the literal follows the prompt's last text, and for the last turn that all text before it is equal.
+    """Check that the literal follows the prompt's last text.
 
-    The prompt of an earlier turn may differ: Mistral's template, for example, moves the system message to the last user
-    turn.
+    For the last turn, all text before the literal must also be the same in the skeleton and in the prompt. The prompt
+    of an earlier turn may differ: Mistral's template, for example, moves the system message to the last user turn.
 
     Raises:
         UntrainableTemplateError: the prompt is not a prefix.
@@ -485,10 +493,11 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
 
     Returns:
         The number of characters of the header that belong to the prompt, text that only the prompt has, and whether
-        the two differ by a thinking block.
+        header and prompt differ by a thinking block.
 
     Raises:
-        UntrainableTemplateError: they differ in more than white space or the beginning of a thinking block.
+        UntrainableTemplateError: header and prompt differ in more than white space or the beginning of a thinking
+            block.
     """
     if not text_follows:
         if header.startswith(prompt):

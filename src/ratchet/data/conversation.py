@@ -13,7 +13,8 @@ _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", "
 SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
-"""`role` and `content`, and other keys that the chat template reads (tool_calls, name, reasoning_content, train)."""
+"""A message has `role`, `content`, and other keys that the chat template or prepare.turns reads (tool_calls, name,
+reasoning_content, train)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Conversation:
 
     @property
     def prompt(self) -> str:
-        """Text of the first user message; it determines the split."""
+        """Text of the first user message, which determines the split by default."""
         return next((extract_text(m) for m in self.messages if m["role"] == "user"), "")
 
     @property
@@ -44,7 +45,7 @@ class Conversation:
     def text(self) -> str:
         """Texts of all messages except system messages, one per line; used to find near-duplicates and leaks.
 
-        With system messages, a long one that all rows share would make all rows similar.
+        A long system message that all rows share would make all rows similar.
         """
         return "\n".join(extract_text(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
 
@@ -86,7 +87,7 @@ class SourceRow:
     """One example read from a source; its texts may be empty."""
 
     where: str
-    """Position: `file:line`, or `file[index]` for JSON arrays and Parquet."""
+    """Position: `file:line`; `file[index]` for JSON arrays and Parquet; `dataset[split]#index` for hub datasets."""
     conversation: Conversation
     source: int = 0
     """Index into prepare.sources."""

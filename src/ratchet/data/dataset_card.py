@@ -23,9 +23,9 @@ PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Pack capacities, in tokens, for which the card reports the fill rate."""
 
 MAX_NAMES_SHOWN = 5
-"""Strata or labels named in a note."""
+"""Number of strata or labels that a note names."""
 MAX_LABEL_CHARACTERS = 60
-"""Length limit of a label in a note, because a teacher's answer may be a long text."""
+"""Length limit of a label in a note, in characters, because a teacher's answer may be a long text."""
 
 
 def build_card(
@@ -198,7 +198,10 @@ def _join_names(names: list[str]) -> str:
 
 
 def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, selection: RowSelection) -> Iterator[str]:
-    """Yield a note if only teacher answers have some labels, because no held-out row can have these classes."""
+    """Yield a note if some labels occur only in teacher answers.
+
+    Teacher answers are never held out, so no held-out row has these labels.
+    """
     accepted = ingestion.accepted
     from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)
     if settings.task != "labels" or not from_teacher.any():

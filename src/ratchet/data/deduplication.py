@@ -31,14 +31,14 @@ _UNSPACED = (
     "\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ece\u0edc-\u0edf\u1780-\u17b3\u1000-\u103f\u1050-\u108f"
 )
 
-_SEED = 20  # seed of the permutations; another seed finds other borderline pairs
-_BATCH_WORDS = 60_000  # words hashed at a time: the arrays stay in the processor's cache
-_CACHED_WORDS = 100_000  # size of the cache of word hashes, some 15 MB
-_CACHED_WORD_LETTERS = 40  # longer words are not cached
-_CACHED_SHINGLES = 200_000  # size of the shingle cache, some 25 MB
-_MISSED_WEIGHT = 0.95  # weight of pairs above the threshold that no band finds, against unnecessary comparisons
+_SEED = 20  # seed of the permutations; another seed finds other pairs close to the threshold
+_BATCH_WORDS = 60_000  # number of words hashed at once; their arrays stay in the processor's cache
+_CACHED_WORDS = 100_000  # number of words in the cache of word hashes, some 15 MB
+_CACHED_WORD_LETTERS = 40  # length limit of a word in the cache of word hashes, in characters
+_CACHED_SHINGLES = 200_000  # number of shingles in the shingle cache, some 25 MB
+_MISSED_WEIGHT = 0.95  # weight of missed pairs in `choose_banding`; false candidates have the weight 0.05
 _BUCKET_ROWS = 64  # maximum number of kept rows in one bucket
-_PROGRESS_ROWS = 1000  # rows between two progress reports
+_PROGRESS_ROWS = 1000  # number of rows between two progress reports
 
 
 def split_words(text: str) -> list[str]:
@@ -124,9 +124,9 @@ def choose_banding(threshold: float, permutations: int) -> tuple[int, int]:
 
     A pair of similarity s shares at least one of b bands of r rows with probability 1 - (1 - s^r)^b (Mining of Massive
     Datasets, 3.4). The error has two parts: the area under this curve at similarities below the threshold (false
-    candidates), and the area above the curve at the other similarities (missed pairs). Missed pairs have the larger
-    weight, because a false candidate costs only a comparison. For a threshold of 0.8, 128 permutations give 16 bands of
-    8, which find 95 % of the pairs at 0.8 and 99.99 % at 0.9.
+    candidates), and the area above the curve at similarities from the threshold on (missed pairs). Missed pairs have
+    the larger weight, because a false candidate costs only a comparison. For a threshold of 0.8, 128 permutations give
+    16 bands of 8, which find 95 % of the pairs at 0.8 and 99.99 % at 0.9.
     """
     similarity = (np.arange(1000) + 0.5) / 1000
     below = similarity < threshold
@@ -242,7 +242,7 @@ class _BandBuckets:
             total += len(capacities[-1])
         shares_key: NDArray[np.bool_] = np.any(bucket_of >= 0, axis=1)
         self.rows_before = np.flatnonzero(shares_key[by_rank])
-        """For each position, number of all rows with a better rank; used to report progress."""
+        """Number of all rows with a better rank than the row at each position; used to report progress."""
         self.rows = by_rank[self.rows_before]
         self._buckets = bucket_of[self.rows]
         del bucket_of
@@ -262,7 +262,7 @@ class _BandBuckets:
                     self._counts[bucket] += 1
 
     def candidates(self, position: int) -> list[int]:
-        """Return the positions of kept rows in a row's buckets: those with most shared buckets first, then by rank."""
+        """Return the positions of kept rows in a row's buckets, by falling number of shared buckets, then by rank."""
         shared: Counter[int] = Counter()
         for bucket in self._buckets[position].tolist():
             if bucket >= 0 and (count := int(self._counts[bucket])):
@@ -298,16 +298,17 @@ def cluster_duplicates(
     settings: DeduplicationSettings,
     progress: Callable[[int], None],
 ) -> list[RowCluster]:
-    """Find near-duplicates; return the rows to drop for each kept row with similar rows, best rank first.
+    """Find near-duplicates; return one cluster for each kept row that has similar rows, best rank first.
 
     Rows are processed in the order of `rank`. A row is dropped if it is similar to a kept row in one of its buckets;
     otherwise it is kept. So every dropped row is similar to a kept row (not only through a chain of other rows), and
     the result does not depend on the order of the rows.
 
-    A bucket stores at most its first 64 kept rows. More dissimilar rows share a key only if they have the same
-    boilerplate, and then a comparison of all pairs would take quadratic time. Later rows are still compared through
-    other buckets, the more reliably the more similar they are. Memory in addition to the keys is 4 bytes per row and
-    band, and up to 5 more per row and band if every row shares a bucket.
+    A bucket stores at most its first 64 kept rows. More than 64 rows that are not similar to each other share a key
+    only if they have the same boilerplate, and then a comparison of all pairs would take quadratic time. Kept rows that
+    a full bucket does not store are still compared through other buckets: two rows share the more buckets, the more
+    similar they are. Memory in addition to the keys is 4 bytes per row and band, and up to 5 more per row and band if
+    every row shares a bucket.
 
     Args:
         band_keys: MinHash band keys, [rows, bands].
@@ -346,6 +347,9 @@ def cluster_duplicates(
 
 
 def _is_similar(first: frozenset[str], second: frozenset[str], threshold: float) -> bool:
-    """Return whether the similarity of two sets reaches the threshold; very different sizes rule it out."""
+    """Return whether the similarity of two sets reaches the threshold.
+
+    The ratio of their sizes is an upper bound of the similarity, so the ratio is tested first.
+    """
     smaller, larger = sorted((len(first), len(second)))
     return smaller / larger >= threshold and jaccard_similarity(first, second) >= threshold

@@ -42,22 +42,22 @@ from ratchet.storage import digests
 from ratchet.storage.records.data import BalanceReport, DroppedRows
 
 CHUNK_ROWS = 2048
-"""Rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
+"""Number of rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
 
 EXAMPLES = 5
-"""Number of example positions for each reason."""
+"""Maximum number of example positions for each reason."""
 
 MAX_DETAIL_CHARACTERS = 160
-"""Length limit of one example."""
+"""Length limit of one example, in characters."""
 
 SAMPLED_OUT = "sampled_out"
-"""Reason for rows that a source weight below 1 removes. They are removed on purpose, so the reason has no limit."""
+"""Reason for rows that a source weight below 1 removes. Their removal is intended, so the reason has no limit."""
 
 BALANCED_OUT = "balanced_out"
-"""Reason for surplus training rows of a category (prepare.balance). It has no limit either."""
+"""Reason for surplus training rows of a category (prepare.balance). This reason has no limit either."""
 
 HELD_OUT = "teacher_held_out"
-"""Reason for teacher answers to a validation or test prompt: they are not ground truth, and training on them leaks."""
+"""Reason for teacher answers to held-out prompts: such answers are not ground truth, and training on them leaks."""
 
 TRUNCATED = "truncated"
 """Name of the limit of truncated rows, which are not dropped."""
@@ -66,10 +66,10 @@ LABEL = "label"
 """Value of prepare.balance.by that selects the response if prepare.task is labels."""
 
 MAX_CATEGORIES = 1000
-"""Limit of different values of a field that is used as a category."""
+"""Maximum number of different values of a field that is used as a category."""
 
 _MAX_KNOWN_NAMES = 1000
-"""Limit of field names in memory; a file may have any number of different keys."""
+"""Maximum number of field names in memory, because a file may have any number of different keys."""
 
 
 class RowIngestion:
@@ -106,7 +106,7 @@ class RowIngestion:
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
         self.omitted_by_template: dict[str, bool] = {}
-        """Whether the template omits system messages, tools and tool results; only for kinds that a row has."""
+        """Whether the template omits each kind of content in the rows (system messages, tools, tool results)."""
         self.unanswered_messages = 0
         """Number of messages that were removed because they come after the last answer of their conversation."""
 
@@ -273,7 +273,7 @@ class IngestedRows:
     """Number of tokens."""
     trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    """Tokens removed by truncation."""
+    """Number of tokens that truncation removed."""
     source_indices: "array[int]" = field(default_factory=lambda: array("h"))
     label_codes: "array[int]" = field(default_factory=lambda: array("i"))
     """Index into `label_names`; all 0 for a text task."""
@@ -290,7 +290,7 @@ class IngestedRows:
 
 
 class TextSpool:
-    """Texts by row in a temporary file. Only the few that are compared completely are read back."""
+    """Texts by row in a temporary file. Only the few texts that are compared completely are read back."""
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
@@ -397,6 +397,7 @@ class CategoryBalancer:
 
     After balancing, each category has the same number of training rows: those with the smallest hash of seed and id. So
     the choice depends neither on the order of the rows nor on other categories, and a new row replaces at most one row.
+    If prepare.balance.on_shortage is `take`, a category with too few rows keeps all of them and has fewer rows.
 
     Args:
         settings: prepare.balance.
@@ -413,7 +414,7 @@ class CategoryBalancer:
         self._field_seen = False
 
     def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a row has no category; None if it has one."""
+        """Return the reason why a row has no category; None if the row has a category."""
         if self._by is None or self._by_label:
             return None
         if len(self._known_names) < _MAX_KNOWN_NAMES:
@@ -436,7 +437,7 @@ class CategoryBalancer:
         self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
 
     def _check(self) -> None:
-        """Raise DataError if no row has the field, or if it has too many different values."""
+        """Raise DataError if no row has the field, or if the field has too many different values."""
         names = self._known_names
         if not self._by_label and not self._field_seen and names:
             matches = difflib.get_close_matches(str(self._by), names, n=3)
@@ -456,14 +457,14 @@ class CategoryBalancer:
     def count_copies(
         self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int32], BalanceReport | None]:
-        """Compute how often each row is used: once, and without a report, if balancing is off.
+        """Compute how often each row is used. Without balancing, every row is used once, and the report is None.
 
         Args:
             train: mask of the training rows among all accepted rows.
             ids: ids of all accepted rows.
 
         Raises:
-            DataError: no row has the field, or it has too many values; or a category has too few rows and
+            DataError: no row has the field, the field has too many values, or a category has too few rows and
                 prepare.balance.on_shortage is `refuse`.
         """
         copies = np.ones(len(train), dtype=np.int32)
@@ -492,7 +493,7 @@ class CategoryBalancer:
         )
 
     def _repetitions(self, count: int, target_rows: int) -> NDArray[np.int32]:
-        """Return how often each of a category's rows is used, in the order of their keys."""
+        """Return how often each row of a category is used, in the order of the rows' sampling keys."""
         if count >= target_rows or self._settings.on_shortage == "repeat":
             return (target_rows // count + (np.arange(count) < target_rows % count)).astype(np.int32)
         return np.ones(count, dtype=np.int32)

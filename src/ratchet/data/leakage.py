@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from ratchet.data.deduplication import split_words
 
 MIN_WORDS = 8
-"""Minimum length of a document that is searched for inside longer texts (Brown et al. 2020, appendix C)."""
+"""Minimum length, in words, of a document that is searched for inside longer texts (Brown et al. 2020, appendix C)."""
 
 _ROOT = 0xD1342543DE82EF95  # odd, so that its powers have inverses modulo 2^64
 _SEED = 13
 _UNKNOWN = -1
 _LEAST_POWERS = 1024
-_SPARE_BITS = 3  # at most one entry in 8 is set
+_SPARE_BITS = 3  # `_NgramIndex.seen` has at least 8 entries per n-gram, so at most one entry in 8 is set
 
 
 def _powers(root: int, count: int) -> NDArray[np.uint64]:
@@ -53,10 +53,10 @@ class _NgramIndex:
     starts: NDArray[np.int64]
     shift: np.uint64
     seen: NDArray[np.bool_]
-    """By leading bits: whether any hash has them. This rules out nearly all n-grams without a match."""
+    """For each value of the leading bits, whether any hash has it. That rules out nearly all n-grams without match."""
 
     def find_matches(self, hashes: NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
-        """Yield (position in `hashes`, benchmark, start of the n-gram) for every n-gram whose hash is in `hashes`."""
+        """Yield (position in `hashes`, benchmark, start of the n-gram) for each hash and each n-gram with this hash."""
         positions = np.flatnonzero(self.seen[hashes >> self.shift])
         if not len(positions):
             return
@@ -71,18 +71,19 @@ class _NgramIndex:
 
 
 class BenchmarkIndex:
-    """Index of the documents of evaluation sets. Needs about 100 bytes per word.
+    """Index of the documents of evaluation sets. It needs about 100 bytes per word.
 
     A document is one sequence of words. Its n-grams, like those of a row, ignore line breaks, so that a different line
-    break does not hide a leak, and never span two documents. A document that is too short for an n-gram counts as
-    `unchecked`: it matches only a row, or one line of a row, with exactly the same words. A document of a single word,
-    such as the answer `yes`, matches only a complete row.
+    break does not hide a leak. An n-gram never spans two documents. A document that is too short for an n-gram (fewer
+    than `MIN_WORDS`, or than `ngram_words` if that is smaller) counts as `unchecked`: it matches only a row, or one
+    line of a row, with exactly the same words. A document of a single word, such as the answer `yes`, matches only a
+    complete row.
     """
 
     documents: dict[str, int]
     """Number of documents in each benchmark."""
     unchecked: dict[str, int]
-    """Number of documents that are too short for an n-gram."""
+    """Number of documents in each benchmark that are too short for an n-gram."""
 
     def __init__(self, documents: Mapping[str, Sequence[str]], ngram_words: int) -> None:
         self.documents = {name: len(texts) for name, texts in documents.items()}
@@ -105,7 +106,7 @@ class BenchmarkIndex:
                 tokens.append(np.array(ids, dtype=np.int32))
                 total += len(ids)
         self._tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
-        # There is one number more than words: the last, at index -1, is for words that no document has.
+        # There is one more number than there are words: the last one, at index -1, is for words that no document has.
         self._numbers = np.random.PCG64(_SEED).random_raw(len(self._ids) + 1)
         sums = self._running_sums(self._tokens)
         self._ngrams = {length: self._collect(sums, length, spans[length]) for length in sorted(spans, reverse=True)}
@@ -139,7 +140,10 @@ class BenchmarkIndex:
         return _NgramIndex(hashes[is_new], benchmarks[is_new], starts[is_new], shift, seen)
 
     def _running_sums(self, ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Return, for each position, the sum over all words before it: the word's number times a power of the root."""
+        """Return, for each position, a sum over all words before it.
+
+        Each word contributes its random number times the power of the root at its position.
+        """
         if len(ids) >= len(self._powers):
             size = max(2 * len(self._powers), len(ids) + 1, _LEAST_POWERS)
             self._powers = _powers(_ROOT, size)
@@ -149,12 +153,12 @@ class BenchmarkIndex:
         return sums
 
     def _hashes(self, sums: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-        """Return each n-gram's hash, in time that does not depend on n (Karp and Rabin 1987, with running sums)."""
+        """Return the hashes of all n-grams; the time does not depend on n (Karp and Rabin 1987, with running sums)."""
         hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * self._inverses[: len(sums) - length]
         return hashes
 
     def matches(self, text: str) -> list[LeakageMatch]:
-        """Return at most one match per benchmark, in order: the first words that the text shares with it."""
+        """Return at most one match per benchmark, in the order of the benchmarks: the first shared words found."""
         if not self._names:
             return []
         lines = [split_words(line) for line in text.splitlines()] if self._short else [split_words(text)]
@@ -173,7 +177,10 @@ class BenchmarkIndex:
         return [LeakageMatch(self._names[number], shared[number]) for number in sorted(shared)]
 
     def _lengths_to_search(self, sums: NDArray[np.uint64]) -> Iterator[int]:
-        """Yield the n-gram lengths to search for; those of shorter documents only if the text has the start of one."""
+        """Yield the n-gram lengths to search for.
+
+        The lengths of shorter documents are searched for only if the text contains the first words of such a document.
+        """
         if self._ngram_words in self._ngrams and self._ngram_words < len(sums):
             yield self._ngram_words
         if self._openings is None or len(sums) <= MIN_WORDS:

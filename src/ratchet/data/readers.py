@@ -33,10 +33,11 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"
 """File endings of compressed files, with the name of the compression."""
 
 BLOCK_BYTES = 2**20
-"""Bytes per read."""
+"""Number of bytes per read."""
 
 MAX_RECORD_BYTES = 16 * 2**20
-"""Size limit of a record; a longer one is more likely an unclosed quote or bracket than an example."""
+"""Size limit of a record: in bytes for JSONL, in characters for JSON, CSV and TSV. A larger record is more likely an
+unclosed quote or bracket than an example."""
 
 _MAX_RECORD_TEXT = f"{MAX_RECORD_BYTES // 2**20} MiB"
 _BATCH_ROWS = 1024
@@ -266,7 +267,7 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 record = _require_object(where, value)
             except json.JSONDecodeError as error:
                 record = MalformedRecord(where, f"not JSON ({error.msg} at character {error.pos + 1})")
-            except (ValueError, RecursionError) as error:  # NaN, thousands of digits or of brackets
+            except (ValueError, RecursionError) as error:  # NaN, or thousands of digits or brackets
                 record = MalformedRecord(where, f"not JSON ({error})")
             if not seen_first_value and text[0] == "[":
                 raise DataError(

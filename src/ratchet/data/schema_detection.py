@@ -2,12 +2,12 @@
 
 The schema is detected once per source, from its first records. The known schemas are OpenAI messages, ShareGPT turns,
 Alpaca, instruction with instances, multiple choice, and pairs of columns. A conversation always ends with an assistant
-message. One without an assistant message gets an empty answer, so that the row is counted as such and not lost; one
-without a user message has an empty prompt. Messages after the last answer are removed, because nothing is trained on
-them.
+message. A conversation without an assistant message gets an empty answer, so that the row is counted as a row without
+an answer and not lost. A conversation without a user message has an empty prompt. Messages after the last answer are
+removed, because nothing is trained on them.
 
-The module also extracts passthrough fields (prepare.extra_fields). They do not identify a row: two records with the
-same conversation are duplicates even if their fields differ.
+The module also extracts passthrough fields (prepare.extra_fields). The fields do not identify a row: two records with
+the same conversation are duplicates even if their fields differ.
 """
 
 import difflib
@@ -47,9 +47,9 @@ TURN_KEYS: dict[RecordSchema, tuple[str, str]] = {"messages": ("role", "content"
 _MAX_COLUMNS_SHOWN = 20
 
 NAMES_SHOWN = 20
-"""Limit of field names in a message."""
+"""Maximum number of field names in an error message."""
 _MAX_KNOWN_NAMES = 1000
-"""Limit of field names in memory; a file may have any number of different keys."""
+"""Maximum number of field names in memory, because a file may have any number of different keys."""
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),  # "developer" is OpenAI's newer name; templates use the older
@@ -64,7 +64,7 @@ _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
 class UnusableRecordError(Exception):
-    """Error for a record that is not a valid example; the text is the reason. It becomes a `MalformedRecord`."""
+    """Error for a record that is not a valid example; the text is the reason. The error becomes a `MalformedRecord`."""
 
 
 # ----- Schemas
@@ -175,13 +175,16 @@ class SampledRecords:
         return name
 
     def find_optional(self, role: str, *names: str) -> str:
-        """Return the column of an optional role; the first of `names` if no sampled record has such a column."""
+        """Return the column of an optional role: the column in the settings, or else the first of `names` that exists.
+
+        If no sampled record has such a column, return the first name, because later records may have it.
+        """
         return self.find(role) or next(
             (self._columns[name] for name in names if name in self._columns), *names[:1] or [""]
         )
 
     def describe_optional(self, **columns: str) -> str:
-        """Return text that names those of the optional columns, by role, that exist."""
+        """Return text that names the existing columns among optional columns, each with its role."""
         return "".join(
             f", {role} in `{column}`" for role, column in columns.items() if column and column in self.column_names
         )
@@ -222,7 +225,7 @@ def column_value(fields: Fields, column: str) -> Any:
 
 
 def column_text(fields: Fields, column: str) -> str:
-    """Return the text of a column. Raises UnusableRecordError if the record does not have it, or it is not text."""
+    """Return the text of a column. Raises UnusableRecordError if the column is missing, or its value is not text."""
     return parse_text(column_value(fields, column), f"column {column!r}")
 
 
@@ -397,7 +400,7 @@ _DETECTORS: dict[RecordSchema, Callable[[SampledRecords], RecordReader | None]] 
 
 
 def find_text_flaw(text: str) -> str | None:
-    """Return the reason why a text cannot be trained on or written to a file; None if it can."""
+    """Return the reason why a text cannot be trained on or written to a file; None if the text is valid."""
     if "\0" in text:
         return "holds a NUL character"
     if not text.isascii():
@@ -540,7 +543,7 @@ def _extra_fields(turn: Mapping[str, Any], path: str) -> Message:
 
 
 def _parse_tool_calls(value: Any, path: str) -> list[Any]:
-    """Convert tool calls to OpenAI's format. Arguments become an object: a template would quote a text again."""
+    """Convert tool calls to OpenAI's format. Arguments become an object, as a template would quote JSON text again."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
         target = call.get("function", call) if isinstance(call, Mapping) else None
@@ -571,7 +574,7 @@ def parse_tools(value: Any, path: str) -> list[Any] | None:
 
 
 def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
-    """Return the messages up to the last answer, and the number of removed ones; add an answer if there is none."""
+    """Return the messages up to the last answer, or else with an empty answer, and the number of removed messages."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return [*messages, {"role": "assistant", "content": ""}], 0
@@ -599,7 +602,7 @@ class PassthroughFields:
         self._known_names: dict[str, None] = {}
 
     def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a field of a row cannot be stored; None if all can."""
+        """Return the reason why a field of a row cannot be stored; None if all fields can be stored."""
         for name in self.missing:
             value = row.fields.get(name)
             if format_field_value(value) is None:
@@ -622,11 +625,11 @@ class PassthroughFields:
         return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
 
     def group_of(self, row: SourceRow) -> str | None:
-        """Return the value of the field prepare.split.group, as text like in the split assigner."""
+        """Return the value of the field prepare.split.group as text, as in `SplitAssigner.add`."""
         return None if self._group is None else str(row.fields[self._group])
 
     def check(self) -> None:
-        """Raise DataError if one of the fields is in no row. Call this after all rows."""
+        """Raise DataError if no row has one of the fields. Call this method after all rows."""
         names = self._known_names
         for name, missing in self.missing.items():
             if name in names or not self._rows or missing < self._rows:

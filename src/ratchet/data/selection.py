@@ -34,7 +34,7 @@ class RowSelection:
     split: NDArray[np.int8]
     """Index into SPLITS, also for dropped rows."""
     copies: NDArray[np.int32]
-    """How often a row is written; 0 if it is dropped."""
+    """Number of times that a row is written; 0 if the row is dropped."""
     near_duplicates: NearDuplicateReport | None
     leaks: dict[str, LeakageReport]
     balanced: BalanceReport | None = None
@@ -78,7 +78,7 @@ def select_rows(ingestion: RowIngestion, settings: Prepare, progress: Callable[[
 def _drop_held_out_prompts(
     ingestion: RowIngestion, kept: NDArray[np.bool_], split: NDArray[np.int8], from_teacher: NDArray[np.bool_]
 ) -> None:
-    """Drop teacher answers to validation and test prompts: they are not ground truth, and training on them leaks."""
+    """Drop teacher answers to held-out prompts: such answers are not ground truth, and training on them leaks."""
     for row in np.flatnonzero(from_teacher & (split != TRAIN)):
         kept[row] = False
         ingestion.ledger.drop(HELD_OUT, ingestion.accepted.where[row], f"its prompt is in {SPLITS[split[row]]}")
@@ -174,7 +174,11 @@ def _apply_weights(
     split: NDArray[np.int8],
     ids: NDArray[np.uint64],
 ) -> NDArray[np.int32]:
-    """Return how often each row is used, by the weight of its source. The row id decides about the fractional part."""
+    """Return how often each row is used: training rows by the weight of their source, other rows once.
+
+    A row is used once more than the integer part of the weight if its id, divided by 2^64, is below the fractional
+    part.
+    """
     weights = np.array([source.weight for source in settings.sources])[
         np.array(ingestion.accepted.source_indices, dtype=np.int64)
     ]

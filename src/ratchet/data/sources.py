@@ -26,7 +26,7 @@ from ratchet.storage.output_card import CARD_ENDING, card_path
 from ratchet.storage.records.data import PROVENANCE, SelectionCard, TeacherProvenance
 
 _SOURCE_FOLDERS = ("data/raw", "data/distilled")
-"""Folders that DVC tracks; the second is the output of the optional stage `select`."""
+"""Folders that DVC tracks; data/distilled has the output of the optional stage `select`."""
 _EVALUATION_FOLDERS = ("data/raw", "data/tasks")
 _GLOB_CHARACTERS = "*?["
 _MAX_FILES_SHOWN = 20
@@ -38,11 +38,11 @@ class SourceReader:
     """Reader of the rows of prepare.sources, in order."""
 
     files: list[dict[str, Path]]
-    """For each source: sorted mapping from name relative to the project to path; {} for a hub dataset."""
+    """For each source: the path of each file by its name relative to the project, sorted; {} for a hub dataset."""
     teacher_cards: list[SelectionCard | None]
     """For each source: the selection card if its rows are teacher answers, otherwise None."""
     schema_descriptions: list[str]
-    """For each source: the detected schema in words; "" until its first record is read."""
+    """For each source: the detected schema in words; "" until the first records of the source are read."""
 
     def __init__(self, root: Path, settings: Prepare) -> None:
         """Find the files without reading them.
@@ -70,7 +70,7 @@ class SourceReader:
         self.teacher_cards = [find_teacher_card(*pair) for pair in zip(settings.sources, self.files, strict=True)]
 
     def rows(self) -> Iterator[SourceRow | MalformedRecord]:
-        """Yield all rows of all sources, with labels stripped of white space. You can call this more than once.
+        """Yield all rows of all sources, with labels stripped of white space. You can call this method more than once.
 
         Raises:
             DataError: a file cannot be read, a source has no rows, or the schema of its records is not recognized.
@@ -148,7 +148,8 @@ def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str
         For each file, all texts of each record joined by line breaks.
 
     Raises:
-        DataError: a file or a record cannot be read. No record is skipped, because it could then leak undetected.
+        DataError: a file or a record cannot be read. No record is skipped, because a skipped record could leak
+        undetected.
     """
     texts: dict[str, list[str]] = {}
     for pattern in names:

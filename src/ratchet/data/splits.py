@@ -1,9 +1,10 @@
 """Assigns each row to a split: train, validation or test.
 
 By default the split depends only on the row's prompt (or group) and the seed, so a row never moves when other rows are
-added or removed. With prepare.split.stratify or prepare.split.time it depends on the rank among all rows, so that the
-fractions are exact, or the newest rows are the test rows. Rows near a boundary may then move when rows are added. Rows
-with the same prompt (or group) stay in one split, so that a test row cannot also be a training row.
+added or removed. With prepare.split.stratify or prepare.split.time the split depends on the row's rank among all rows:
+so the fractions are exact (stratify), or the newest rows are the test rows (time). Rows near a boundary may then move
+when rows are added. Rows with the same prompt (or group) stay in one split, so that a test row cannot also be a
+training row.
 """
 
 import math
@@ -29,10 +30,11 @@ _MAX_BLANK_LINES = 32
 """Maximum number of blank lines before the user's own prompt, if a system message was merged into it."""
 
 LENGTH = "length"
-"""Value of prepare.split.stratify that selects the length of the text, in powers of two of characters."""
+"""Value of prepare.split.stratify that forms the strata by the number of characters of the text, in powers of two."""
 
 SMALLEST_STRATUM = 3
-"""A stratum with fewer prompts cannot be in all three splits. All its rows are training rows; the card has a note."""
+"""Minimum number of prompts in a stratum that is divided among the three splits. All rows of a smaller stratum are
+training rows; the dataset card has a note about strata with fewer rows than this."""
 
 
 def normalize_text(text: str) -> str:
@@ -58,7 +60,7 @@ def split_fractions(settings: Prepare) -> dict[SplitName, float]:
 
 
 class SplitAssigner:
-    """Assigner of splits: call `add` for each row, then `assign`. It needs a few dozen bytes per row."""
+    """Assigner of splits: call `add` for each row, then `assign`. The memory is a few dozen bytes per row."""
 
     def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = ()) -> None:
         """Start with no rows.
@@ -89,7 +91,7 @@ class SplitAssigner:
         return len(self._positions)
 
     def find_problem(self, row: SourceRow) -> str | None:
-        """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can."""
+        """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can be assigned."""
         for setting in ("group", "stratify", "time"):
             name = getattr(self.settings, setting)
             if name is None or (setting == "stratify" and name == LENGTH):
@@ -172,7 +174,7 @@ class SplitAssigner:
     def _assign_stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
         """In each stratum, assign the lowest positions to test and the next to validation, in exact numbers."""
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
-        # A prompt in two strata counts for the one whose name comes first.
+        # A prompt in two strata counts for the stratum whose name comes first.
         name_order = np.argsort(np.argsort(np.array(self.strata)))
         stratum = np.full(len(prompts), len(self.strata))
         np.minimum.at(stratum, row_to_prompt, name_order[codes])
@@ -195,7 +197,8 @@ class SplitAssigner:
     def _assign_exact_numbers(self, split: NDArray[np.int8], members: NDArray[Any]) -> None:
         """Assign the first members to test and the next to validation.
 
-        The numbers are rounded, but each split with a fraction gets at least one of three or more members.
+        The numbers are rounded. Each split with a fraction above 0 gets at least one member. With fewer than
+        `SMALLEST_STRATUM` members, all stay training rows.
         """
         fractions = [self.fractions["test"], self.fractions["validation"]]
         if len(members) < SMALLEST_STRATUM:

@@ -200,7 +200,10 @@ def _import_datasets() -> Any:
 
 @contextmanager
 def use_fresh_cache() -> Iterator[None]:
-    """Give `datasets` an empty cache, because its own is keyed by file name and time, and may return outdated rows."""
+    """Give `datasets` an empty cache.
+
+    The keys of its usual cache are file names and times, so that cache may return outdated rows.
+    """
     settings = _import_datasets().config
     previous = settings.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:

@@ -41,9 +41,9 @@ _BATCH_ROWS = 512
 _MAX_SKELETONS = 4096
 """Size limit of the skeleton cache, because each conversation with tools may have a skeleton of its own."""
 _MAX_PROMPTS_CHECKED = 64
-"""For each ending of prompts: number of rows whose prompt is also tokenized separately, for comparison."""
+"""Number of rows, for each ending of prompts, whose prompt is also tokenized without the answer and compared."""
 _PROMPT_END_CHARACTERS = 60
-"""Length of such an ending."""
+"""Length of a prompt's ending, in characters."""
 _SAMPLE_CONVERSATION = Conversation(
     [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}]
 )
@@ -58,7 +58,7 @@ class ConversationDraft:
     text: str
     skeleton: TemplateSkeleton | None = None
     char_spans: list[tuple[int, int]] = field(default_factory=list)
-    """Trained spans in characters of the text; each ends with its end-of-turn token."""
+    """Trained spans in characters of the text; each span ends with its end-of-turn token."""
     ids: list[int] = field(default_factory=list)
     token_spans: list[tuple[int, int]] = field(default_factory=list)
     """Trained spans in tokens: index of the first and of the last token."""
@@ -70,7 +70,7 @@ class ConversationDraft:
     """Whether a trained token also contains white space of the prompt."""
 
     def set_spans(self, skeleton: TemplateSkeleton, starts: list[int]) -> "ConversationDraft":
-        """Set the spans, given the positions of the skeleton's literals in the text."""
+        """Set the spans. `starts` are the positions of the skeleton's literals in the text."""
         self.skeleton, self.needs_offsets = skeleton, not skeleton.anchors_reliable
         for span in skeleton.spans:
             start, end = starts[span.start[0]] + span.start[1], starts[span.end[0]] + span.end[1]
@@ -373,7 +373,7 @@ class DraftTokenizer:
         return list(self._tokens.encode(text, add_special_tokens=False).ids)
 
     def tokenize(self, drafts: Sequence[ConversationDraft]) -> None:
-        """Set the ids of drafts. Offsets of tokens take 50 % longer, so they are computed only if needed."""
+        """Set the ids of drafts. Encoding with offsets takes 50 % longer, so offsets are computed only if needed."""
         for offsets in (False, True):
             selected = [draft for draft in drafts if draft.needs_offsets == offsets]
             encode = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
@@ -385,8 +385,8 @@ class DraftTokenizer:
         """Locate the trained tokens of tokenized drafts and verify them.
 
         Raises:
-            DataError: prompt and answer share a token, the prompt alone has other tokens than before its answer, or the
-                text begins with two BOS tokens.
+            DataError: prompt and answer share a token, the prompt alone is split into other tokens than the prompt with
+                its answer, or the text begins with two BOS tokens.
         """
         failed = self._locate_by_anchors([draft for draft in drafts if draft.encoding is None])
         for draft in failed:
@@ -403,9 +403,10 @@ class DraftTokenizer:
         return results
 
     def _locate_by_anchors(self, drafts: list[ConversationDraft]) -> list[ConversationDraft]:
-        """Locate spans by counting tokens from control tokens, as in earlier rows; return the drafts that fail.
+        """Locate spans by counting tokens from control tokens, as in the `anchors` of the skeleton.
 
-        A draft fails if the located tokens do not decode exactly to the characters of the spans.
+        Returns the drafts in which this fails. A draft fails if the located tokens do not decode exactly to the
+        characters of the spans.
         """
         for draft in drafts:
             draft.token_spans = _follow_anchors(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
@@ -419,7 +420,7 @@ class DraftTokenizer:
         return failed
 
     def _locate_by_offsets(self, drafts: list[ConversationDraft]) -> dict[int, RefusedConversation]:
-        """Locate spans by the offsets of tokens; return refusals, by `id(draft)`, of drafts whose tokens lose text."""
+        """Locate spans by the offsets of tokens; return refusals of drafts whose tokens lose text, by `id(draft)`."""
         for draft in drafts:
             if draft.skeleton:
                 spans = zip(draft.char_spans, draft.skeleton.spans, strict=True)
@@ -528,7 +529,10 @@ def _find_nth(ids: list[int], token: int, occurrence: int, start: int) -> int:
 
 
 def _locate_span_tokens(draft: ConversationDraft, start: int, last_start: int) -> tuple[int, int]:
-    """Return the first and the last token of a span from `start` to the token that begins at `last_start`."""
+    """Return the indices of the first and the last token of a span.
+
+    The span begins at character `start`; its last token begins at character `last_start`.
+    """
     encoding = draft.encoding
     position = start
     while (first := encoding.char_to_token(position)) is None and position < last_start:

@@ -40,11 +40,11 @@ MIN_WIDTH = 1e-9
 BINS = 10
 """Number of bins of equal width, each including its upper edge: (0, 0.1], ..., (0.9, 1]."""
 NAME_WIDTH, MAX_LABEL_CHARACTERS = 30, 24
-"""Width of a metric's name with its indentation, and of a label."""
+"""Number of characters of a metric's name with its indentation, and maximum number of characters of a label."""
 MAX_LABELS_LISTED, MAX_MATRIX_LABELS, MAX_PAIRS_LISTED, MAX_VALUES_LISTED = 20, 10, 10, 12
 """Maximum number of worst labels with metrics, labels of a confusion matrix, confused pairs, and values of a field."""
 PLACES = 3
-"""Decimal places of metrics, here and on the HTML page."""
+"""Number of decimal places of metrics, in the terminal report and on the HTML page."""
 OTHER = "(other)"
 NO_REFERENCE = "answers that are not the reference of any prompt, possible or not"
 Lines = Iterator[str]
@@ -207,7 +207,7 @@ class LikelihoodAnalysis:
 
     n: int
     skipped: int
-    """Prompts with a reference that is not a label, or with an unknown log-probability."""
+    """Number of prompts with a reference that is not a label, or with an unknown log-probability."""
     curves: Mapping[str, Mapping[str, Any]]
     """Precision and recall of each label (metrics.precision_recall_curves)."""
     average_precision: MetricValue
@@ -236,7 +236,7 @@ class SampleAgreement:
 
     samples: int
     agreement: MetricValue
-    """Mean over prompts of the share of pairs of equal answers."""
+    """Mean over prompts of the share of answer pairs that are equal."""
     unanimous: MetricValue
     """Share of prompts whose answers are all equal."""
     majority: MetricValue | None
@@ -258,7 +258,7 @@ class AnswerAnalysis:
     """Exact match and token F1 of free text; empty for labels and without references."""
     labels: LabelAnalysis | None
     categories: Mapping[str, Mapping[str, MetricValue]]
-    """Error rate by field of generate.extra_fields and value."""
+    """Error rates: for each field of generate.extra_fields, the rate by value."""
     fields_with_many_values: Mapping[str, int]
     """Fields with too many values for error rates, and the number of values."""
     unparseable: UnparseableAnswers | None
@@ -299,10 +299,10 @@ def compute_accuracy(accuracies: Sequence[float]) -> MetricValue:
 
 
 def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
-    """Use Wilson's interval if the normal interval has no width: equal samples do not make their mean certain.
+    """Use Wilson's interval if the normal interval has no width, because equal samples do not make their mean certain.
 
-    Numbers between 0 and `maximum` vary most if each of them is 0 or `maximum`, that is, if their mean is a proportion.
-    So the interval of a proportion is never too narrow for their mean.
+    Among samples between 0 and `maximum` with a given mean, the variance is largest if each sample is 0 or `maximum`.
+    The mean of such samples is a proportion. So the interval of a proportion is never too narrow for other samples.
 
     Args:
         metric: Mean of samples between 0 and `maximum`.
@@ -328,7 +328,7 @@ def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
 
 
 def summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
-    """Summarize numbers by nearest-rank percentiles; None without numbers."""
+    """Summarize numbers by percentiles, each of which is one of the numbers; None without numbers."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -463,7 +463,7 @@ class LabelCalibration:
     bins: Sequence[CalibrationBin]
     """Bins that are not empty, in ascending order."""
     error: float
-    """Expected calibration error: mean difference of confidence and accuracy, weighted by the prompts of the bins."""
+    """Expected calibration error: mean over bins of |confidence - accuracy|, weighted by their numbers of prompts."""
     brier: MetricValue
     confidence: float
     """Mean probability of the likeliest label."""

@@ -26,10 +26,10 @@ EXTENSION_UNIT = "score, mean of samples"
 """Unit of metrics of installed packages."""
 
 PATTERN_TIMEOUT_S = 20.0
-"""Time limit of a regular expression on all answers together; most expressions take microseconds per answer."""
+"""Time limit in seconds of a regular expression on all answers; most expressions take microseconds per answer."""
 
 BLEU_RESAMPLES = 1000
-"""Bootstrap samples of the interval of corpus BLEU."""
+"""Number of bootstrap samples for the interval of corpus BLEU."""
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -278,8 +278,8 @@ def score_format_validity(answers: Sequence[str], answer_format: str, timeout_s:
         timeout_s: Limit of a regular expression on all answers, in seconds.
 
     Raises:
-        TimeoutError: The regular expression takes longer. It runs in a process of its own, because nested repetitions
-            can take years on some answers, and only ending the process stops them.
+        TimeoutError: The regular expression takes longer. The expression runs in its own process, because nested
+            repetitions can take years on some answers, and only ending the process stops them.
     """
     texts = [answer.strip() for answer in answers]
     if answer_format == "json":

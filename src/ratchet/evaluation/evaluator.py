@@ -115,7 +115,7 @@ class Evaluator:
         return result
 
     def _open_store(self, subject: EvaluationSubject, numerics: comparability.NumericsSpec) -> ScoreStore:
-        # The keys contain the requests. A file contains the results of one model with one kind of numerics.
+        # Each file has the scores of one model with one set of numerics; the keys identify the requests.
         name = digests.hash_json([subject.identity, numerics.to_json()])[:32]
         return ScoreStore(self.layout.scores / f"{name}.jsonl" if self.use_cache else None)
 
@@ -125,7 +125,7 @@ _PERPLEXITIES: dict[str, Callable[[RowLikelihood], tuple[float, int]]] = {
     "answer_perplexity": lambda row: (row.nll, row.tokens),
     "prompt_perplexity": lambda row: (row.prompt_nll, row.prompt_tokens),
 }
-"""Nats and tokens of a row, by metric."""
+"""Functions that return the nats and tokens of a row, by metric."""
 
 
 @dataclass
@@ -260,7 +260,7 @@ class _ModelEvaluation:
             metric = metrics.perplexity_metric(values, [int(weights[key]) for key in scores.values])
         else:
             metric = metrics.mean_score_metric(values, scores.better)
-        # The chance level is the share of right choices by guessing; only accuracies have a known chance level.
+        # The chance level is the accuracy of guessing, so it applies to accuracies only.
         if chance is not None and scores.metric.startswith("acc"):
             metric = metric.model_copy(update={"chance": chance})
         samples = [
@@ -311,18 +311,18 @@ class _ThrottledProgress:
 @contextmanager
 def _enable_kv_cache(model: Any) -> Iterator[None]:
     """Enable the key-value cache, which training disables and generation needs."""
-    before = model.config.use_cache
+    previous = model.config.use_cache
     model.config.use_cache = True
     try:
         yield
     finally:
-        model.config.use_cache = before
+        model.config.use_cache = previous
 
 
 def measure_cost(
     model: Model, pad_token_id: int, prompts: Sequence[Sequence[int]], end_tokens: Sequence[int], max_new_tokens: int
 ) -> InferenceCost:
-    """Answer each prompt alone and greedily, after a warm-up with the first, and measure seconds and memory.
+    """Answer each prompt alone and greedily, after a warm-up with the first prompt, and measure seconds and memory.
 
     On a GPU, memory is the peak that torch allocated, including weights. On a CPU, it is the peak of the process while
     answering (or since its start, if the kernel cannot reset the peak: proc(5), clear_refs).

@@ -1,9 +1,9 @@
 """Runs tasks of lm-evaluation-harness on a loaded model and collects per-document scores that can be paired.
 
-The cache of the harness is not used: its keys have the task but not the model, so a second model would get the scores
-of the first (EleutherAI/lm-evaluation-harness issue 4063), and it stores pickles. Instead, each chunk of requests is
-stored under a key of its complete content. Each task runs separately, so its batches, and with them the last digits of
-its scores, do not depend on the other tasks.
+The cache of the harness is not used: its keys contain the task but not the model, so a second model would get the
+scores of the first (EleutherAI/lm-evaluation-harness issue 4063). That cache also stores pickles. Instead, each chunk
+of requests is stored under a key of the chunk's complete content. Each task runs separately, so its batches, and with
+them the last digits of its scores, do not depend on the other tasks.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ __all__ = [
 ]
 
 FEWSHOT_SEED = 1234
-"""Selects the few-shot examples; the default of the harness, fixed because scores depend on it."""
+"""Seed that selects the few-shot examples: the default of the harness, fixed here because scores depend on the seed."""
 
 PYTHON_SEED, NUMPY_SEED = 0, 1234
 """Seeds that the harness command sets before it loads tasks; some tasks shuffle their documents."""
 
 CHUNK_BATCHES = 4
-"""Batches that are stored together; a kill loses at most this many batches."""
+"""Number of batches that are stored together; a kill loses at most this many batches."""
 
 DIRECTIONS: dict[Any, Better] = {True: "higher", False: "lower"}
 
@@ -77,7 +77,7 @@ class HarnessScores:
 
     task: str
     metric: str
-    """Name of the metric; with `.filter` if the task has named filters."""
+    """Name of the metric, followed by `.` and the name of the filter unless that is `none`."""
     better: Better
     values: dict[str, float]
     """Score by document name; for perplexities, nats of the whole document; empty for aggregates."""
@@ -120,7 +120,7 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
         root: Directory that paths of data files in the tasks are relative to.
         tasks_dir: Folder with the project's tasks.
         batch_rows: Requests per batch.
-        results_cache: Results of this model with these numerics; neither of them is in the keys.
+        results_cache: Results of this model with these numerics; its keys contain neither model nor numerics.
 
     Raises:
         SettingsError: A task is not defined or cannot run, its data are missing, or two documents are identical.
@@ -215,7 +215,7 @@ class _HarnessTaskLoader:
         )
 
     def load(self, name: str) -> Any:
-        """Load a task or group. Raises SettingsError if it is not defined, or it or its data cannot be read."""
+        """Load a task or group. Raises SettingsError if it is not defined, or if definition or data cannot be read."""
         if name not in self.task_index.all_tasks:
             raise SettingsError(f"{self.setting}: {self._describe_unknown_task(name)}")
         try:
@@ -445,7 +445,7 @@ def merge_tasks(name: str, parts: Sequence[HarnessTaskResult], metrics: Sequence
     Args:
         name: Name of the group.
         parts: Results of its tasks.
-        metrics: Metrics that the group declares as the mean over all documents; others are left out.
+        metrics: Metrics that the group declares as the mean over all documents; other metrics are left out.
 
     Raises:
         SettingsError: A metric is not a mean over documents in one of the tasks, or a task does not have it.
@@ -511,7 +511,7 @@ def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, results_c
                 raise ValueError(f"{document}: {error}; shorten or remove that document") from None
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            # HFLM requests one batch of windows at a time, in document order. Request all, so that they are sorted.
+            # HFLM requests one batch of windows at a time, in document order. Request all, so that windows are sorted.
             self.batch_size_per_gpu = sys.maxsize
             try:
                 return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -579,7 +579,7 @@ def _compute_with_cache(
 
 
 def _batch_by_context(requests: Sequence[Request], batch_rows: int) -> list[list[int]]:
-    """Batch requests as HFLM does: continuations of one token share the computation of their prompt."""
+    """Batch requests as HFLM does: requests that differ only in their last token are computed once."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, (prompt, continuation) in enumerate(requests):
         groups.setdefault(tuple(prompt + continuation[:-1]), []).append(index)

@@ -369,7 +369,7 @@ def compute_preference(
 
 
 def _win_rate(scored: Sequence[tuple[str, float]], plan: PairedTestPlan) -> MetricValue | None:
-    """Compute the mean score of the rows; its interval is that of wins minus losses, scaled to 0..1."""
+    """Compute the mean score of the rows; the interval of wins minus losses is scaled to 0..1."""
     if not scored:
         return None
     scores = [score for _, score in scored]
@@ -396,9 +396,9 @@ def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
 
 
 def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> MetricValue | None:
-    """Compute the share of verdicts for the first answer, without ties, minus 1/2; verdicts on a row are one group.
+    """Compute the share of verdicts for the first answer, without ties, minus 1/2; verdicts of a group are dependent.
 
-    A judge that ignores the order prefers the first answer once and the second once, so its bias is 0.
+    A judge that ignores the order prefers the first answer to a row once and the second once, so its bias is 0.
     """
     first, groups = [], []
     for row in rows:

@@ -20,16 +20,17 @@ Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
 
 MAX_EXPONENT = math.log(1.7e308)
-"""exp overflows beyond this value; perplexities above it are reported as infinite."""
+"""exp overflows beyond this exponent; perplexities with a larger exponent are reported as infinite."""
 
 METRIC_RESAMPLES = 200
-"""Resamples of `bootstrap_metric`: some metrics (BLEU of a corpus) take a second per resample."""
+"""Number of resamples of `bootstrap_metric`; some metrics (BLEU of a corpus) take a second per resample."""
 
 LABEL_RESAMPLES = 1000
-"""Resamples of rows for label metrics; percentiles of this many are accurate to about the third digit."""
+"""Number of resamples of rows for label metrics; their percentiles are accurate to about the third digit. Mean average
+precision uses a quarter of this number."""
 
 MAX_WEIGHTS_PER_CHUNK = 2**23
-"""Maximum number of row weights of resamples that are computed together: 64 MiB, plus some copies."""
+"""Maximum number of row weights of resamples that are computed together; these need 64 MiB, plus some copies."""
 
 MAX_CURVE_POINTS = 200
 """Maximum number of points of a precision-recall curve that are drawn; average precision uses all points."""
@@ -77,7 +78,7 @@ def perplexity_metric(nll: Sequence[float], tokens: Sequence[float]) -> MetricVa
 
     Args:
         nll: Negative log-likelihood in nats of each whole sample.
-        tokens: Tokens of each sample, or the words or bytes that the nats are counted per.
+        tokens: Number of tokens of each sample; of words or bytes, if the perplexity is per word or byte.
     """
     n, total = len(nll), math.fsum(tokens)
     ratio = math.fsum(nll) / total
@@ -284,7 +285,7 @@ def _mean_precision(odds: Any, truths: Mapping[int, Any], weights: Any) -> Any:
 
 
 def _weighted_precision(odds: Any, truth: Any, weights: Any) -> tuple[Any, Any]:
-    """Compute average precision of one label for each line of row weights, and whether the label has rows in it.
+    """Compute, for each line of row weights, average precision of one label, and whether any of its rows has weight.
 
     AP = sum over thresholds of (R_k - R_{k-1}) P_k, as in scikit-learn; rows with equal odds share a threshold.
     """

@@ -61,7 +61,7 @@ class EvaluationBatchSize:
         return self.rows
 
     def halve(self) -> bool:
-        """Halve the batch size; return False if that is impossible."""
+        """Halve the batch size; return False if the size is 1 or not chosen yet."""
         if self.rows is None or self.rows == 1:
             return False
         self.rows //= 2
@@ -88,7 +88,7 @@ class EvaluationModelLoader:
 
     @property
     def needs_export(self) -> bool:
-        """Whether any model is scored as plain weights; the candidate then is too."""
+        """Whether any model is scored as plain weights; the candidate is then scored as plain weights too."""
         return "merged" in self.settings.evaluate.formats or any(self._incompatible_opponents())
 
     def require_export(self) -> str:

@@ -24,7 +24,8 @@ MIN_BLOCKS = 2
 """Minimum number of blocks; a single sample has no variance."""
 
 MAX_SLICES_PER_FIELD = 50
-"""Maximum number of slices of a field of evaluate.slice_by, by its most frequent values; text has more values."""
+"""Maximum number of slices of a field of evaluate.slice_by: the most frequent values. A field with free text has more
+values."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class TestRows:
     """Group of each row. Rows of one group are not independent."""
     fields: list[Mapping[str, str]]
     generation_count: int
-    """Number of leading rows that get generated answers. Ids are digests of content, so they are a random sample."""
+    """Number of first rows that get generated answers. Rows are ordered by id, and ids are digests of content, so the
+    first rows are a random sample."""
 
     @property
     def expected(self) -> list[str]:
@@ -113,7 +115,10 @@ def read_validation_ids(layout: ProjectLayout) -> tuple[str, ...]:
 
 
 def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
-    """Return whether a model's tokenizer gives the tokens of the prepared rows (truncated rows: up to the end)."""
+    """Return whether a model's tokenizer gives the tokens of the prepared rows.
+
+    Each prepared row is compared without its last token; a truncated row is compared only up to its end.
+    """
     try:
         encoder = tokenization.ConversationEncoder(tokenizer, settings.prepare.turns)
         encoded = encoder.encode(list(zip(rows.ids, rows.conversations, strict=True)))
@@ -130,7 +135,7 @@ def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list
 
     Returns:
         Token ids by label. None if the template does not append the answer to the prompt, or appends it differently in
-        different rows, because the likelihood of an answer is then undefined.
+        the first and the last row, because the likelihood of an answer is then undefined.
     """
     answers_of_rows: list[list[list[int]]] = []
     for conversation in (rows.conversations[0], rows.conversations[-1]):

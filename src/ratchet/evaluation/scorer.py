@@ -29,10 +29,11 @@ JSON = Any
 """JSON values, NaN and infinities."""
 
 MAX_BATCH_ROWS = 64
-"""Maximum rows of a batch; larger batches are not faster, and pad short rows more."""
+"""Maximum number of rows of a batch; larger batches are not faster, and pad short rows more."""
 MEMORY_SHARE = 0.5
-"""Share of the memory after the weights that rows may use: other processes need memory, and allocations leave gaps.
-Free memory is not measured, because scores change with the batch size, if only by rounding."""
+"""Share that rows may use of the memory that the weights leave. Other processes need memory, and allocations leave
+gaps. Total memory is measured instead of free memory, because free memory varies: the batch size would vary too, and
+with it the scores, if only by rounding."""
 
 # Format of a line: {"sha256":"<64 hex digits>","key":...,"value":...}
 _HEAD, _MIDDLE = b'{"sha256":"', b'",'
@@ -55,9 +56,9 @@ class Scorer:
     """Token that fills the rows of a batch to the same length."""
     batch_rows: int
     store: "ScoreStore"
-    """Stored results of this model with these numerics, neither of which is in the keys."""
+    """Stored results of this model with these numerics (`NumericsSpec`); the keys contain neither of these."""
     progress: Callable[[int, int], None]
-    """Called with the number of finished rows and of all rows."""
+    """Called with the number of finished rows and the number of all rows."""
 
     def score_rows(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
         """Compute the likelihood of each row: answer tokens (those with a label) and prompt tokens separately."""
@@ -205,7 +206,8 @@ def choose_batch_rows(setting: int | Literal["auto"], model: Model, longest_toke
         vocabulary: Number of logits per position.
 
     Returns:
-        At least 1. If even this does not fit, memory runs out (models.oom.is_out_of_memory) and half as many may fit.
+        At least 1. The rows may still not fit: scoring then runs out of memory (models.oom.is_out_of_memory), and half
+        as many rows may fit.
     """
     if setting != "auto":
         return setting
@@ -223,9 +225,9 @@ def choose_batch_rows(setting: int | Literal["auto"], model: Model, longest_toke
 def estimate_row_bytes(config: Any, tokens: int, vocabulary: int) -> int:
     """Estimate an upper limit of the bytes that scoring one row without gradients takes.
 
-    It counts keys and values of all layers twice (a growing cache is copied), inputs and outputs of the widest layer,
-    attention scores if they are materialized, and some copies of the logits of one position, all in float32. Wider
-    pieces of logits are limited per batch (models.chunked_loss).
+    The estimate counts keys and values of all layers twice (a growing cache is copied), inputs and outputs of the
+    widest layer, attention scores if they are materialized, and some copies of the logits of one position, all in
+    float32. Wider pieces of logits are limited per batch (models.chunked_loss).
     """
     hidden = int(config.hidden_size)
     layers = int(config.num_hidden_layers)
@@ -291,7 +293,7 @@ class ScoreStore:
         return line[1] if line is not None and line[0] == key else None
 
     def _index_lines(self, path: Path) -> None:
-        """Index the valid lines; if two have the same key, the first."""
+        """Index the valid lines; of two lines with the same key, only the first."""
         try:
             stream = path.open("rb")
         except FileNotFoundError:
@@ -307,7 +309,7 @@ class ScoreStore:
 
 
 def _encode_body(key: str, value: JSON) -> bytes:
-    """Encode a line after its digest, in ASCII, because texts may have half a surrogate pair (invalid UTF-8)."""
+    """Encode the part of a line after its digest in ASCII: texts may have half a surrogate pair (invalid UTF-8)."""
     return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
 
 

@@ -1,4 +1,7 @@
-"""Scores the adapters of finished runs on validation rows. A form of the base is loaded once; adapters are swapped."""
+"""Scores the adapters of finished runs on validation rows.
+
+Each form of the base (`RunAdapter.form`) is loaded once; only the adapters are swapped.
+"""
 
 import math
 from collections.abc import Sequence
@@ -57,8 +60,8 @@ class RunAdapter:
 def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores]:
     """Score the runs of a job and store the scores in their directories; existing scores are reused.
 
-    If memory runs out, the batch size is halved and all missing scores are computed again, so that they all have the
-    same batch size.
+    If memory runs out, the batch size is halved and all missing scores are computed again, so that all scores
+    have the same batch size.
 
     Args:
         layout: The project.
@@ -68,6 +71,7 @@ def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[Validati
         The scores of each run, in the order of the job.
 
     Raises:
+        BaseModelError: The data were prepared for another base model.
         DamagedFileError: A run has no sealed result, or data or base were changed after they were written.
         DataError: A run was trained on other data or another base than the project has now.
         SettingsError: A requested metric is not defined for these data.
@@ -135,7 +139,7 @@ class _ValidationScoringSession:
         return cls(layout, launch, base, card, rows, tokenizer, device)
 
     def score_all(self, runs: Sequence[RunAdapter]) -> list[ValidationScores]:
-        """Score every run with the same batch size; if a run does not fit, score all again in smaller batches."""
+        """Score every run with the same batch size; if a run does not fit, score all runs again in smaller batches."""
         longest = max(map(len, self.rows.input_ids)) + (self.launch.max_new_tokens if self._needs_answers else 0)
         size = EvaluationBatchSize(self.launch.machine.evaluation_batch_size, longest)
         while True:
@@ -235,7 +239,7 @@ class _ValidationScoringSession:
 
 
 def _take_first_rows(rows: TestRows, count: int) -> TestRows:
-    """Return the first `count` rows; all if `count` is 0."""
+    """Return the first `count` rows; all rows if `count` is 0."""
     end = min(count or len(rows.ids), len(rows.ids))
     return replace(
         rows,

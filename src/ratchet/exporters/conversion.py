@@ -24,9 +24,9 @@ from ratchet.storage import digests
 from ratchet.storage.records.export import ExportArtifact, ExportProbe, FormatKind
 
 PROBE_TOKENS = 16
-"""Tokens per answer to a probe: enough to distinguish two models."""
+"""Maximum number of tokens in the answer to a probe. This many tokens are enough to distinguish two models."""
 READER_ROWS = 4
-"""Rows on which transformers' GGUF loader is compared."""
+"""Number of rows on which the logits of transformers' GGUF loader are compared with those of the merged model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ExportVerifier:
 
     @property
     def context_tokens(self) -> int:
-        """Context size that the longest row and its answer need."""
+        """Context size in tokens that the longest row or prompt and its answer need."""
         rows = [*self.inputs.rows, *self.inputs.prompts]
         return max(map(len, rows)) + self.inputs.max_new_tokens + PROBE_TOKENS
 
@@ -92,7 +92,7 @@ class ExportedFormat:
 
 
 def format_fingerprint(path: Path) -> str:
-    """Return the digest of a format's files and their relative names; for a single file, of the file and its name."""
+    """Return the digest of a format's files and their relative names. A single file is hashed with its own name."""
     if path.is_file():
         return digests.hash_tree(path.parent, [path.name])
     return digests.hash_tree(path, sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
@@ -106,13 +106,13 @@ def format_size_bytes(path: Path) -> int:
 def convert_formats(
     verifier: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
 ) -> Iterator[ExportArtifact]:
-    """Write and verify every requested format, one after the other, so that one at a time is in memory.
+    """Write and verify every requested format, one after the other, so that only one format at a time is in memory.
 
     Args:
         verifier: verifies each format.
         merged: Hugging Face directory of the merged model.
         scratch: directory of the complete export, which contains a path for each format.
-        logits: computes the merged model's logits, which those of transformers' GGUF loader are compared with.
+        logits: computes the merged model's logits, with which the logits of transformers' GGUF loader are compared.
 
     Raises:
         BaseModelError, SettingsError: a format does not support the model, or its runtime cannot open the result.
@@ -131,7 +131,7 @@ def convert_formats(
 
 
 def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
-    """Write a GGUF file with our writer, or with llama.cpp's tools if the writer cannot.
+    """Write a GGUF file with our writer, or with llama.cpp's tools if our writer does not support the model or type.
 
     Returns:
         Notes for users of the file.
@@ -157,7 +157,7 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
 def _verify_gguf(
     verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
 ) -> ExportArtifact:  # fmt: skip
-    """Collect the probes with an f16 cache, as in servers, and verify with an f32 cache, which adds no rounding."""
+    """Collect the probes with an f16 cache, as in servers; verify with an f32 cache, which adds no rounding."""
     difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
     with llama_server.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
         probes = runtime.probes(probe_inputs.PROBES, PROBE_TOKENS)

@@ -25,7 +25,7 @@ from ratchet.storage.records.export import Progress
 
 
 def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
-    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if it contains no tools."""
+    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if the directory has no tools."""
     setting = settings.machine.llama_cpp
     directory = None if setting is None else root / Path(setting).expanduser()
     return directory, llama_cpp_tools.find_tools(directory)
@@ -159,7 +159,7 @@ def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
 
 
 def _required_bytes(job: ExportJob) -> int:
-    """Return the disk space for all files that exist at the same time: every merged model, and every other format."""
+    """Return the bytes of all files that exist on disk at the same time: every merged model, and every other format."""
     export = job.settings.export
     merged_bytes = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
     format_bytes: int = round(merged_bytes[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format

@@ -31,9 +31,9 @@ from ratchet.storage.records.training import AdapterAnalysis
 
 MODEL_CARD = "README.md"
 _PATH_KEYS = ("_name_or_path", "name_or_path")
-"""Config keys that contain the path of the model on one machine; an export does not contain them."""
+"""Config keys that contain the path of the model on one machine; an export does not contain these keys."""
 Logits = NDArray[np.float32]
-"""[positions, vocabulary]."""
+"""Logits of one row: [positions, vocabulary]."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReloadedModelLogits:
 
 
 def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedModel:
-    """Merge into all weights that the settings name, and keep the result closest to the trained model.
+    """Merge into all base weights that `export.merge_base` names, and keep the result closest to the trained model.
 
     At most one model is in memory at a time.
 
@@ -91,7 +91,7 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
 
 @dataclass(frozen=True)
 class _TrainedModelReference:
-    """Outputs of base + adapter, which remain after the model has left memory."""
+    """Outputs of base + adapter, which stay in memory after the model itself was released."""
 
     verifier: ExportVerifier
     logits: list[Logits]
@@ -148,7 +148,7 @@ def _run_trial(
 
 
 def _record_unquantized(job: ExportJob, verifier: ExportVerifier) -> ActivationRecording:
-    """Record base + adapter on the unquantized base: a merge into the original weights must reproduce it."""
+    """Record base + adapter on the unquantized base; a merge into the original weights must reproduce these outputs."""
     model = reference.load_adapted_model(job.recipe("original"), "original")
     recording = layers.record_activations(reference.compute_in_float32(model), verifier.inputs.rows)
     del model

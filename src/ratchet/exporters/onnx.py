@@ -11,8 +11,8 @@ on the left. An export traces the decoding step to a graph without weights, clea
 and writes it with its weights.
 
 Tracing: torch.export traces the real transformers class on example tensors. The parameters are memory that is reserved
-but never touched. They become inputs of the traced graph, so that no optimization of the graph can fold their values
-into it. The weights that replace them come from the model's files, tensor by tensor.
+but never touched. They become inputs of the traced graph, so that no optimization can fold their values into the graph.
+Later the weights from the model's files replace these inputs, tensor by tensor.
 
 Cleaning: the same model gives the same bytes on any machine at any time. Debugging data of torch (stack traces with
 paths, names of symbols, shapes of intermediate results) is removed, and tensors are stored in the order in which the
@@ -68,21 +68,23 @@ GRAPH_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 BATCH, LENGTH, PAST, TOTAL = "batch", "length", "past", "past + length"
 """Names of the dynamic dimensions."""
 BLOCK = 32
-"""Numbers that share a scale; half of this if the width is not a multiple of it."""
+"""Number of values that share a scale; half as many if the matrix's inner width is not a multiple of this number."""
 _TOKENIZER = "tokenizer.json"
 _COMPANION_FILES = ("config.json", "generation_config.json", _TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
 _NODE_BYTES = 6000
-"""Upper bound of the graph's size in bytes, per tensor of the model."""
+"""Upper bound of the graph's size: bytes per tensor of the model."""
 _ALIGNMENT_BYTES = 4096
-"""Alignment of tensors, so that a runtime can map them into memory: one page (ONNX's external data)."""
+"""Alignment of tensors in the data file: one page, so that a runtime can map the tensors into memory (ONNX's external
+data)."""
 _INLINE_BYTES = 1024
-"""Tensors up to this size are stored in the graph itself."""
+"""Largest size of a tensor that is stored in the graph file instead of the data file."""
 _SLICE_NUMBERS = 2**22
-"""Numbers quantized at once, to limit temporary memory."""
+"""Number of values quantized at once, to limit temporary memory."""
 _STEP = "step."
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
-"""Above 1 and all different; otherwise tracing treats them as constants, or as the same dimension."""
+"""Sizes of the example inputs. They are above 1, because tracing treats a size of 1 as a constant, and all different,
+because tracing treats equal sizes as the same dimension."""
 _GRAPH_TYPES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
@@ -287,7 +289,7 @@ def _canonical_names(model: Any) -> dict[str, str]:
 
 
 def _build_unloaded_model(spec: model_spec.ModelSpec) -> Any:
-    """Build the model with computed buffers. Its parameters are reserved address space that is never written."""
+    """Build the model with computed buffers. Its parameters are reserved address space that is never written to."""
     with no_init_weights(), model_spec.use_plain_linears(spec.config):
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(spec.config), dtype=torch.float32, attn_implementation="eager"
@@ -509,7 +511,7 @@ def split_products(graph: GraphProto, weight_names: Iterable[str]) -> None:
 
 
 def fold_transpositions(graph: GraphProto, weight_names: Iterable[str]) -> set[str]:
-    """Remove the transposition of matrices that are only read transposed; they are stored transposed instead.
+    """Remove the transposition of matrices that are only read transposed; these matrices are stored transposed instead.
 
     torch's linear layers multiply with the transpose. A transposition in the graph would run at every start of a
     runtime, with all weights in memory twice. A head that is tied to the embedding stays unchanged, because the
@@ -670,7 +672,7 @@ def _quantize_embedding(node: NodeProto, matrix: OnnxTensor) -> tuple[list[NodeP
 def _quantized_tensors(
     name: str, shape: tuple[int, ...], axis: int, values: Callable[[], NDArray[Any]]
 ) -> tuple[OnnxTensor, OnnxTensor]:
-    """Return the numbers and scales of a matrix; both are computed when the numbers are written."""
+    """Return the numbers and scales of a matrix. Both are computed when the numbers are written (_LazyQuantizer)."""
     block = block_width(shape[axis]) or BLOCK
     scale_shape = tuple(size // block if index == axis else size for index, size in enumerate(shape))
     quantizer = _LazyQuantizer(values, axis, block)
@@ -681,7 +683,10 @@ def _quantized_tensors(
 
 
 class _LazyQuantizer:
-    """Quantizes a matrix when its numbers are requested, and keeps the small scales until they are requested."""
+    """Quantizes a matrix when its numbers are requested, and keeps the small scales until they are requested.
+
+    If the scales are requested before the numbers, the matrix is quantized twice.
+    """
 
     def __init__(self, values: Callable[[], NDArray[Any]], axis: int, block: int) -> None:
         self._values = values
@@ -727,7 +732,7 @@ def quantize_matrix(matrix: NDArray[Any], axis: int, block: int) -> tuple[NDArra
 
 
 def block_width(inner: int) -> int | None:
-    """Return how many numbers share a scale in a matrix with this inner width; None: the matrix stays float32."""
+    """Return how many numbers share a scale in a matrix with this inner width; None if the matrix stays float32."""
     return next((size for size in (BLOCK, BLOCK // 2) if inner % size == 0), None)
 
 

@@ -1,9 +1,10 @@
 """Selects training rows from outputs of `ratchet generate`: verifies the outputs, filters and scores their answers.
 
 Selection runs in passes over files: filters, scores, choice within a prompt, duplicates. Memory holds one prompt with
-its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100 with
-the set they are in), 8 bytes for each MinHash band, and up to 9 more for each band while clusters are computed. That
-is half a gigabyte for a million rows by default, and a fifth of it without near-duplicates.
+its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100
+bytes including the set that holds the digests), 8 bytes for each MinHash band, and up to 9 more bytes for each band
+while clusters are computed. For a million rows this is half a gigabyte by default, and a fifth of half a gigabyte
+without detection of near-duplicates.
 """
 
 import contextlib
@@ -48,20 +49,20 @@ from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGenera
 _KEY = "select.reward.command"
 STDERR_LINES = 5
 STDERR_BYTES = 2**16
-"""Size of the end of standard error that is kept for the error message."""
+"""Number of bytes at the end of standard error that are kept for the error message."""
 STDERR_LINE_CHARACTERS = 400
-"""Length limit of a line in the error message."""
+"""Maximum number of characters of a line of standard error in the error message."""
 
 BYTES_PER_ANSWER, EXTRA_BYTES = 128, 2**16
-"""Limit of the program's output: bytes per answer, and a fixed number of bytes."""
+"""The program may write BYTES_PER_ANSWER bytes for each answer, and EXTRA_BYTES in addition."""
 
 FUNCTION_BATCH = 256
-"""Answers per call of a reward function."""
+"""Number of answers per call of a reward function."""
 
 READ_BYTES = 2**20
-"""Bytes per read; no pipe holds more (pipe(7)), so one read empties a pipe."""
+"""Number of bytes per read; no pipe holds more (pipe(7)), so one read empties a pipe."""
 POLL_INTERVAL_S = 0.1
-"""Interval between two checks whether the program has ended while a child of it still holds its pipes."""
+"""Seconds between two checks whether the program has ended; its child may still hold the pipes then."""
 
 FILTER_NAMES = (
     "finish", "invalid_text", "length", "format", "probability", "no_final_answer", "reference", "agreement",
@@ -70,9 +71,9 @@ FILTER_NAMES = (
 """The filters, in the order in which they are applied."""
 MAX_EXAMPLES = 3
 MAX_EXAMPLE_CHARACTERS = 100
-"""Length limit of an example."""
+"""Maximum number of characters of an example."""
 MATCH_TIMEOUT_S = 20.0
-"""Time limit of a regular expression for one answer; with nested repetition, matching can take years."""
+"""Time limit in seconds of a regular expression for one answer; with nested repetition, matching can take years."""
 BLOCK_ROWS = 1000
 RESERVED_FIELDS = ("messages", "tools", PROVENANCE)
 """Keys of a row that generate.extra_fields may not contain."""
@@ -419,18 +420,18 @@ def _limit_match_time(name: str, pattern: str) -> Iterator[None]:
 
 # Scores by the user's reward: a program that reads JSON lines, or a function of an installed package.
 #
-# The program reads from a file, so that it and Ratchet never wait for each other. It is not trusted: it gets an
-# environment without secrets, a time limit, and a limit on its output. Ratchet kills it with all its children, except
-# children that start a session of their own (setsid(2), a daemon), which cannot be found any more.
+# The program reads its input from a file, so that program and Ratchet never wait for each other. The program is not
+# trusted: it gets an environment without secrets, a time limit, and a limit on its output. Ratchet kills the program
+# with all its children. It cannot find children that start a session of their own (setsid(2), a daemon).
 
 
 class RewardOutput(NamedTuple):
     """The output of a reward."""
 
     scores: Path
-    """File with its output, one number per line."""
+    """File with the scores, one number per line."""
     stderr_tail: bytes
-    """The end of its standard error."""
+    """The end of the program's standard error; empty for a function."""
 
 
 def fingerprint_command(settings: RewardSettings, root: Path) -> dict[str, str]:
@@ -583,7 +584,7 @@ def _format_line(line: str) -> str:
 
 
 def _format_stderr(stderr_tail: bytes) -> str:
-    """Format standard error for a message; secrets are removed first, because cut lines could contain half of one."""
+    """Format standard error for a message; secrets are removed first, because half a secret is not found."""
     lines = [line.rstrip() for line in redaction.redact(stderr_tail.decode(errors="replace")).splitlines()]
     if len(stderr_tail) == STDERR_BYTES and len(lines) > 1:
         del lines[0]  # incomplete

@@ -39,7 +39,7 @@ class AnswerEnd(NamedTuple):
 
 
 AnswerStream = Generator[AnswerChunk | AnswerEnd, None, None]
-"""A streamed answer; closing the generator stops it."""
+"""A streamed answer; closing the generator stops the answer."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class GenerationBackend(Protocol):
         Args:
             request: the request.
             reuse_cache: whether to reuse computed keys and values for the next request, as far as the prompts begin
-                with the same tokens. If two tokens are almost equally likely, this may change the answer.
+                with the same tokens. If two tokens are almost equally likely, the reuse may change the answer.
 
         Raises:
             DataError: the prompt cannot be rendered.

@@ -151,7 +151,7 @@ def _read_base_card(layout: ProjectLayout) -> BaseCard | None:
 def _resolve_directory(
     folder: Path, digest: str, dtype: str, settings: Settings, base: BaseCard | None
 ) -> ModelReference:
-    """Resolve a directory with merged weights; `base` only determines whether its remote code may run."""
+    """Resolve a directory with merged weights; `base` only determines whether the model's remote code may run."""
     start = _generation_start(settings, folder).model_copy(update={"dtype": dtype, "base": base})
     return ModelReference(
         ModelIdentity(kind="merged", digest=digest, weight_format=f"plain weights, computed in {dtype}"), start

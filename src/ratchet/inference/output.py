@@ -43,7 +43,8 @@ _IN_LEDGER, _SEALED = 1, 2
 OUTPUT_ENDINGS = (".jsonl", ".parquet")
 BLOCK_ROWS = 1000
 LABEL_LOG_PROBABILITIES = "label_log_probabilities"
-"""Key of a record if generate.labels is set: nats by label, or null if the backend cannot compute them."""
+"""Key of a record if generate.labels is set. The value has the log-probability of each label in nats, or is null if the
+backend cannot compute these."""
 OBJECT_COLUMNS = ("fields", LABEL_LOG_PROBABILITIES)
 """Keys with objects as values, which Parquet stores as JSON text."""
 
@@ -53,7 +54,7 @@ class AnswerLedger:
 
     Args:
         paths: paths of the generation.
-        attempt: number of this attempt, for the lines.
+        attempt: number of this attempt, written to each line.
         total: number of answers of the complete generation.
         on_notice: called with a message about a damaged shard or damaged lines.
     """
@@ -83,7 +84,7 @@ class AnswerLedger:
         return len(self._unsealed) + sum(self._sealed.values())
 
     def add(self, answer: GenerationAnswer) -> None:
-        """Add an answer, unless one with its index exists."""
+        """Add an answer, unless an answer with its index exists."""
         if not self.has(answer.index):
             self._store(answer)
             self._journal.append(EVENT_KIND, **asdict(answer))
@@ -93,7 +94,7 @@ class AnswerLedger:
         self._state[answer.index] = _IN_LEDGER
 
     def sync(self) -> None:
-        """Sync all added answers to disk. Raises OSError if that fails."""
+        """Sync all added answers to disk. Raises OSError if the sync fails."""
         self._journal.sync()
 
     def seal(self, rows: int) -> int:
@@ -115,7 +116,7 @@ class AnswerLedger:
         return sealed
 
     def read_all(self) -> Iterator[GenerationAnswer]:
-        """Yield every answer in the order of indices. All must be sealed.
+        """Yield every answer in the order of indices. All answers must be sealed.
 
         Raises:
             DamagedFileError: a shard contains an unexpected index, or answers are missing.
@@ -306,7 +307,7 @@ def is_complete(output: Path, spec: GenerationSpec, digest_with: Callable[[Gener
     Args:
         output: the file.
         spec: specification of the generation.
-        digest_with: returns the digest of the prompts of the same records with other settings; None if invalid.
+        digest_with: returns the digest of the prompts that these settings make of the same records; None if invalid.
 
     Raises:
         SettingsError: the file exists and has another origin; the message names the difference.

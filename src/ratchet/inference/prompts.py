@@ -67,7 +67,7 @@ class PromptRecord:
     conversation: Conversation
     """The conversation without an answer at its end."""
     reference: str | None
-    """The record's answer; None if it has no answer that is text."""
+    """The record's answer; None if the record has no answer that is text."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def detect_prompts(
     Args:
         records: the first records of the file.
         column: generate.prompt_column, if set.
-        columns: prepare.columns, which apply to each column that the file has.
+        columns: prepare.columns; names of columns that the file does not have are ignored.
         label: the name of the file in messages.
 
     Raises:
@@ -191,7 +191,7 @@ class Prompt(NamedTuple):
     """Digest of messages and tools."""
     conversation: Conversation
     reference: str | None = None
-    """The answer in the record; None if it has none."""
+    """The answer in the record; None if the record has no answer."""
     fields: Mapping[str, FieldValue] = MappingProxyType({})
     """The fields of generate.extra_fields that the record has."""
 
@@ -216,7 +216,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class PromptSource:
-    """The prompts of one file. Each call of `prompts` reads the file again, because it may not fit in memory.
+    """The prompts of one file. Each call of `prompts` reads the file again, because the file may not fit in memory.
 
     All fields but the first two describe the last pass over the file.
     """
@@ -305,7 +305,7 @@ class PromptSource:
         return count, digests.hash_bytes("\n".join(parts).encode())
 
     def digest_with(self, generate: Generate) -> str | None:
-        """Return the digest of the prompts with the system prompt and extra fields of `generate`; None if invalid."""
+        """Return the digest of the prompts with system prompt and extra fields of `generate`; None if invalid."""
         update = {"extra_fields": generate.extra_fields, "system_prompt": generate.system_prompt}
         changed = self.settings.generate.model_copy(update=update)
         try:

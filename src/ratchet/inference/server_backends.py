@@ -21,14 +21,14 @@ from ratchet.storage import digests
 
 DEFAULT_CONTEXT_TOKENS = 4096
 PROMPT_TOKENS = 3072
-"""Tokens of the context that are reserved for the prompt."""
+"""Number of tokens of the context that are reserved for the prompt."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {
     "length": "length", "context": "context", "content_filter": "filtered", "refused": "refused",
 }  # fmt: skip
 """Finish reasons by the name that servers use; any other name means `stop`."""
 MAX_PENDING_REFUSALS = 16
-"""Refusals without an answer after which no more requests are sent."""
+"""Number of refusals before the first answer after which no more requests are sent."""
 
 
 def _sampling_seed(settings: Generate, request: GenerationRequest) -> int:
@@ -39,7 +39,7 @@ def _sampling_seed(settings: Generate, request: GenerationRequest) -> int:
 class LlamaBackend:
     """Generates answers with a llama.cpp server.
 
-    Sampling is done by llama.cpp: the same build gives the same answers, but not those of `TorchBackend`.
+    llama.cpp samples the tokens: the same build gives the same answers, but these differ from those of `TorchBackend`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LlamaBackend:
         yield AnswerEnd(finish, len(ids), event.get("tokens_predicted"), self._context)
 
     def _prompt(self, request: GenerationRequest) -> tuple[list[int], bool]:
-        """Return token ids, and whether they end inside the reasoning. Raises SettingsError if the template raises."""
+        """Return token ids, and whether these end inside the reasoning. Raises SettingsError if the template raises."""
         text = self._client.template([dict(message) for message in request.prompt.conversation.messages])
         return self._client.tokenize(text, add_special=True), text.rstrip().endswith(self._settings.reasoning_tags[0])
 
@@ -203,7 +203,7 @@ class OpenAIBackend:
 class _RequestRefusals:
     """Handles prompts that the server refuses.
 
-    Until the server has answered a prompt, refusals may be caused by the settings, so they are held back. If all
+    Until the server has answered a prompt, refusals may be caused by the settings, so refusals are held back. If all
     prompts are refused, the first refusal becomes an error.
     """
 

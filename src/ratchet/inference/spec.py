@@ -23,10 +23,10 @@ a Hugging Face directory; `gguf`: a file for llama.cpp; `endpoint`: an OpenAI-co
 FinishReason = Literal["stop", "length", "context", "memory", "invalid", "refused", "filtered"]
 """Why an answer ended.
 
-stop      the model ended it
-length    it reached generate.max_new_tokens
+stop      the model ended the answer
+length    the answer reached generate.max_new_tokens
 context   prompt and answer do not fit in the model's context: nothing was computed, or the answer was cut
-memory    it does not fit in memory even alone
+memory    prompt and answer do not fit in memory, even without other prompts
 invalid   the model returned NaN
 refused   the chat template cannot write the prompt, or a text in it contains a control token
 filtered  the server withheld the answer
@@ -63,8 +63,8 @@ class GenerationAnswer:
     reasoning: str | None = None
     """Reasoning that the server returned separately; it is not in `text`."""
     label_log_probabilities: list[float | None] | None = None
-    """Log-probability, in nats to 4 decimals, of each of generate.labels as the whole answer, in order; None for a
-    label or for all if unknown."""
+    """Log-probability, in nats to 4 decimals, of each of generate.labels as the whole answer, in order. An
+    entry is None if it is unknown; the value is None if no likelihoods were computed."""
 
     def to_line(self) -> str:
         """Return a line of JSON; equal answers give equal bytes."""
@@ -124,7 +124,7 @@ class GenerationSpec(BaseRunSpec):
     """Digest of ids, prompts, references and extra fields, in order."""
     model: ModelIdentity
     template_digest: str
-    """Digest of the project's own chat template; empty for the model's own, which the model digest covers."""
+    """Digest of the project's own chat template; empty for the model's template, which the model's digest covers."""
 
 
 class GenerationStart(LaunchSpec):
@@ -134,7 +134,7 @@ class GenerationStart(LaunchSpec):
     work_unit: ClassVar[Mapping[str, str]] = {"unit": "answers"}
 
     generate: Generate
-    """Section `generate` of params.yaml, with the settings that do not change answers."""
+    """Section `generate` of params.yaml, including the settings that do not change answers."""
     train: Train
     """Section `train`, which determines how the base is loaded."""
     path: str
@@ -198,7 +198,7 @@ class GenerationCard(OutputCard):
     """The value of --model; the spec has the identity of the model."""
     prompts: int
     faults: int
-    """Records that are not valid prompts and were left out (generate.skip_invalid)."""
+    """Number of records that are not valid prompts and were left out (generate.skip_invalid)."""
     answers: int
     finish: dict[str, int]
     """Number of answers for each reason to end."""
@@ -262,8 +262,8 @@ class ReasoningSplitter:
 def split_reasoning(text: str, tags: Sequence[str], starts_in_reasoning: bool = False) -> ReasoningParts:
     """Split a complete text.
 
-    If the reasoning never ends, the answer is empty. A text whose end tag has no begin tag before it begins with
-    reasoning, even if `starts_in_reasoning` is false, because some servers omit the begin tag.
+    If the reasoning never ends, the answer is empty. If the first end tag has no begin tag before it, the text begins
+    with reasoning even if `starts_in_reasoning` is false, because some servers omit the begin tag.
     """
     begin, end = tags
     if not starts_in_reasoning and end in text and text.find(end) < (text.find(begin) if begin in text else len(text)):

@@ -33,10 +33,10 @@ from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions
 from ratchet.models.decoding.token_choice import DECIMALS, TokenSampler
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""End of a decoded text whose last character lacks further tokens."""
+"""A decoded text ends with this character if its last character needs further tokens."""
 
 LABEL_GROUP_SIZE = 16
-"""Labels computed at once, each on a copy of the prompt's cache. Another group size rounds sums differently."""
+"""Number of labels computed at once, each on a copy of the prompt's cache. Another number rounds sums differently."""
 CACHED_PROMPTS = 4096
 """Number of prompts whose label likelihoods are cached for further samples of the same prompt."""
 PROMPT_END_TOKENS = 16
@@ -53,7 +53,7 @@ class TorchBackend:
         tokenizer: its tokenizer.
         settings: section `generate`.
         callbacks: callbacks of the run.
-        labels: token ids of generate.labels (see `label_token_ids`); if empty, their likelihoods are not computed.
+        labels: token ids of generate.labels (see `label_token_ids`); if empty, no label likelihoods are computed.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class StreamingDecoder:
         self._cached: tuple[list[int], Any] | None = None
         """Tokens with their cache; None also while a forward pass changes the cache."""
         self.reused_tokens = 0
-        """Tokens of the last prompt that were not computed again."""
+        """Number of tokens of the last prompt that were not computed again."""
 
     def generate(
         self, prompt: Sequence[int], options: DecodingOptions, noise_key: str, reuse_cache: bool
@@ -399,7 +399,7 @@ class LabelScorer:
         labels: token ids of each label, see `label_token_ids`.
         pad_token_id: token to pad shorter labels with.
         callbacks: callbacks of the run.
-        samples: answers per prompt.
+        samples: number of answers per prompt.
     """
 
     def __init__(

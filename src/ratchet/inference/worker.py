@@ -37,7 +37,7 @@ _BATCH_KEYS = {
     "available_bytes": "available_bytes", "device_bytes": "device_bytes", "held_bytes": "held_bytes",
     "forecast_bytes": "forecast_bytes", "tokens_chosen": "tokens_chosen", "tokens_rechecked": "tokens_rechecked",
 }  # fmt: skip
-"""Values of a backend's `batch` event, by their key in the journal's event `generation_progress`."""
+"""Keys of the values in a backend's `batch` event, by their keys in the journal's event `generation_progress`."""
 
 
 class AnswerFlusher:
@@ -83,7 +83,7 @@ class AnswerFlusher:
             self._journal.append("decoding", topic=kind, **data)
 
     def add(self, answer: GenerationAnswer) -> None:
-        """Count an answer, and flush if it is time."""
+        """Count an answer, and flush if the last flush was FLUSH_INTERVAL_S ago."""
         self._tokens += answer.tokens or 0
         self._finish[answer.finish] += 1
         if self._clock_s() - self._flushed_s >= FLUSH_INTERVAL_S:
@@ -246,7 +246,7 @@ def _flush_or_raise(flusher: AnswerFlusher) -> None:
 
 
 def _end_early(journal: Journal, ledger: AnswerLedger, flusher: AnswerFlusher, stop: GracefulShutdown) -> None:
-    """Stop on request; a backend that ends without request has lost answers, which is an error."""
+    """End the run on a stop request. Without a request, the backend has lost answers, which is an error."""
     if not stop.is_requested:
         raise RatchetError(
             f"the backend returned only {ledger.count:,} answers; run the command again to resume, and report this bug"

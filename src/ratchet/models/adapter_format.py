@@ -38,8 +38,8 @@ class LoraFactors:
     """A layer's update `scale * b @ a` in float32, relative to the base weights as loaded from disk.
 
     For LoRA and rsLoRA (Hu et al. 2021; Kalajdzievski 2023), `a` and `b` are the two matrices themselves. For PiSSA
-    (Meng et al. 2024) the update is B A - B0 A0, stored as [B, -B0] [A; A0]. For AdaLoRA (Zhang et al. 2023) it is
-    B diag(E) A: `a` includes E and has no pruned directions. DoRA's magnitudes are not included.
+    (Meng et al. 2024) the update is B A - B0 A0, stored as [B, -B0] [A; A0]. For AdaLoRA (Zhang et al. 2023) the update
+    is B diag(E) A: `a` includes E and has no pruned directions. DoRA's magnitudes are not included.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LoraFactors:
 
     @property
     def transposed(self) -> bool:
-        """Whether the weight in memory is [inputs, outputs]: unquantized Conv1D (GPT-2), embeddings, experts."""
+        """Whether the weight in memory is [inputs, outputs]: unquantized Conv1D (GPT-2), embeddings, some experts."""
         if isinstance(self.layer, ParamWrapper):
             return not self.layer._did_swap_in_out_features
         return isinstance(self.layer.get_base_layer(), Conv1D | torch.nn.Embedding)
@@ -84,7 +84,7 @@ def adapted_layers(model: Model) -> Iterator[tuple[str, Any]]:
 
 
 def name_in_base(path: str, layer: Any) -> str:
-    """Return the base model's name for the module (for experts, the parameter) that a peft layer adapts."""
+    """Return the name in the base model of the module (for experts, of the parameter) that a peft layer adapts."""
     plain = ".".join(part for part in path.split(".") if part != "base_layer")
     return f"{plain}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else plain
 
@@ -191,9 +191,10 @@ def read(directory: Path) -> dict[str, Tensor]:
 
 
 def collect_tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of a LoRA or DoRA by the names under which peft saves them."""
-    # Embeddings are frozen except for rows of new tokens, and "auto" would look up the base's config on the hub. The
-    # state dict is passed in because peft 0.21 otherwise mistakes biases of the matrices for a larger part, and warns.
+    """Return the tensors of a LoRA or DoRA adapter by the names under which peft saves them."""
+    # Embeddings are not saved, because they are frozen except for rows of new tokens; with save_embedding_layers="auto"
+    # peft would look up the base's config on the hub. The state dict is passed in, because peft 0.21 otherwise mistakes
+    # one-dimensional biases of the matrices for shards of a matrix, and warns.
     tensors: dict[str, Tensor] = get_peft_model_state_dict(
         model, state_dict=model.state_dict(), save_embedding_layers=False
     )
@@ -234,13 +235,13 @@ def _fold_into_plain_lora(model: Model, config: LoraConfig) -> tuple[dict[str, T
 
 
 def _zero_factors(factors: LoraFactors) -> LoraFactors:
-    """Return a zero update of rank 1, because peft cannot load an adapter without layers."""
+    """Return a zero update of rank 1 for the layer of `factors`, because peft cannot load an adapter without layers."""
     a, b = factors.a.new_zeros(1, factors.a.shape[1]), factors.b.new_zeros(factors.b.shape[0], 1)
     return LoraFactors(factors.name, factors.layer, a, b, factors.scale)
 
 
 def _shorten_names(names: list[str], model: Model) -> list[str]:
-    """Return the last parts of the names (`q_proj`) if these match the same modules; otherwise the full names."""
+    """Return the last parts of the names (`q_proj`) if they match exactly these modules; otherwise the full names."""
     last_parts = {name.rsplit(".", 1)[-1] for name in names}
     module_names = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
     matching = [path for path in module_names if path.rsplit(".", 1)[-1] in last_parts]
@@ -261,6 +262,6 @@ def _config_document(config: LoraConfig, overrides: dict[str, Any], base_digest:
         **{key: getattr(config, key) for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")}
         | overrides,
     )
-    # peft holds sets, whose order changes from process to process.
+    # `default=sorted` sorts the sets in peft's config, because their order changes from process to process.
     document: dict[str, Any] = json.loads(json.dumps(plain.to_dict(), default=sorted))
     return document

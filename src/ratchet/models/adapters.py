@@ -59,17 +59,17 @@ __all__ = [
 _TRAINABLE_NAME_PARTS = (
     "lora_A", "lora_B", "lora_E", "lora_embedding_", "lora_magnitude_vector", "trainable_tokens_delta",
 )  # fmt: skip
-"""Every trainable parameter has one of these in its name."""
+"""Parts of parameter names: the name of every trainable parameter contains one of them."""
 
 EXACT_SVD_MAX_SIZE = 512
 """Length of a weight's smaller side up to which PiSSA computes all singular values.
 
-For larger weights, PiSSA approximates the largest ones (Halko et al. 2011) with the 16 rounds of subspace iteration
-that its paper found sufficient. This is 13 times as fast at 1024 x 1024 on one core. For random weights, the hardest
-case, the subtracted part has singular values that are at most 2 % too small."""
+For larger weights, PiSSA approximates the largest singular values (Halko et al. 2011) with the 16 rounds of subspace
+iteration that its paper found sufficient. The approximation is 13 times as fast at 1024 x 1024 on one core. For random
+weights, the hardest case, the subtracted part has singular values that are at most 2 % too small."""
 
 _PISSA_PREFIX = "pissa/"
-"""Prefix of the names of A0 and B0 in a checkpoint."""
+"""Prefix of the names of PiSSA's initial matrices, A0 and B0, in a checkpoint."""
 
 
 def attach(
@@ -119,7 +119,7 @@ def trainable_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter
 def extra_tensors(model: Model) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint needs besides the trainable parameters; empty for LoRA and DoRA.
 
-    They are the model's own tensors, not copies.
+    Except for AdaLoRA's rank masks, they are the model's own tensors, not copies.
     """
     return adalora_tensors(model) | pissa_tensors(model)
 
@@ -168,7 +168,8 @@ def load(base: Model, directory: Path) -> Model:
     loaded = adapter_format.collect_tensors(model)
     # An adapter that peft saved may contain complete embeddings.
     loaded |= {name: parameters[name] for name in saved.keys() - loaded.keys() if name in parameters}
-    # peft only warns of missing tensors, ignores surplus tensors, and rewrites names for some models.
+    # Compare all tensors, because peft only warns of missing tensors, ignores surplus tensors, and rewrites names for
+    # some models.
     if mismatched := sorted(
         name for name in saved.keys() | loaded.keys() if not _is_same_tensor(saved.get(name), loaded.get(name))
     ):
@@ -181,11 +182,11 @@ def load(base: Model, directory: Path) -> Model:
 def swap(model: Model, directory: Path) -> Model:
     """Replace a model's adapter by another saved one, without loading the base again.
 
-    The result computes the same bits as `load` on a freshly loaded base, because peft's layers, which are removed,
-    never change the base's own tensors. Do not use `model` afterwards.
+    The layers of peft are removed, and they never change the base's own tensors. The result therefore computes the same
+    bits as `load` on a freshly loaded base. Do not use `model` afterwards.
 
     Raises:
-        BaseModelError: the adapter belongs to another base (then `model` is unchanged), or it does not fit this one.
+        BaseModelError: the adapter belongs to another base (then `model` is unchanged), or does not fit this base.
         DamagedFileError: the adapter's files cannot be read.
     """
     current, expected = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
@@ -278,8 +279,8 @@ def suppress_peft_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # a model may have layers of both kinds
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")  # experts
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # `load` raises an error for them
-        # The next two occur only for adapters made elsewhere. Merging refuses a bias without a counterpart and names
-        # the layer; if one of two tied tensors has changed, merging keeps both.
+        # The next two warnings occur only for adapters made by other programs. exporters/merge raises an error for a
+        # bias if the base's module has none; if one of two tied tensors has changed, it keeps both tensors.
         warnings.filterwarnings("ignore", message="`lora_bias=True` was passed but the targeted layer")
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part")
         yield
@@ -288,7 +289,8 @@ def suppress_peft_warnings() -> Iterator[None]:
 def _initialize_dora_magnitude(layer: Any, dtype: torch.dtype) -> None:
     """Set DoRA's magnitudes to the norms that the forward pass divides by, so that the initial update is zero.
 
-    peft rounds them to the dtype of the base: with bfloat16 weights the model would start up to 0.4 % off.
+    peft rounds the magnitudes to the dtype of the base. With bfloat16 weights, the initial model would therefore
+    deviate from the base by up to 0.4 %.
     """
     magnitude = layer.lora_magnitude_vector[ADAPTER]
     weight = dequantize_module_weight(layer.get_base_layer()).to(dtype)
@@ -321,12 +323,13 @@ def _require_only_adapters_trainable(model: Model, dtype: torch.dtype) -> None:
             )
 
 
-# A shorter forward pass for plain LoRA layers (peft 0.21 has more operators and uses more memory).
+# A shorter forward pass for plain LoRA layers (that of peft 0.21 has more operators and uses more memory).
 #
 # peft scales the update and adds it in separate operators, and copies the output of a 4-bit layer. With a float32
-# adapter and 16-bit activations it also keeps a float32 copy of every layer's input until the backward pass. Here one
-# operator computes the second product, scales it and adds it to the base's output. Both products are computed in the
-# dtype of the activations, as under autocast in transformers' Trainer. Parameters and their gradients keep their dtype.
+# adapter and 16-bit activations, peft also keeps a float32 copy of every layer's input until the backward pass. In the
+# pass below, one operator computes the second product, scales it and adds it to the base's output. Both products are
+# computed in the dtype of the activations, as under autocast in transformers' Trainer. Parameters and their gradients
+# keep their dtype.
 # Measured on a CPU in float32: 4 % less time per step (8 rows of 256 tokens, 30M parameters).
 
 
@@ -363,9 +366,9 @@ def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 # PiSSA: adapters start as the principal singular vectors of the weights (Meng et al. 2024, arXiv 2404.02948).
 #
-# The product of the initial matrices A0 and B0 is subtracted from the weight, so that the sum does not change; the base
-# in memory then differs from the base on disk. A0 and B0 are part of every checkpoint, and of the saved update, which
-# is relative to the base on disk.
+# The product of the initial matrices A0 and B0 is subtracted from the weight, so that the sum of weight and update does
+# not change. The base in memory therefore differs from the base on disk. Every checkpoint contains A0 and B0. The saved
+# update contains them too, because it is relative to the base on disk.
 
 
 def initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
@@ -411,7 +414,7 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
     """Adjust the base weights to the A0 and B0 of a checkpoint.
 
     On the machine that wrote the checkpoint, the saved matrices equal the current ones, and nothing changes. Another
-    machine may compute other signs, or other vectors for singular values that are nearly equal.
+    machine may have computed other signs, or other vectors for singular values that are nearly equal.
 
     Raises:
         DamagedFileError: the matrices belong to other layers than this model adapts.
@@ -462,7 +465,7 @@ def _adalora_model(model: Model) -> AdaLoraModel | None:
 
 
 def freeze_constants(model: Model) -> None:
-    """Freeze AdaLoRA's divisor `ranknum`, which peft 0.21 makes a new, trainable parameter if weights have 16 bits."""
+    """Freeze AdaLoRA's divisor `ranknum`. If weights have 16 bits, peft 0.21 replaces it by a trainable parameter."""
     if _adalora_model(model) is not None:
         for _, layer in adapted_layers(model):
             layer.ranknum[ADAPTER].requires_grad_(False)
@@ -471,8 +474,8 @@ def freeze_constants(model: Model) -> None:
 def orthogonality_penalty(model: Model) -> Tensor | None:
     """Compute AdaLoRA's orthogonality penalty; None for other adapters.
 
-    The penalty is the mean over all A and B of ||A A' - I|| (equation 4 without its weight gamma; a differentiable
-    scalar). peft adds it only to a loss that the model computes itself.
+    The penalty is a differentiable scalar: the mean of ||A A' - I|| over all A and ||B' B - I|| over all B (equation 4
+    without its weight gamma). peft adds the penalty only to a loss that the model computes itself.
     """
     if _adalora_model(model) is None:
         return None
@@ -489,7 +492,8 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
 
     Args:
         model: model after optimizer step `step`, with its gradients.
-        step: step number, from 1. Skipped steps count too; the step at which ranks become final may be skipped.
+        step: step number, from 1. Steps that the optimizer skipped count too, and no call is needed for them, not even
+            for the step at which ranks become final.
         steps: total number of steps for which the adapter was attached.
     """
     tuner = _adalora_model(model)
@@ -511,7 +515,7 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
 
 
 def _complete_gradients(tuner: AdaLoraModel) -> None:
-    """Set missing gradients to zero: peft requires one for every matrix, even if the step did not reach it."""
+    """Set missing gradients to zero, because peft requires a gradient of every matrix, even of an unused one."""
     for parameter in tuner.model.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -3,7 +3,7 @@
 Run as `python -m ratchet.models.answer_process DIR [--threads N]`.
 Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (maximum number of new tokens)}.
 Standard output: one line of JSON, a list of {"prompt" (token ids from the directory's own tokenizer for the question),
-"answer" (token ids)}. On failure, one line on standard error and exit code 1.
+"answer" (token ids)}. On failure, the process writes one line to standard error and exits with code 1.
 With --smoke-test, the process reads no input: it answers one fixed prompt and prints one line with the answer.
 The process never executes code in the directory and never contacts the hub.
 """
@@ -21,7 +21,7 @@ SMOKE_TOKENS = 8
 
 
 def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
-    """Load model and tokenizer from local files, and answer each prompt token by token.
+    """Load model and tokenizer from local files, and answer the prompt of each request token by token.
 
     Raises:
         OSError, ValueError: transformers cannot load the directory.

@@ -33,16 +33,17 @@ _PATTERNS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "README.md",
 )  # fmt: skip
-"""Files of a base model besides its weights; others (other formats, images) are neither downloaded nor hashed."""
+"""Names of the files of a base model besides its weights. Other files (other formats, images) are neither downloaded
+nor hashed."""
 
 _IGNORED = ("consolidated*", "*/*.safetensors", "*/*.bin", "*/*.json", "*/*.model", "*/*.txt")
-"""Copies of the weights for other programs, and files in subfolders; transformers reads neither."""
+"""Names of copies of the weights for other programs, and of files in subfolders; transformers reads neither."""
 
 _CODE = "*.py"
-"""Downloaded and hashed only if base.trust_remote_code is set."""
+"""Pattern of code files, which are downloaded and hashed only if base.trust_remote_code is set."""
 
 _UNHASHED = ("README.md",)
-"""Downloaded for the licence, but not part of the model's identity."""
+"""Files that are downloaded for the licence, but are not part of the model's identity."""
 
 
 # The pinned base of a project.
@@ -265,8 +266,8 @@ def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQua
         source: directory of the model, for messages.
 
     Raises:
-        BaseModelError: the weights are quantized by a method other than bitsandbytes' 4 bits. Adapters could be trained
-            on some such weights, but would be merged into different ones.
+        BaseModelError: the weights are quantized by a method other than bitsandbytes' 4 bits. An adapter could be
+            trained on some of these weights, but it could not be merged into the same weights.
     """
     stored = config.get("quantization_config")
     if not stored:  # some files contain null
@@ -291,7 +292,10 @@ def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQua
 
 
 def require_same_quantization(stored: StoredQuantization, settings: Train, source: str) -> None:
-    """Raise SettingsError if section train has another quantization than the files; weights are quantized only once."""
+    """Raise SettingsError if the quantization in section train differs from that of the files.
+
+    The files' quantization is used, because quantized weights are not quantized again.
+    """
     expected = {
         "quantization": stored.kind,
         "double_quantization": stored.double,
@@ -323,7 +327,7 @@ def open_tokenizer(path: Path, remote_code: bool = False) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=remote_code)
-    except Exception as error:  # anything from a JSON error to a missing sentencepiece
+    except Exception as error:  # any type, from a JSON error to a missing sentencepiece
         if "trust_remote_code" in str(error):
             raise BaseModelError(
                 f"{path}: the tokenizer needs the model's Python code; set base.trust_remote_code to the value of "
@@ -410,7 +414,8 @@ def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
         patterns: file names with wildcards.
 
     Raises:
-        BaseModelError: neither the hub nor the cache has the commit; the message lists cached models.
+        BaseModelError: neither the hub nor the cache has the commit. If the hub cannot be reached, the message lists
+            the cached models.
     """
     try:
         return _snapshot(repository, revision, patterns, local_only=False)

@@ -2,11 +2,11 @@
 
 The body of a model runs once; its head runs on as many positions as fit in memory. Logits are the largest tensor of an
 evaluation: 8 rows of 1,024 tokens at a vocabulary of 150,000 are 5 GB in float32, and computing the likelihood needs
-half a dozen tensors of that size. They are also the largest tensor of a training with a large vocabulary: 2,048
-positions at 128,000 tokens are 1 GB in float32, and their logarithms and gradient take as much again.
+half a dozen tensors of that size. Logits are also the largest tensor of a training with a large vocabulary: 2,048
+positions at 128,000 tokens are 1 GB in float32, and their logarithms and their gradient take as much again.
 
-The model's own class turns hidden states into logits (head, adapters on the head, soft cap, scale). It is called again
-for each further piece, with a body that returns its saved output.
+The model's own class turns hidden states into logits (head, adapters on the head, soft cap, scale). The model is called
+again for each further piece; in these calls its body computes nothing, but returns its saved output.
 """
 
 import copy
@@ -33,12 +33,13 @@ from ratchet.models.loss import (
 from ratchet.models.model_spec import find_blocks, find_body
 
 CHUNK_ELEMENTS = 2**24
-"""Logits that an evaluation computes at once: 64 MiB in float32, plus some copies."""
+"""Number of logits that an evaluation computes at once. They need 64 MiB in float32, plus some copies."""
 LEARNED_ELEMENTS = 2**24
-"""Logits that a training computes at once: 64 MiB in float32, and the same for their gradient."""
+"""Number of logits that a training computes at once. They need 64 MiB in float32, and their gradient needs the same.
+With a teacher, this number is divided by `TeacherTargets.distributions`."""
 
 QUERIES, KEYS, OUTPUTS = {"q_proj"}, {"k_proj", "v_proj"}, {"o_proj", "out_proj", "dense"}
-"""Names of the linear layers of an attention; other modules may be between them."""
+"""Names of the linear layers of an attention, which may contain other modules too."""
 FEED_FORWARD = {"mlp", "feed_forward"}
 LINEAR = {
     "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "fc_in", "fc_out", "c_fc", "c_proj",
@@ -50,7 +51,8 @@ MAX_SELECTED_SHARE = 0.9
 """Share of trained positions above which selecting them costs more than it saves."""
 
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Wraps each part of the work by its name: `forward`, `loss` (head and likelihood, with their gradient), `backward`."""
+"""Returns the context in which the part of the work with this name runs. The names are `forward`, `loss` (head and
+likelihood, with their gradient) and `backward`."""
 
 
 class ForwardPass:
@@ -96,14 +98,14 @@ class ForwardPass:
                 f"{type(base).__name__}: runs its layers {len(self._body_outputs)} times for one text; expected once"
             )
         self.cache: Any = getattr(output, "past_key_values", None)
-        """Keys and values of all tokens up to here; None if not requested or not supported."""
+        """Keys and values of all tokens up to the end of this pass; None if not requested or not supported."""
         self._first_logits: Tensor = output.logits
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first position and the logits [rows, columns, vocabulary] of each piece of the span."""
         logits, stop = self._first_logits, self._piece_end(self.first)
         if logits.shape[:2] != (self._rows, stop - self.first):
-            # The class did not use the body's output: its logits cover all positions.
+            # The model did not compute its logits from the body's output, so they cover all positions.
             logits = self._select_rows(logits)[:, self.first : self.last]
             for start in range(0, logits.shape[1], self._piece_width):
                 yield self.first + start, logits[:, start : start + self._piece_width]
@@ -147,7 +149,7 @@ class ForwardPass:
 
 
 class SelectedPositionsPass(ForwardPass):
-    """A forward pass with logits at selected positions of any rows; the positions form one row, in ascending order."""
+    """A forward pass with logits at selected positions of any rows; these positions form one row, ascending."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class DeferredHeadPass(SelectedPositionsPass):
 
     def compute_logits(self, start: int, stop: int) -> Tensor:
         """Return logits [stop - start, vocabulary] of a range of the positions. Call this under torch.no_grad."""
-        if self._first_logits.shape[:2] != (1, 1):  # the class did not use the body's output
+        if self._first_logits.shape[:2] != (1, 1):  # the model did not compute them from the body's output
             return self._select_rows(self._first_logits)[0, start:stop]
         with substitute_body_output(self._body, _slice_output(self._body_outputs[0], slice(start, stop))):
             logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
@@ -223,13 +225,14 @@ def map_hidden_states(output: Any, transform: Callable[[Tensor], Tensor]) -> Any
 
 # The last block at selected positions. Only the head reads the block's output, and only at trained positions.
 #
-# The block's keys and values are needed everywhere, because trained positions attend to all positions before them. Its
-# queries, attention output and feed-forward layers are needed only at trained positions, forward and backward.
+# The block's keys and values are needed everywhere, because trained positions attend to all positions before them. The
+# block's queries, attention output and feed-forward layers are needed only at trained positions, in the forward and in
+# the backward pass.
 
 
 @contextmanager
 def restrict_last_block(model: Model, positions: Tensor, shape: torch.Size) -> Iterator[None]:
-    """Restrict the last block to some positions; at all others its output is undefined.
+    """Restrict the last block to some positions; at all other positions its output is undefined.
 
     Run the backward pass inside this context too, so that activation checkpointing recomputes the block the same way.
 
@@ -250,8 +253,8 @@ def restrict_last_block(model: Model, positions: Tensor, shape: torch.Size) -> I
 def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
     """Yield the parts of the last block that process each position separately.
 
-    Only classes of transformers qualify: other classes may run their blocks several times (Ouro), and then read the
-    output of the last block at all positions.
+    Only models with a class of transformers have such parts. Other classes may run their blocks several times (Ouro);
+    they then read the output of the last block at all positions.
     """
     _, blocks = find_blocks(model)
     if not len(blocks) or not type(model).__module__.startswith("transformers."):
@@ -265,7 +268,7 @@ def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
 
 
 class _SelectedPositionsHook:
-    """Hooks that pass only selected positions to a module, and scatter its output with zeros at other positions."""
+    """Hooks that pass only selected positions to a module, and make the module's output zero at all other positions."""
 
     def __init__(self, positions: Tensor, shape: torch.Size) -> None:
         self.positions, self.shape = positions, shape
@@ -306,7 +309,7 @@ def compute_loss(
     Args:
         model: the model, with its adapter.
         batch: the micro-batch.
-        scale: factor of the gradient, needed because the forward pass already computes the head's gradient.
+        scale: factor of the gradient, needed here because the forward pass already computes the gradient of the head.
         teacher_targets: distillation targets, which add the second part of the loss (loss.py).
         phase: wraps `forward`, `loss` and `backward`.
     """
@@ -320,7 +323,7 @@ def forward_backward(
     phase: Phase = _ignore_phase,
     teacher_targets: TeacherTargets | None = None,
 ) -> Tensor:
-    """Run forward and backward pass of a micro-batch; return the sum of its negative log-likelihoods in nats.
+    """Run forward and backward pass of a micro-batch; return the sum of its losses in nats.
 
     Adds `scale` times the gradient to the gradients of the trainable parameters, and frees the graph.
     """
@@ -337,7 +340,7 @@ def compute_nll(model: Model, batch: SequenceBatch) -> Tensor:
 class ChunkedLoss:
     """Loss of one micro-batch, in nats, summed over its labels; created by `compute_loss`.
 
-    The forward pass computes the gradient of the head, chunk by chunk; `backward()` computes that of the body.
+    The forward pass computes the gradient of the head, chunk by chunk; `backward()` computes the gradient of the body.
     """
 
     def __init__(
@@ -351,7 +354,7 @@ class ChunkedLoss:
         """Trained positions in the flattened hidden states, row after row."""
         self.targets = targets[self.positions]
         self.value = torch.zeros((), dtype=torch.float64)
-        """Sum over the labels, float64."""
+        """Loss summed over the labels, in nats, float64."""
         self.body_output: Any = None
         self._backward: Callable[[], None] | None = None
         self._contexts = ExitStack()
@@ -387,7 +390,7 @@ class ChunkedLoss:
         return self
 
     def _compute_in_chunks(self, scale: float | None) -> bool:
-        """Compute the loss in chunks; return False, without a loss, if the logits do not come from hidden states."""
+        """Compute the loss in chunks; return False, without a loss, if logits are not computed from hidden states."""
         with self.phase("forward"):
             hidden = self._run_body()
         if hidden is None:
@@ -494,9 +497,9 @@ def _backward_with_gradient(logits: Tensor, gradient: Tensor, scale: float) -> N
 
 
 def _cross_entropy_gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
-    """Return the gradient of `factor` x cross entropy by the logits: probability, minus one at the target.
+    """Return the gradient of `factor` x cross entropy by the logits: `factor` x (probability, minus one at the target).
 
-    It overwrites `log_probabilities`, so that a chunk needs only one tensor of this size.
+    The gradient overwrites `log_probabilities`, so that a chunk needs only one tensor of this size.
     """
     with torch.no_grad():
         gradient = log_probabilities.exp_()

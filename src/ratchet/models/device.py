@@ -1,6 +1,6 @@
 """Selects the device, dtype and thread count of computations, describes the device, and tests its 4-bit kernels.
 
-From this package, it imports only memory/capacity.
+Of the modules of this package, this module imports only memory/capacity.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ TorchDevice = torch.device
 """Alias for modules that must not import torch."""
 
 NARROW_HIDDEN_SIZE = 512
-"""Models with a smaller hidden size train as fast or faster with one thread, because two threads spend more time on
-synchronization than on a matrix product. On two cores, one thread takes 0.6 of the time of two at a hidden size of 128
-and 256, 1.1 times as long at 512, and 1.3 times at 1024."""
+"""Hidden size below which models train as fast or faster with one thread, because two threads spend more time on
+synchronization than on a matrix product. On two cores, one thread takes 0.6 of the time of two threads at a hidden size
+of 128 and 256, 1.1 times their time at 512, and 1.3 times at 1024."""
 
 MAX_ROUNDING_ERROR = {"nf4": 0.11, "fp4": 0.15}
-"""Relative error of normally distributed weights above which quantization counts as faulty; rounding alone gives 0.092
-and 0.122 in blocks of 64."""
+"""Relative error of normally distributed weights above which quantization counts as faulty. Rounding alone gives 0.092
+for NF4 and 0.122 for FP4 in blocks of 64."""
 TEST_ROWS = 64
-"""Rows of the matrices in the quantization test."""
+"""Number of rows of the matrices in the quantization test."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -119,7 +119,7 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
     """
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-    except (ImportError, OSError, RuntimeError) as error:  # its libraries may be missing, or need another CUDA
+    except (ImportError, OSError, RuntimeError) as error:  # its binary libraries may be missing, or need another CUDA
         return f"bitsandbytes cannot be loaded ({first_line(error)})"
     for width in sorted(set(widths)):
         weight = torch.randn(TEST_ROWS, width, generator=torch.Generator().manual_seed(width))

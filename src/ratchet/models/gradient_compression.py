@@ -1,12 +1,13 @@
 """Sums gradients over ranks, once per optimizer step, with the method of train.gradient_compression.
 
-Gradients are summed in buckets. The contents of a bucket depend only on the parameters and the bucket size, so they are
-the same in every attempt of a training, and so is the meaning of a bucket's state. DistributedDataParallel reorders its
-buckets after the first step by when gradients became ready; the next attempt could not use the state of such a bucket.
+Gradients are summed in buckets. Which gradients a bucket contains depends only on the parameters and the bucket size.
+So the buckets are the same in every attempt of a training, and the next attempt can use the state of each bucket.
+DistributedDataParallel, in contrast, reorders its buckets after the first step by when gradients became ready; the next
+attempt could not use the state of such a bucket.
 
 Int8, top-k and PowerSGD use error feedback: the error that compression makes in one step is added to the gradient of
-the next step. These errors (the unsent parts) are the state of a method. A checkpoint stores them, and they can be
-restored with another number of ranks without a loss.
+the next step. These errors (the unsent parts) are the state of a method; that of PowerSGD also contains its right-hand
+matrices. A checkpoint stores the state. It can be restored with another number of ranks, and no unsent part is lost.
 """
 
 import math
@@ -23,31 +24,32 @@ from ratchet.config.train import GradientCompressionSettings
 from ratchet.errors import DamagedFileError
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
-"""Size of a 32-bit and of a 16-bit number."""
+"""Bytes of a 32-bit and of a 16-bit number."""
 BITS_PER_BYTE = 8
 
 MAX_EXPONENT = 15
-"""float16: the largest number of a bucket is scaled to less than 2^15."""
+"""Exponent of the limit for float16: the largest number of a bucket is scaled to less than 2^15."""
 MIN_EXPONENT = -110
-"""float16: a bucket without numbers of at least 2^-110 stays small, because 2^125 is the largest scale in float32."""
+"""Smallest exponent from which a scale for float16 is computed. It limits scales to 2^125, which float32 can represent.
+A bucket without numbers of at least 2^-111 therefore stays smaller than other buckets after scaling."""
 
 INT8_MAX = 127
 MIN_SCALE = torch.finfo(torch.float32).tiny
-"""int8: smallest scale of a block; it prevents a division by zero."""
+"""Smallest scale of a block of int8 numbers; this limit prevents a division by zero."""
 
 SUMS_KEY = "sums"
 """Key of the number of completed sums (int64) in a state."""
 
 Memory = dict[str, Tensor]
 """State of a method between two sums, by name: `error.0` is the unsent part of bucket 0. Its tensors are never modified
-in place: each sum creates new ones, so that the state before a sum can be restored."""
+in place: each sum creates new tensors, so that the state before a sum can be restored."""
 State = Mapping[str, Tensor]
-"""State of one rank in a checkpoint: its memory, and SUMS_KEY."""
+"""State of one rank in a checkpoint: its memory, and the number of completed sums under SUMS_KEY."""
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Consecutive gradients in one flat tensor, with the interface of torch.distributed.GradBucket."""
+    """Gradients of consecutive parameters in one flat tensor, with the interface of torch.distributed.GradBucket."""
 
     number: int
     members: tuple[nn.Parameter, ...]
@@ -91,7 +93,7 @@ class GradientBucket:
 
 
 class CompressionMethod(Protocol):
-    """Method that sums a bucket over ranks, with its state."""
+    """Method that sums a bucket over ranks, together with the state of the method."""
 
     memory: Memory
     group: Any
@@ -101,7 +103,7 @@ class CompressionMethod(Protocol):
         """Replace the bucket's buffer by the sum over ranks.
 
         Yields:
-            Pending torch operations (`Work`); the caller completes each before it requests the next.
+            Pending torch operations (`Work`); the caller completes each operation before it requests the next.
         """
 
     def sent_bytes(self, bucket: GradientBucket) -> int:
@@ -153,7 +155,7 @@ class GradientReducer:
 
     @property
     def warning(self) -> str:
-        """Warning about settings that have no effect or send more; empty if there is none."""
+        """Warning about settings that have no effect, or with which ranks send more; empty if there is none."""
         name = self.settings.method
         if name == "none":
             return ""
@@ -178,8 +180,8 @@ class GradientReducer:
     def sum(self) -> None:
         """Replace every gradient by the sum over ranks, bit-identical on all ranks; a missing gradient counts as zeros.
 
-        Gradients must be unscaled, because unsent parts are added to the next step, and not yet clipped. A sum that is
-        not finite leaves the state unchanged, as after `undo`.
+        Gradients must be unscaled, because unsent parts are added to the gradients of the next step, and must not be
+        clipped yet. A sum that is not finite leaves the state unchanged, as after `undo`.
 
         Raises:
             RuntimeError: another rank is lost (raised by `wait`).
@@ -205,7 +207,7 @@ class GradientReducer:
         self.sent_bytes += method.sent_bytes(bucket)
 
     def _add_residuals(self, bucket: GradientBucket) -> None:
-        """Add the unsent parts that a larger number of ranks left, if there is one rank now."""
+        """Add the unsent parts that an attempt with several ranks left; call this if there is one rank now."""
         for name in (residual_name(bucket.index()), owned_residual_name(bucket.index())):
             if name in self._method.memory:
                 bucket.buffer().add_(self._method.memory.pop(name)[: bucket.buffer().numel()])
@@ -221,7 +223,7 @@ class GradientReducer:
         return {SUMS_KEY: torch.tensor([self._sums]), **self._method.memory}
 
     def restore(self, states: Sequence[State]) -> None:
-        """Restore the states of a group of ranks; with another number of ranks, divide the unsent parts again.
+        """Restore the states of a group of ranks; if the number of ranks has changed, divide the unsent parts again.
 
         Args:
             states: states of all ranks of the group, in order; if there are none or all are empty, nothing is restored.
@@ -293,8 +295,9 @@ def communication_hook(method: CompressionMethod, bucket: dist.GradBucket) -> to
     """Replace a bucket by its mean over ranks: a hook for DistributedDataParallel.register_comm_hook.
 
     Register it with the method as its state. The hook blocks, unlike torch's own hooks, which continue in callbacks of
-    futures on threads of the process group. There, a bucket's second operation would start at a different time on each
-    rank, and the process ends if such a thread releases the group's last reference (gloo: "Resource deadlock avoided").
+    futures on threads of the process group. In a callback, a bucket's second operation would start at a different time
+    on each rank. And the process would end if such a thread released the group's last reference (gloo: "Resource
+    deadlock avoided").
     """
     for work in method.reduce(bucket):
         work.wait()
@@ -348,7 +351,7 @@ def residual_name(number: int) -> str:
 
 
 def owned_residual_name(number: int) -> str:
-    """Return the name of the unsent part of that share of bucket `number` which this rank sums (int8)."""
+    """Return the name of the unsent part of the sum that this rank computes for its share of bucket `number` (int8)."""
     return f"owned.{number}"
 
 
@@ -360,14 +363,14 @@ def right_factor_name(number: int) -> str:
 def reshard_residuals(states: Sequence[State], world: int, rank: int, sizes: Sequence[int], block: int) -> Memory:
     """Return the memory of one rank in a new group of ranks.
 
-    The error of old rank s goes to the new rank s modulo the number of ranks. Shares are divided again. Factors are
-    equal on all ranks.
+    The error of old rank s is added to that of new rank s modulo `world`. The errors of shares (int8) are joined and
+    divided among the new ranks. The right-hand matrices (PowerSGD) are copied, because they are equal on all ranks.
 
     Args:
         states: states of all ranks of the old group, in order.
-        world: ranks of the new group.
+        world: number of ranks in the new group.
         rank: rank of this process in the new group.
-        sizes: numbers in each bucket.
+        sizes: count of numbers in each bucket.
         block: block size of int8.
     """
     memory: Memory = {}
@@ -386,7 +389,7 @@ def reshard_residuals(states: Sequence[State], world: int, rank: int, sizes: Seq
 
 
 def _take_rank_share(values: Tensor, rank: int, size: int) -> Tensor:
-    """Return the rank's part of a bucket, padded with zeros at the end of the bucket."""
+    """Return the rank's share of a bucket, padded with zeros where the share extends beyond the bucket."""
     part = values[rank * size : (rank + 1) * size]
     return torch.cat([part, part.new_zeros(size - part.numel())])
 
@@ -395,7 +398,10 @@ def _take_rank_share(values: Tensor, rank: int, size: int) -> Tensor:
 
 
 def all_reduce_bytes(world: int, size_bytes: int) -> int:
-    """Return the bytes of a ring all-reduce: world - 1 shares to add, world - 1 to spread (Patarasuk, Yuan 2009)."""
+    """Return the bytes of a ring all-reduce (Patarasuk, Yuan 2009).
+
+    Each rank sends world - 1 shares to be added, and then world - 1 shares of the sum.
+    """
     return 2 * (world - 1) * size_bytes // world
 
 
@@ -411,10 +417,11 @@ def all_to_all_bytes(world: int, size_bytes: int) -> int:
 
 # All-reduce in 32 or 16 bits, without state.
 #
-# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits, but no numbers below 6e-8, and the
-# gradients of a mean over thousands of tokens are close to that. So Fp16AllReduce first multiplies each bucket by a
-# power of two, which changes no significand, such that its largest number on any rank is between 2^14 and 2^15. Both
-# methods divide by the number of ranks before sending, as torch's hooks do, so that no sum overflows (65,504).
+# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits of precision, but no numbers below
+# 6e-8, and the gradients of a mean over thousands of tokens are close to this limit. So Fp16AllReduce first multiplies
+# each bucket by a power of two, which changes no significand, such that the bucket's largest number on any rank is
+# between 2^14 and 2^15. Both methods divide by the number of ranks before sending, as torch's hooks do, so that no sum
+# exceeds the largest number of float16, 65,504.
 
 
 class Fp32AllReduce:
@@ -448,7 +455,7 @@ class Bf16AllReduce:
 
 
 class Fp16AllReduce:
-    """All-reduce in float16, after an all-reduce of the largest number for the scale."""
+    """All-reduce in float16, after an all-reduce of the largest number, which determines the scale."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -469,7 +476,7 @@ class Fp16AllReduce:
 
 
 def _fp16_scale(largest: Tensor) -> Tensor:
-    """Return the power of two that brings the largest number below 2^15; 1 if it is zero or not finite."""
+    """Return the power of two that brings `largest` below 2^15; 1 if `largest` is zero or not finite."""
     exponent = torch.frexp(largest).exponent.clamp_min(MIN_EXPONENT)
     is_usable = torch.isfinite(largest) & (largest > 0)
     return torch.where(is_usable, torch.ldexp(torch.ones_like(largest), MAX_EXPONENT - exponent), 1.0)
@@ -478,11 +485,11 @@ def _fp16_scale(largest: Tensor) -> Tensor:
 # Int8: every rank sums one share of each bucket.
 #
 # First, every rank sends each other rank its share of the bucket in 8 bits (all-to-all). Then each rank sends the sum
-# of its share, again in 8 bits, to all others (all-gather). This is 2 (W - 1) / W of the bucket, as in a ring
-# all-reduce, but with one byte per number and four per block. The more common method, an all-gather of all ranks'
-# numbers, sends W / 2 times as much. Both rounding errors are remembered: the first by the rank that rounded (`error`),
-# the second by the rank that summed (`owned`). This two-sided error feedback is that of Tang et al. 2019
-# (DoubleSqueeze) and Tang et al. 2021 (1-bit Adam, section 5).
+# of its share, again in 8 bits, to all others (all-gather). With W ranks, each rank sends 2 (W - 1) / W of the bucket,
+# as in a ring all-reduce, but with one byte per number and four per block. The more common method, an all-gather of all
+# ranks' numbers, sends W / 2 times as much. Both rounding errors are remembered: the first (`error`) by the rank whose
+# numbers were rounded, the second (`owned`) by the rank that computed the sum. This two-sided error feedback is that of
+# Tang et al. 2019 (DoubleSqueeze) and Tang et al. 2021 (1-bit Adam, section 5).
 
 
 class Int8Compressor:
@@ -524,20 +531,23 @@ class Int8Compressor:
 
 
 def rank_share_size(count: int, world: int, block: int) -> int:
-    """Return how many numbers each rank sums. A share has whole blocks, so the last may extend beyond the bucket."""
+    """Return how many numbers each rank sums: its share of a bucket.
+
+    A share consists of whole blocks, so the last share may extend beyond the bucket.
+    """
     blocks = -(-count // block)
     return -(-blocks // world) * block
 
 
 def quantize_blocks(values: Tensor, block: int) -> Tensor:
-    """Quantize to integers from -127 to 127 and one scale per block, as bytes: a row's scales, then its numbers.
+    """Quantize to integers from -127 to 127 with one scale per block; return the bytes of scales and integers.
 
     Args:
         values: float32 [rows, count]; count is a multiple of `block`.
         block: count of numbers that share a scale, which is their largest magnitude / 127.
 
     Returns:
-        uint8 [rows, count + 4 count / block].
+        uint8 [rows, count + 4 count / block]: in each row first the scales, then the integers.
     """
     rows, count = values.shape
     blocks = values.view(rows, -1, block)
@@ -558,7 +568,7 @@ def dequantize_blocks(packed: Tensor, block: int) -> Tensor:
     return (numbers.view(rows, -1, block) * scales.unsqueeze(-1)).view(rows, -1)
 
 
-# Top-k sends only the largest numbers of a gradient; unsent parts accumulate until they are large enough.
+# Top-k sends only the largest numbers of a gradient; the unsent numbers accumulate until they are large enough.
 #
 # Each rank sends all others the numbers with the largest magnitude in its bucket as bfloat16, and their positions as
 # one bit per number of the bucket. Rounding errors stay in the unsent part, so they are not lost. The momentum
@@ -612,7 +622,7 @@ def packed_bits_size(count: int) -> int:
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Pack booleans into bits, [count] to uint8 [packed_bytes]: the first of eight is the lowest bit."""
+    """Pack booleans into bits, [count] to uint8 [packed_bytes]; the first of eight booleans becomes the lowest bit."""
     padded = torch.nn.functional.pad(
         flags.to(torch.uint8), (0, packed_bits_size(len(flags)) * BITS_PER_BYTE - len(flags))
     )
@@ -620,7 +630,7 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor) -> Tensor:
-    """Unpack bits to booleans. The result may end with up to seven more than were packed, all False."""
+    """Unpack bits to booleans. After the packed booleans, the result may contain up to seven more, all False."""
     return ((bits.unsqueeze(1) >> _bit_positions(bits)) & 1).view(-1).bool()
 
 
@@ -630,16 +640,19 @@ def _bit_positions(like: Tensor) -> Tensor:
 
 # PowerSGD sends matrices of low rank instead of gradients (Vogels, Karimireddy and Jaggi 2019), with error feedback.
 #
-# A gradient M [n, m] is approximated by P Q^T. P = M Q is summed over ranks and orthonormalized; Q = M^T P is summed,
-# and is the initial Q of the next step. So r (n + m) numbers are sent instead of n m, and over the steps the columns of
-# Q turn towards the dominant directions of M. P and Q are sent as bfloat16: P only selects directions, and the rounding
-# error of Q is part of the error that is fed back.
+# A gradient M [n, m] is approximated by P Q^T of rank r. P = M Q is summed over ranks and orthonormalized; Q = M^T P is
+# then summed, and is the initial Q of the next step. So r (n + m) numbers are sent instead of n m, and over the steps
+# the columns of Q turn towards the dominant directions of M. P and Q are sent as bfloat16: P only selects directions,
+# and the rounding error of Q is part of the error that is fed back.
 #
-# torch's PowerSGD hook is not used, for three reasons. It draws its first Q from a generator whose state a checkpoint
-# would have to store. It does not recover from a zero gradient, and the first gradient of every LoRA A is zero, because
-# B is zero: with rank 1 or 2 the result is NaN, or with its epsilon it remains zero; here zero columns of Q are drawn
-# again, with the bucket's number as seed. And for tensors that are sent whole it keeps an error, which is their
-# difference between ranks; here they have none.
+# torch's PowerSGD hook is not used, for three reasons:
+#
+# - The hook draws its first Q from a generator, whose state a checkpoint would have to store.
+# - The hook does not recover from a zero gradient, and the first gradient of every LoRA A is zero, because B is zero.
+#   With rank 1 or 2 the hook's result is NaN; with the hook's epsilon, it remains zero. The class below draws zero
+#   columns of Q again, with the bucket's number as seed.
+# - For tensors that are sent whole, the hook keeps an error, which is their difference between ranks. In the class
+#   below, such tensors have no error.
 
 
 @dataclass(frozen=True)
@@ -664,7 +677,10 @@ class _SameShapeGradients:
 
 
 class PowerSgdCompressor:
-    """Sum of low-rank approximations, with error feedback; a gradient smaller than its two matrices is sent whole."""
+    """Sum of low-rank approximations, with error feedback.
+
+    A gradient that is not larger than its two matrices is sent whole.
+    """
 
     def __init__(self, group: Any, rank: int, sent_dtype: torch.dtype = torch.bfloat16) -> None:
         self.group = group
@@ -734,7 +750,7 @@ class PowerSgdCompressor:
         return [_SameShapeGradients(tuple(members), n, m, min(n, m, self.rank)) for (n, m), members in shapes.items()]
 
     def _initial_right_factors(self, bucket: GradientBucket, groups: Sequence[_SameShapeGradients]) -> Iterator[Tensor]:
-        """Yield the initial Q of each group: the previous sum's Q, normalized, with random columns for zero columns."""
+        """Yield the initial Q of each group: the previous sum's Q, normalized, with zero columns drawn at random."""
         number = bucket.index()
         previous = self.memory.get(right_factor_name(number), bucket.buffer().new_zeros(self.factor_count(bucket)))
         for q in _split_into_views(previous, [group.right_shape for group in groups]):
@@ -748,7 +764,7 @@ class PowerSgdCompressor:
 
     @staticmethod
     def _uncompressed_pieces(bucket: GradientBucket, flat: Tensor, compressed: set[int]) -> Iterator[Tensor]:
-        """Yield the pieces of a tensor with the buffer's length that belong to gradients sent whole."""
+        """Yield those pieces of `flat`, which is as long as the buffer, that belong to gradients sent whole."""
         pieces = _split_into_views(flat, [gradient.shape for gradient in bucket.gradients()])
         return (piece for member, piece in enumerate(pieces) if member not in compressed)
 

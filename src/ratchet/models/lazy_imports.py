@@ -1,7 +1,7 @@
 """Imports torch, transformers, bitsandbytes and peft without parts that Ratchet never uses.
 
-Importing them normally takes 5 s of a worker's start (2 cores of a cloud machine). This module saves, measured one
-after another:
+Importing them normally takes 5 s of a worker's start (2 cores of a cloud machine). This module saves the following
+parts of this time, measured one after another:
 
 - 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on CPUs and seldom on
   GPUs;
@@ -35,12 +35,13 @@ def set_library_defaults() -> None:
 
     Call this before torch is imported.
     """
-    # Let threads that wait for each other sleep instead of spin (the default of libgomp). On two idle processors a step
-    # then takes 1.7 times as long, but next to one busy process, spinning takes 40 times as long (docs/performance.md,
-    # "Threads that wait").
+    # Let threads that wait for each other sleep; by default, libgomp lets them spin. On two idle processors, a step
+    # takes 1.7 times as long with sleeping threads as with spinning threads. Next to one busy process, however, a step
+    # takes 40 times as long with spinning threads (docs/performance.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN and ideep keep 1024 kernels by default, one for each shape of a 16-bit product: with batches of many
-    # lengths, a model of 0.1M parameters held 550 MB after 57 steps. With 32 kernels it holds 35 MB at the same speed.
+    # oneDNN and ideep keep up to 1024 kernels by default, one for each shape of a 16-bit product. With batches of many
+    # lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps; with 32 kernels it holds 35 MB at
+    # the same speed.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "32")
     os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
@@ -150,7 +151,7 @@ def defer_linear_sum_assignment() -> AbstractContextManager[None]:
 
 
 def defer_boto3() -> AbstractContextManager[None]:
-    """Make an import of boto3 in this context load its 150 modules only when they are used.
+    """Make an import of boto3 in this context load the 150 modules of boto3 only when they are used.
 
     If boto3 is installed, accelerate imports it for a dialogue that sets up jobs on SageMaker.
     """
@@ -160,11 +161,11 @@ def defer_boto3() -> AbstractContextManager[None]:
 
 @contextmanager
 def _defer_module(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
-    """Make an import of a module in this context load it only when it is used.
+    """Make an import of module `name` in this context load the module only when it is used.
 
     Importers get a placeholder, which loads the module when one of `functions` is called or an attribute is read. The
-    placeholder is removed from sys.modules when the context ends. `path` is the search path of
-    the module's submodules; None if no submodule is imported.
+    placeholder is removed from sys.modules when the context ends. `path` is the search path of the module's submodules;
+    None if no submodule is imported.
     """
     if name in sys.modules:
         yield

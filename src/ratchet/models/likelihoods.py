@@ -1,8 +1,8 @@
 """Computes log-probabilities of continuations after prompts; texts with a common prefix share its computation.
 
-A task scores several continuations of one prompt, and all its prompts may start with the same instruction: with four
-short choices after a long text, three in four tokens need not be computed. All texts are planned before the first is
-computed, and the plan depends only on the texts and the settings.
+A task scores several continuations of one prompt, and all its prompts may start with the same instruction. If a long
+text has four short choices, for example, three in four tokens need not be computed. All texts are planned before the
+first is computed, and the plan depends only on the texts and the settings.
 """
 
 import copy
@@ -30,10 +30,11 @@ MIN_SHARED_PREFIX_TOKENS = 16
 """Minimum length of a prefix common to all texts for which a separate pass is worth its cost."""
 
 BRANCH_TOKENS = 4
-"""Fixed cost of a branch, in tokens: the trunk's keys and values are copied for it."""
+"""Fixed cost of a branch (`PrefixGroup`), in tokens, because the trunk's keys and values are copied for each branch."""
 
 BRANCH_BYTES = 2**29
-"""Keys and values that are copied for branches computed together; at least as many branches as trunks are computed."""
+"""Maximum bytes of keys and values that are copied for branches computed together. Even if they need more, as many
+branches as the batch has trunks are computed together."""
 
 TOLERANCE_EPSILONS = 16
 MIN_TOLERANCE = 1e-4
@@ -41,10 +42,10 @@ MIN_TOLERANCE = 1e-4
 MIN_TOLERANCE and TOLERANCE_EPSILONS times the epsilon of the dtype."""
 
 METHOD = "prefixes shared 1"
-"""Part of every cache key, because another method would round its sums differently."""
+"""Name of this module's method. It is part of every cache key, because another method would round sums differently."""
 
 CHUNK_BATCHES = 4
-"""Batches that are cached together; a kill loses at most this many."""
+"""Number of batches whose results are cached together. A killed process loses the results of at most this many."""
 
 ResultCache = Callable[[str, Callable[[], Any]], Any]
 """Returns the cached JSON value of a key; if absent, calls the function and caches its result."""
@@ -94,7 +95,7 @@ class PrefixGroup:
     """Texts with a common prefix, the trunk. The rest of a text, if any, is a branch."""
 
     trunk_length: int
-    """Tokens that are computed once for the group, including the prefix common to all texts."""
+    """Number of tokens that are computed once for the group, including the prefix common to all texts."""
     text_indices: tuple[int, ...]
     """Indices of the texts, ordered by their tokens."""
 
@@ -104,7 +105,7 @@ class LikelihoodPlan:
     """Batches to compute, in order."""
 
     prefix_length: int
-    """Tokens common to all texts that are computed once for all of them."""
+    """Length of the prefix common to all texts, which is computed once for all texts; it may be 0."""
     batches: tuple[tuple[PrefixGroup, ...], ...]
     shares_prefixes: bool
     """True if any pass uses cached keys and values."""
@@ -119,10 +120,11 @@ def plan_batches(
 
     Args:
         texts: the texts to score.
-        batch_rows: number of trunks in a batch.
+        batch_rows: maximum number of trunks in a batch.
         sharing: extent to which the model's cache can be shared.
-        window: tokens that the model's narrowest sliding attention sees; None: all. Padding between a trunk and its
-            branch would use up part of this window.
+        window: number of tokens that the model's narrowest sliding attention sees; None: all. Padding between a trunk
+            and its branch uses up part of this window. So trunks of different lengths share a batch only if all padded
+            texts are shorter than the window.
     """
     prefix_length = _shared_prefix_length(texts) if sharing != CacheSharing.NONE else 0
     groups = sorted(
@@ -197,7 +199,7 @@ class _PrefixNode:
     """Node of the prefix tree: the common prefix of a range of texts, sorted by tokens."""
 
     depth: int
-    """Tokens after the prefix common to all texts."""
+    """Length of this node's prefix in tokens, without the prefix common to all texts."""
     start: int
     """Index of the first text."""
     ending_texts: int
@@ -205,18 +207,18 @@ class _PrefixNode:
     cost: int = 0
     """Tokens to compute for the texts below this node that already have groups."""
     groups: list[tuple[int, int, int]] = field(default_factory=list)
-    """Groups of these texts, each as (tokens of the trunk, first text, end of the range)."""
+    """Groups of these texts, each as (`depth` of the node that is its trunk, first text, end of the range)."""
 
     def absorb(self, child: "_PrefixNode") -> None:
         self.cost += child.cost
         self.groups += child.groups
 
     def close(self, stop: int, lengths: Sequence[int]) -> None:
-        """Make one group of all texts up to `stop`, unless separate groups cost less.
+        """Make one group of all texts from `start` to `stop`, unless separate groups cost less.
 
         Args:
             stop: end of the range of texts.
-            lengths: for each text, number of tokens in all texts before it.
+            lengths: for each text, number of tokens in all texts before it, without the prefix common to all texts.
         """
         count = stop - self.start
         branch_cost = (
@@ -246,8 +248,8 @@ def _split_into_batches(
 # Scoring: a common prefix is computed once, and logits only at positions of continuations.
 #
 # A batch takes two passes: first the trunks of its groups, padded on the right; then all branches, each with a copy of
-# its trunk's keys and values. If trunks differ in length, there is padding between trunk and branch. A mask hides it,
-# and position ids are passed.
+# its trunk's keys and values. If trunks differ in length, there is padding between trunk and branch. An attention mask
+# hides the padding, and position ids are passed to the model.
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class ContinuationScore:
     nats: float
     """Sum of the log-probabilities of all its tokens."""
     is_greedy: bool
-    """True if each of its tokens is the likeliest."""
+    """True if each of its tokens is the likeliest token at its position."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ class ContinuationScorer:
     pad_token_id: int
     """Padding token."""
     prefix_length: int
-    """Tokens common to all texts that are computed once (`LikelihoodPlan.prefix_length`)."""
+    """Length of the prefix that is computed once for all texts (`LikelihoodPlan.prefix_length`)."""
 
     def score_batch(self, groups: Sequence[PrefixGroup]) -> dict[int, ContinuationScore]:
         """Score one batch of a plan; return scores by index in `texts`."""
@@ -337,7 +339,7 @@ class ContinuationScorer:
         Args:
             rows: token ids, int64 [rows, columns].
             reads: (row, text index, position in the text) of each logit that is needed.
-            starts: position in its text of each row's first token.
+            starts: for each row, the position of its first token in the text.
             sums: receives the log-probabilities.
             context: cache and arguments of the pass.
         """
@@ -379,7 +381,7 @@ class _PassContext:
 
 @dataclass(frozen=True)
 class _PrefixBranch:
-    """Tokens after a trunk, and the texts that consist of trunk and branch."""
+    """Tokens after a trunk, and the texts that consist of this trunk and these tokens."""
 
     trunk_row: int
     ids: tuple[int, ...]
@@ -422,7 +424,7 @@ def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
 
 
 def _cache_keys(cache: DynamicCache) -> list[Tensor]:
-    """Return the keys of all layers that have their own."""
+    """Return the keys of all layers that have their own keys and values."""
     return [layer.keys for layer in cache.layers if layer.get_seq_length() > 0]
 
 
@@ -446,7 +448,7 @@ def is_plain_kv_cache(cache: Any) -> bool:
 
 
 def narrowest_attention_window(model: Model) -> int | None:
-    """Return the tokens that the narrowest sliding attention of a model sees; None if all layers see everything."""
+    """Return how many tokens the narrowest sliding attention of a model sees; None if all layers see all tokens."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = DynamicCache(config=base.config).layers
     return min((layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)), default=None)
@@ -457,8 +459,9 @@ def probe_cache_sharing(
 ) -> CacheSharing | None:
     """Return how far this model's cache can be shared, by a test on the longest texts.
 
-    The test compares each method with the model's plain pass over complete texts. It uses the longest trunk and one of
-    another length, so it detects a cache that does not support positions, masks or this length.
+    The test compares each method of `CacheSharing`, in order, with the model's plain pass over complete texts; the
+    first method that agrees is returned. The test uses the longest trunk and a trunk of another length, so it detects a
+    cache that does not support positions, masks or this length.
 
     Returns:
         None if logits at single positions differ from those of the plain pass even without a shared cache.
@@ -474,9 +477,10 @@ def probe_cache_sharing(
 
 
 def _sample_groups(plan: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
-    """Yield test batches: two texts of the longest group, and two texts of each of two groups of different length.
+    """Yield test batches: two groups with trunks of different length, then the longest group if it is neither of them.
 
-    If no pass shares a cache, yield only the shortest group, which tests logits at single positions at the least cost.
+    At most two texts of a group are used. If no pass shares a cache, only the shortest group is yielded, which tests
+    logits at single positions at the least cost.
     """
     if not plan.shares_prefixes:
         yield [_first_and_last_member(plan.batches[-1][-1])]
@@ -519,8 +523,8 @@ def _is_near_plain_pass(score: ContinuationScore, scorer: ContinuationScorer, in
     return bool(abs(score.nats - expected) <= tolerance * max(1.0, abs(expected)))
 
 
-# Pairs of prompt and continuation: all are planned together, computed in chunks, and cached by chunk under a key of all
-# inputs of the chunk.
+# Pairs of prompt and continuation. All pairs are planned together and computed in chunks. The results of a chunk are
+# cached under a key of all its inputs.
 
 
 class UnscorablePairError(ValueError):
@@ -539,7 +543,7 @@ class LikelihoodLimits:
     batch_rows: int
     """Number of texts, or of trunks of several texts, that are computed together."""
     max_tokens: int
-    """Maximum tokens that the model reads; longer texts lose their beginning."""
+    """Maximum number of tokens that the model reads; longer texts lose their beginning."""
     pad_token_id: int
     """Padding token."""
 
@@ -602,7 +606,7 @@ def _build_prompt_continuation(
 
 
 def _text_digest(text: PromptContinuation) -> str:
-    """Return a digest of the text; faster than JSON for millions of tokens."""
+    """Return a digest of the text; its binary format is faster than JSON for millions of tokens."""
     return digests.hash_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes())
 
 

@@ -33,7 +33,7 @@ def load(
 
     Args:
         path: directory of the model.
-        card: names the added tokens and states whether custom code may run; None: no added tokens, no custom code.
+        card: base card, with the added tokens and whether custom code may run; None: no added tokens, no custom code.
         settings: section train, of which quantization, dtypes and attention are used.
         device: device of the computation.
         storage_device: device onto which the weights are loaded; None: `device`.
@@ -53,7 +53,7 @@ def load(
     weights.check_stored_tensors(path, spec, stored)
     try:
         meta_model = spec.model(dtype, settings.attention)
-    except ValueError as error:  # transformers lists the supported kinds
+    except ValueError as error:  # its text lists the supported kinds of attention
         raise SettingsError(
             f"train.attention: {settings.attention}: not supported by the model of {path}; set eager"
         ) from error
@@ -106,7 +106,7 @@ def _require_four_bits(meta_model: Model, settings: Train, device: torch.device)
 
 
 def _require_forward(model: Model, settings: Train, name: str) -> None:
-    """Run two tokens through the model: some models (Mamba) read a layer's weights directly, which fails in 4 bits.
+    """Run two tokens through the model. Some models (Mamba) read a layer's weights directly, which fails in 4 bits.
 
     Raises:
         SettingsError: the forward pass fails.
@@ -145,7 +145,8 @@ def _read_weights(
     reader = weights.WeightReader(path)
     try:
         with model_spec.use_plain_linears(config):
-            # With a path, transformers would map the files, and load adapters and functions next to them.
+            # The path is not passed, because transformers would then map the files into memory, and load adapters and
+            # functions from the same directory.
             model = type(meta_model).from_pretrained(
                 None,
                 config=config,
@@ -169,8 +170,8 @@ def _read_weights(
 def _cast_unquantized(model: Model, meta_model: Model) -> None:
     """Cast parameters that are not in 4 bits to the intended dtype.
 
-    For a 4-bit checkpoint transformers 5.23 leaves the `weight` of every module, even of a norm, in the dtype of the
-    file, because it treats it as packed. It casts biases, so the two do not match.
+    For a 4-bit checkpoint transformers 5.23 treats the `weight` of every module, even of a norm, as packed, and leaves
+    it in the dtype of the file. Biases are cast, so without this function weight and bias would have different dtypes.
     """
     dtypes = {name: parameter.dtype for name, parameter in meta_model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -181,8 +182,9 @@ def _cast_unquantized(model: Model, meta_model: Model) -> None:
 def _keep_layout(model: Model) -> None:
     """Prevent 4-bit layers from repacking themselves at their first use in evaluation mode.
 
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 then converts the weights in place to a layout whose kernel rounds to
-    bfloat16 and has no gradient: training after the first validation would silently continue with wrong results.
+    On a CPU with AVX512-BF16, this first use makes bitsandbytes 0.50 convert the weights in place to a layout whose
+    kernel rounds to bfloat16 and has no gradient. After the first validation, training would continue without an error,
+    but with wrong results.
     """
     from bitsandbytes.nn import Linear4bit
 

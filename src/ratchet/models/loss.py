@@ -18,18 +18,19 @@ from ratchet.errors import SettingsError
 from ratchet.models.device import Model
 
 MAX_ROUNDING_DEVIATION = {torch.float32: (1e-5, 1e-3)}
-"""Limits, by dtype, of two differences of a row's logits: by other rows in its pack, and between packed and unpacked.
+"""Limits, by dtype, of two differences of a row's logits, in standard deviations of the logits.
 
-Both are in standard deviations of the logits. They were measured on small models of up to 24 layers. The eleven
-architectures that keep rows separate show at most 2e-6 (0 except for mixtures of experts) and 4e-6 in float32, and 0
-and 0.04 in bfloat16. The seven that mix rows (recurrent, hybrid, without position ids) show at least 2e-4 and 0.018.
+The first is the change that other tokens in another row of the pack cause; the second is the difference between packed
+and unpacked. The limits follow from measurements on small models of up to 24 layers. The eleven architectures that
+keep rows separate show at most 2e-6 (0 except for mixtures of experts) and 4e-6 in float32, and 0 and 0.04 in bfloat16.
+The seven that mix rows (recurrent, hybrid, without position ids) show at least 2e-4 and 0.018.
 """
 MAX_ROUNDING_DEVIATION_16_BIT = (5e-3, 0.1)
 """The same limits for bfloat16 and float16."""
 
 TOP_K_TENSORS, FULL_TENSORS = 2, 4
-"""Tensors of the logits' size that exist at a time, relative to training without a teacher: if the teacher's most
-probable tokens are known, and if all its tokens are known."""
+"""Number of tensors of the logits' size that exist at a time, relative to training without a teacher: if the teacher's
+probabilities are known for its most probable tokens only, and if they are known for all tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SequenceBatch:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor | None
-    """None unless a sequence holds several rows."""
+    """None if every sequence of the batch holds one row."""
 
     @classmethod
     def from_sequences(
@@ -110,8 +111,9 @@ def _forward_parameter_names(model: Model) -> set[str]:
 def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int], device: torch.device) -> None:
     """Check on a real pack that the model keeps its rows separate. Draws no random numbers and changes nothing.
 
-    Recurrent layers and some kinds of attention carry one row into the next. So the check requires that other tokens in
-    one row do not change the logits of the other rows, and that a row has the same logits packed and unpacked.
+    Recurrent layers and some kinds of attention carry one row into the next. So the check replaces the tokens of one
+    row, and requires that the logits of the other rows do not change. It also requires that a row has the same logits
+    packed and unpacked.
 
     Raises:
         SettingsError: the model mixes rows, or does not accept position ids.
@@ -143,10 +145,10 @@ def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int]
 def _cross_row_influence(
     model: Model, batch: SequenceBatch, logits: Tensor, rows: TokenRows, pack: Sequence[int]
 ) -> tuple[float, float]:
-    """Return the greatest change of later rows' logits by the first row's tokens, and of earlier rows' by the last row.
+    """Return two greatest changes of logits: of later rows by the first row, and of earlier rows by the last row.
 
-    In a causal model the last row cannot change earlier rows, so the second number is noise: rounding in experts
-    depends on the number of their tokens.
+    In a causal model the last row cannot influence earlier rows, so the second number is noise: rounding in an expert
+    depends on how many tokens the expert processes.
     """
     first, last = rows.count_tokens(pack[:1]), rows.count_tokens(pack[:-1])
     trained_in_first, trained_before_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
@@ -171,7 +173,7 @@ def _greatest_deviation(logits: Tensor, changed: Tensor) -> float:
 
 
 def _deviation_from_unpacked(model: Model, logits: Tensor, rows: TokenRows, pack: Sequence[int]) -> float:
-    """Return the greatest RMS difference of a row's logits between packed and unpacked, in standard deviations."""
+    """Return the greatest RMS difference of any row's logits, packed and unpacked, in standard deviations."""
     deviations, start = [0.0], 0
     for row in pack:
         unpacked = _trained_logits(model, SequenceBatch.from_sequences(rows, [[row]], logits.device)).float()
@@ -200,14 +202,16 @@ def _trained_logits(model: Model, batch: SequenceBatch) -> Tensor:
 # the student's own.
 #
 # If p is known for every token, q is normalized over the same tokens, which excludes padding in the student's
-# embedding. If p is known only for the `k` most probable tokens S, with the total of the rest, D is computed over k
-# tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality (Cover and Thomas,
-# theorem 2.7.1) the result is at most the full D, and 0 wherever the full D is 0. The alternative, to truncate p and
-# rescale it to 1, would teach probabilities that are too large (Anshumann et al. 2025, arXiv 2503.16870).
+# embedding. If p is known only for the set S of the `k` most probable tokens, and as a total for the rest, D is
+# computed over these k tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality
+# (Cover and Thomas, theorem 2.7.1) the result is at most the full D, and 0 wherever the full D is 0. The alternative,
+# to truncate p and rescale it to 1, would teach probabilities that are too large (Anshumann et al. 2025, arXiv
+# 2503.16870).
 #
-# The gradient is computed by hand, because the logits of a micro-batch never exist at once (chunked_loss.py). With
-# respect to u = logits / T, it is for a bucket b `g_b = q_b - p_b` (forward) or `g_b = q_b (log(q_b / p_b) - D)`
-# (reverse). A token of S is its own bucket; a token of the rest has the same share of g_rest as of q_rest.
+# The gradient is computed by hand, because the logits of a micro-batch never exist at once (chunked_loss.py). For a
+# bucket b, the gradient with respect to u = logits / T is `g_b = q_b - p_b` (forward) or
+# `g_b = q_b (log(q_b / p_b) - D)` (reverse). Each token of S is a bucket. A token of the rest has the same share of
+# g_rest as of q_rest.
 
 
 @dataclass(frozen=True)
@@ -217,8 +221,8 @@ class StoredTeacherTargets:
     tokens: Tensor | None
     """int64 [positions, k], unique per position. None: all tokens, ordered by id."""
     log_probabilities: Tensor
-    """At the temperature, float [positions, k + 1]: those of the tokens, then that of all other tokens together. If all
-    tokens are known: [positions, tokens]."""
+    """Log-probabilities at the temperature, float [positions, k + 1]: those of `tokens`, then that of all other tokens
+    together. If `tokens` is None, the shape is [positions, tokens of the teacher]."""
     weight: float
     temperature: float
     direction: Literal["forward", "reverse"]
@@ -239,7 +243,7 @@ class TeacherTargets(Protocol):
 
     @property
     def distributions(self) -> int:
-        """TOP_K_TENSORS or FULL_TENSORS, by which the chunk size is divided."""
+        """TOP_K_TENSORS or FULL_TENSORS; the size of a chunk is divided by this number."""
 
     def select(self, positions: slice) -> StoredTeacherTargets:
         """Return the targets of a range of positions."""
@@ -262,7 +266,7 @@ def compute_loss_and_gradient(
         weight, temperature = teacher_targets.weight, teacher_targets.temperature
         log_probabilities = functional.log_softmax(logits_float, dim=-1)
         loss = -(1 - weight) * log_probabilities.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
-        gradient = log_probabilities.exp_()  # in place: one tensor less of this size
+        gradient = log_probabilities.exp_()  # in place, to save a tensor of this size
         gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
         gradient.mul_(1 - weight)
 
@@ -290,8 +294,8 @@ def _add_top_k_gradient(
         terms = student_log - teacher_log
         distance = (student_log.exp() * terms).sum(dim=1, keepdim=True)
         bucket_gradient = student_log.exp() * (terms - distance)
-    bucket_gradient *= teacher_targets.weight * teacher_targets.temperature  # T^2, and 1 / T of u = logits / T
-    # Tokens of the rest get their share. In `student`, tokens of S are -inf, so their share is 0.
+    bucket_gradient *= teacher_targets.weight * teacher_targets.temperature  # T^2, times 1 / T from u = logits / T
+    # Each token of the rest gets its share of the bucket. Tokens of S are -inf in `student`, so their share is 0.
     gradient += student.sub_(rest).exp_().mul_(bucket_gradient[:, -1:])
     # Tokens are unique, so no sum depends on the order in which a GPU adds.
     gradient.scatter_(1, tokens, gradient.gather(1, tokens) + bucket_gradient[:, :-1])
@@ -316,5 +320,5 @@ def _add_full_gradient(gradient: Tensor, logits: Tensor, teacher_targets: Stored
 
 
 def _normalize_probabilities(log_probabilities: Tensor) -> Tensor:
-    """Normalize to a sum of 1: the stored 16-bit values have rounding errors."""
+    """Normalize probabilities to a sum of 1, because the stored 16-bit values have rounding errors."""
     return log_probabilities - log_probabilities.logsumexp(dim=1, keepdim=True)

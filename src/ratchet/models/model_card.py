@@ -21,7 +21,7 @@ _METHODS = {
     "adalora": "AdaLoRA: ranks allocated by importance (Zhang et al. 2023)",
 }
 _MAX_LISTED = 12
-"""Maximum number of modules or tokens that are listed by name; the rest is counted."""
+"""Maximum number of modules or tokens that a card lists by name; for the others it gives their number."""
 
 
 def render_for_adapter(

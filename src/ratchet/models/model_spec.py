@@ -1,11 +1,11 @@
 """Describes a model's layers from its module graph on the meta device, without loading weights.
 
-The role of a layer follows from its position, not from a table of models. The innermost name or class around a layer
-that indicates attention or MLP decides. A layer directly in a decoder layer, next to an attention, belongs to the MLP
-(fc1 and fc2 of OPT). Linear attention (Gated DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention.
-Projections of state-space mixers (Mamba) have the role `other` and belong to no group, because their fused kernels read
-weights directly and would skip an adapter. They are adapted only if the settings name them. The same applies to vision
-and audio towers.
+The role of a layer follows from its position, not from a table of models. The modules around a layer are read from the
+inside out, and the first name or class that indicates attention, an MLP or a state-space mixer decides. A layer that is
+directly in a decoder layer, next to an attention, belongs to the MLP (fc1 and fc2 of OPT). Linear attention (Gated
+DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention. Projections of state-space mixers (Mamba) have the
+role `other` and belong to no group, because their fused kernels read weights directly and would skip an adapter. Layers
+of vision and audio towers have the role `other` too. Layers with this role are adapted only if the settings name them.
 """
 
 import copy
@@ -74,7 +74,7 @@ class ModelSpec:
     """Number of weights; tied weights count once."""
     tied_head: bool
     is_causal: bool
-    """True if the model predicts the next token from those before it."""
+    """True if the model predicts the next token from the tokens before it."""
     class_name: str
     remote_code: bool = False
     directory: Path | None = field(default=None, compare=False)
@@ -233,7 +233,7 @@ def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bo
 
 
 def _is_causal(model: Model) -> bool:
-    """Return True for causal models. Encoders have causal classes too; their config sets `is_decoder` if used so."""
+    """Return True for causal models. Encoders have causal classes too; for them, `is_decoder` of the config decides."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
@@ -255,7 +255,7 @@ def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code:
 def use_plain_linears(config: Any) -> Iterator[None]:
     """Build Falcon models with plain `nn.Linear` layers, which compute the same as Falcon's own class.
 
-    transformers quantizes only layers of the exact class `nn.Linear`, so none of an unmodified Falcon.
+    transformers quantizes only layers of the exact class `nn.Linear`, so it would quantize no layer of a Falcon.
     """
     if config.model_type != "falcon":
         yield
@@ -333,11 +333,11 @@ def find_blocks(model: Model) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of decoder layers; both are empty if other lists look the same.
 
     The blocks are the highest list in the decoder whose members have submodules. Lists of experts are deeper; lists of
-    projections or rotations (Gemma 3n, Granite with sliding windows) have members without submodules. If two lists are
-    at the same level (XLM: attentions and feed-forward parts; HRM: stacks run in turn), none is a sequence of blocks.
+    projections or rotations (Gemma 3n, Granite with sliding windows) have members without submodules. If two such lists
+    are at the same level (XLM: attentions and feed-forward parts; HRM: stacks run in turn), neither holds the blocks.
 
     Args:
-        model: model with or without adapters; the name is the one in this model.
+        model: model with or without adapters; the returned name is the name in this model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     lists = _highest_module_lists(find_body(base)) or _highest_module_lists(base)

@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Release unreferenced memory. Call this outside the `except` block, whose traceback keeps frames alive."""
+    """Release unreferenced memory. Call this outside an `except` block, because its traceback keeps frames alive."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -99,7 +99,7 @@ def _alternatives(
 def _teacher_alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """Yield changes with which the teacher needs less memory, or none."""
+    """Yield changes with which the teacher needs less memory or no memory."""
     distill = settings.distill
     if distill.quantization == "none":
         quantized = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
@@ -110,9 +110,9 @@ def _teacher_alternatives(
 def _sharding_alternative(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> tuple[str, tuple[Train, Machine, MemoryWorkload]]:
-    """Return the change that shards the base among the current ranks, or among twice as many.
+    """Return the change that shards the base among the current ranks, or among twice as many ranks.
 
-    Twice as many are needed if the base is already sharded, or if there is one rank.
+    Twice as many ranks are needed if the base is already sharded, or if there is one rank.
     """
     sharded = machine.model_copy(update={"shard_base": True})
     if work.ranks > 1 and machine.shard_base is not True:

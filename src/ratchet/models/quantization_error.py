@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Quantization variants (settings of section train) that are compared with full precision."""
 
 CHUNK_POSITIONS = 256
-"""Positions whose distributions are compared at once: 100 MB each at a vocabulary of 100,000."""
+"""Number of positions compared at once. Their distributions are a tensor of 100 MB at a vocabulary of 100,000."""
 
 Row = tuple[Sequence[int], Sequence[int]]
 """Token ids and labels."""
@@ -70,7 +70,7 @@ def measure_cost(
     Args:
         load: loads the frozen base for settings.
         settings: section train, in which quantization, double_quantization and initialization are replaced.
-        rows: token ids and labels.
+        rows: token ids and labels of each row.
         progress: receives messages with the current variant.
     """
     unquantized = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
@@ -111,21 +111,21 @@ def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _Diverge
     with torch.no_grad():
         for input_ids, labels in rows:
             targets = torch.tensor(labels, device=full.device)[1:]
-            columns = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+            positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
             ids = torch.tensor([list(input_ids)], device=full.device)
-            reference = _row_logits(full, ids, columns)
-            logits = reference if model is full else _row_logits(model, ids, columns)
-            for chunk in torch.arange(len(columns), device=full.device).split(CHUNK_POSITIONS):
-                _add_positions(sums, reference[chunk], logits[chunk], targets[columns[chunk]])
+            reference = _row_logits(full, ids, positions)
+            logits = reference if model is full else _row_logits(model, ids, positions)
+            for chunk in torch.arange(len(positions), device=full.device).split(CHUNK_POSITIONS):
+                _add_positions(sums, reference[chunk], logits[chunk], targets[positions[chunk]])
     return sums
 
 
-def _row_logits(model: Model, ids: Tensor, columns: Tensor) -> Tensor:
-    """Return logits [columns, vocabulary] of one row."""
+def _row_logits(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits of one row at these positions: [positions, vocabulary]."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        selected: Tensor = model(input_ids=ids, logits_to_keep=columns, use_cache=False).logits[0]
+        selected: Tensor = model(input_ids=ids, logits_to_keep=positions, use_cache=False).logits[0]
         return selected
-    all_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, columns]
+    all_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, positions]
     return all_logits
 
 
@@ -143,7 +143,7 @@ def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, tar
 
 
 def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return, by name, each layer in 4 bits as (its counterpart in full precision, the layer)."""
+    """Return pairs by layer name: a layer in full precision, and its counterpart in 4 bits."""
     from bitsandbytes.nn import Linear4bit
 
     full_modules = dict(full.named_modules())
@@ -152,10 +152,10 @@ def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Mod
 
 @contextmanager
 def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Run each 4-bit layer on the inputs of its counterpart in full precision, whenever that runs.
+    """Whenever a layer in full precision runs, run its 4-bit counterpart on the same inputs.
 
     Yields:
-        For each layer, the sum of squares of the difference of both outputs, and that of the full-precision outputs.
+        For each layer, two sums of squares: of the differences between both outputs, and of the full-precision outputs.
     """
     squares: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -177,6 +177,7 @@ def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iter
 
 
 def _weight_squared_norms(full_layer: nn.Module, quantized_layer: nn.Module) -> tuple[float, float]:
+    """Return the squared norms of the weights' difference and of the weights in full precision."""
     weight = weights.dense_weight(full_layer)
     return float(_squared_norm(weights.dense_weight(quantized_layer) - weight)), float(_squared_norm(weight))
 
@@ -191,5 +192,5 @@ def _squared_norm(tensor: Tensor) -> Tensor:
 
 
 def _relative_error(difference_square: float, reference_square: float) -> float:
-    """Return the square root of the ratio; 0 if the layer is an expert that received no tokens."""
+    """Return the square root of the ratio; 0 if the reference is 0, as for an expert that received no tokens."""
     return math.sqrt(difference_square / reference_square) if reference_square else 0.0

@@ -1,7 +1,7 @@
 """Recommends changes of params.yaml, each with reason and source; good values get no recommendation.
 
-A rule changes a value only if it is outside the range that published work supports. Rules are applied in order, and
-each sees the changes of earlier rules.
+A rule changes a value only if the value is outside the range that published work supports. Rules are applied in order,
+and each rule sees the changes of earlier rules.
 """
 
 import math
@@ -37,26 +37,26 @@ EIGHT_BIT_PAPER = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantiz
 FORECAST_SOURCE = "forecast for this machine"
 
 LEARNING_RATE_TOLERANCE = 4.0
-"""Learning rates within this factor of the reference are accepted: optima are flat and differ between tasks."""
+"""Learning rates within this factor of the reference are accepted, because optima are flat and differ between tasks."""
 SCALE_RANGE = (0.25, 4.0)
-"""Accepted alpha / rank: from QLoRA's 16 / 64 to twice the 2 of Biderman et al."""
+"""Accepted range of alpha / rank: from QLoRA's 16 / 64 to twice the value 2 of Biderman et al."""
 MAX_RANK = 256
 """Largest proposed rank, and the largest in most experiments of Biderman et al. and Schulman et al."""
 MIN_STEPS = 100
-"""With fewer optimizer steps a model learns little: the warm-up takes part of them, and B starts at zero."""
+"""Number of steps below which a model learns little, because the warm-up takes some of them and B starts at zero."""
 SMALL_BATCH_ROWS = 16
-"""Batch size of QLoRA's runs with 7B and 13B models."""
+"""Smallest recommended number of rows in a batch: the batch size of QLoRA's runs with 7B and 13B models."""
 USEFUL_EPOCHS = 4.0
 MAX_EPOCHS = 16.0
-"""Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 there is little gain."""
+"""Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 epochs there is little gain."""
 MAX_PADDED_SHARE = 0.25
 """Share of computation spent on padding above which rows should be grouped by length."""
 MAX_LOST_SHARE = 0.01
 """Share of rows lost because of their length above which a rule applies."""
 MEMORY_SHARE = 0.9
-"""Share of available memory that the forecast of proposed settings may use; a forecast may be a tenth too low."""
+"""Share of the available memory that proposed settings may need by the forecast, which may be a tenth too low."""
 MIN_ROW_TOKENS = 64
-"""Shorter rows are not proposed."""
+"""Smallest row length that is proposed, in tokens."""
 MICRO_BATCH_SIZE, ACTIVATION_CHECKPOINTING, SHARD_BASE = (
     "machine.micro_batch_size",
     "machine.activation_checkpointing",
@@ -99,7 +99,7 @@ class RecommendedChange:
     """New values of settings that change together for one reason."""
 
     values: dict[str, Any]
-    """New values by key; the first is the reason for the others."""
+    """New values by key. The first key is the main change; the other settings change because of it."""
     reason: str
     source: str
 
@@ -227,7 +227,7 @@ def _change_rank(facts: RecommendationInputs, rank: int, reason: str, source: st
 
 
 def recommend_scale(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Keep alpha over rank (or its root) within the range of published recipes."""
+    """Keep alpha / rank (alpha / sqrt(rank) with rsLoRA) within the range of published recipes."""
     train = facts.settings.train
     if train.adapter == "adalora" or train.alpha_pattern or train.rank_pattern:
         return None
@@ -261,10 +261,11 @@ def recommend_learning_rate(facts: RecommendationInputs) -> RecommendedChange | 
 
 
 def _reference_rate(spec: ModelSpec) -> tuple[float, str, str]:
-    """Return the reference rate with description and source: QLoRA's from 1B parameters on, a fit by width below.
+    """Return the reference rate with description and source: QLoRA's rate from 1B parameters on, a fit by width below.
 
-    The fit is 5e-4 (2000 / width) ^ 0.781, by Thinking Machines for Llama models of at least 1B parameters, so smaller
-    models use an extrapolation. For Ratchet's tiny base of width 256 it gives 2.5e-3; the best measured rate is 2e-3.
+    The fit, 5e-4 (2000 / width) ^ 0.781, was made by Thinking Machines for Llama models of at least 1B parameters, so
+    smaller models use an extrapolation. For Ratchet's tiny base of width 256 the fit gives 2.5e-3, which is rounded to
+    2e-3; the best measured rate is 2e-3.
     """
     size = f"a model of {spec.parameters / 1e9:.3g}B parameters"
     if spec.parameters >= 1e9:
@@ -310,7 +311,7 @@ def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | Non
 
 
 def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend more epochs for little data, and fewer if the last ones teach little."""
+    """Recommend more epochs for little data, and fewer epochs if the last ones teach little."""
     train, steps = facts.settings.train, _count_steps(facts)
     if train.epochs > MAX_EPOCHS and not train.early_stopping.patience:
         reason = f"{train.epochs:g} epochs teach little after the first 4, and early stopping is off"
@@ -349,7 +350,7 @@ def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange 
 
 
 def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend longer rows if many are lost because of their length."""
+    """Recommend longer rows if many rows are lost because of their length."""
     if facts.data is None or facts.rows is None:
         return None
     dropped = facts.data.dropped.get("too_long")
@@ -422,14 +423,13 @@ RULES: tuple[Rule, ...] = (
 
 # Rules about memory: settings with which a training fits, and settings that use spare memory.
 #
-# Cheap changes come first: fewer rows at a time, which cost some time; activation checkpointing, which costs about a
-# third more time (Chen et al. 2016); a sharded base, which costs network traffic. Then come fewer bits, and last
-# shorter rows.
+# Cheap changes come first. Fewer rows at a time cost some time, activation checkpointing costs about a third more time
+# (Chen et al. 2016), and a sharded base costs network traffic. Then come fewer bits, and last shorter rows.
 
 
 @dataclass(frozen=True)
 class MemoryConstraint:
-    """Memory available to the training process, and a function that forecasts its need."""
+    """Memory available to the training process, and a function that forecasts how much the process needs."""
 
     available_bytes: int
     needed_bytes: Callable[[Settings], int]
@@ -448,7 +448,7 @@ class MemoryFit:
     """Forecast peak with the current settings."""
     changes: tuple[RecommendedChange, ...]
     reduced_bytes: int
-    """Forecast peak with the changes."""
+    """Forecast peak with the changes; if none is sufficient, with all changes that were tried."""
     fits: bool
     """True if the training fits with the changes; if False, no change is sufficient."""
 
@@ -481,7 +481,10 @@ class _MemoryFitSearch:
         return self.constraint.needed_bytes(params_file.apply_changes(self.settings, values or {}))
 
     def reduce_memory(self, needed: int) -> MemoryFit:
-        """Reduce the rows at a time; then, with one row, apply further changes until the training fits."""
+        """Reduce the rows at a time; then, with one row, apply further changes until the training fits.
+
+        If further changes were needed, the rows at a time are increased again as far as memory permits.
+        """
         rows = self.settings.machine.micro_batch_size
         self.shortage = (
             f"needs {format_bytes(needed)}, but {format_bytes(self.constraint.available_bytes)} are available"
@@ -513,7 +516,7 @@ class _MemoryFitSearch:
         return MemoryFit(needed, tuple(changes), reduced, fits=True)
 
     def _reduce_rows(self, rows: int, needed: int) -> tuple[int, int]:
-        """Return the number of rows that fit at a time, and their forecast peak; 1 row if none fits."""
+        """Return the number of rows that fit at a time, and their forecast peak; 1 row if not even one fits."""
         single = self.needed_bytes({MICRO_BATCH_SIZE: 1}) if rows > 1 else needed
         if single > self.budget_bytes:
             return 1, single

@@ -24,7 +24,7 @@ Labels = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class RowLikelihood:
-    """Likelihood of one row's tokens, each given those before it, in nats. The first token has no likelihood."""
+    """Likelihood of one row's tokens in nats, each given the tokens before it. The first token has no likelihood."""
 
     nll: float
     """Negative log-likelihood of all answer tokens (those with a label) together."""
@@ -40,8 +40,8 @@ def score_rows(
 ) -> list[RowLikelihood]:
     """Compute the likelihoods of rows in one pass, in order.
 
-    Every token is a target, with or without a label, so answer and prompt need one pass. No attention mask is needed:
-    rows are padded on the right, and causal attention does not see later positions. Sums are in float64.
+    Every token is a target, with or without a label, so one pass covers answer and prompt. No attention mask is needed,
+    because rows are padded on the right, and causal attention does not see later positions. Sums are in float64.
 
     Args:
         model: the model that scores.
@@ -58,7 +58,7 @@ def score_rows(
         is_answer = (pad_rows(labels, IGNORE_INDEX, model.device) != IGNORE_INDEX)[:, 1:]
         is_real = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         is_prompt = is_real.to(model.device) & ~is_answer
-        # A product with 0 would not work, because values at padding may be NaN.
+        # `where` is used instead of a product with 0, because values at padding may be NaN.
         sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
     counts = [mask.sum(dim=1).tolist() for mask in (is_answer, is_prompt)]
     return [RowLikelihood(*fields) for fields in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
@@ -67,7 +67,7 @@ def score_rows(
 def list_end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
     """Return the ids that end an answer: the trained end of turn, and those in the model's own files.
 
-    The two may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
+    They may differ, because a template's end-of-turn token need not be the tokenizer's `eos_token`.
     """
     model_ids = model.generation_config.eos_token_id if model.generation_config else None
     vocabulary = tokenizer.get_vocab()
@@ -83,7 +83,7 @@ def generate(
     model: Model, prompts: Sequence[Sequence[int]], end_token_ids: Sequence[int], max_new_tokens: int,
     pad_token_id: int, sampler: GumbelLogitsWarper | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Generate the answers to all prompts (ids that end where the assistant begins) in one batch, in order.
+    """Generate the answers to all prompts (ids that end where the assistant's turn begins) in one batch, in order.
 
     An answer ends with one of `end_token_ids`, which it includes, or after `max_new_tokens`. Generation settings in a
     model's files, such as a repetition penalty, are ignored, so that all models answer in the same way.
@@ -120,7 +120,7 @@ def generate(
 
 @contextmanager
 def _ignore_generation_config(base: Model) -> Iterator[None]:
-    """Hide a model's generation_config, from which transformers takes settings that a call leaves out."""
+    """Hide a model's generation_config, from which transformers takes all settings that a call does not pass."""
     original = base.generation_config
     base.generation_config = GenerationConfig()
     try:
@@ -184,8 +184,8 @@ def score_labels(
     """Return the log-probability in nats of each label as the complete answer to each prompt: [prompts][labels].
 
     The prompt's last logits score the first token of a label. The other tokens are scored with the prompt's key-value
-    cache, `batch_rows` pairs of prompt and label at a time. Models without such a cache (recurrent ones) read prompt
-    and label again for each pair.
+    cache, `batch_rows` pairs of prompt and label at a time. Models without such a cache (recurrent models) read the
+    whole prompt and label for each pair.
 
     Args:
         model: the model that scores.

@@ -1,7 +1,7 @@
 """Resolves `train.target_modules` and the rank and alpha patterns to layers of a model, and validates them.
 
-All checks run before weights are loaded. They find names without a match, modules that are not linear, ranks that are
-too large for a matrix, and adapters that a layer does not support. Names are matched as in peft.
+The checks need no weights. They find names without a match, modules that are not linear, ranks that are too large for a
+matrix, and adapters that a layer does not support. Names are matched as in peft.
 """
 
 import difflib
@@ -62,13 +62,13 @@ def choose(
 
 
 def layer_rank(layer: LayerSpec, settings: Train) -> int:
-    """Return the rank of a layer's adapter: that of the first pattern that matches its name, otherwise train.rank."""
+    """Return the rank of a layer's adapter, from the first pattern that matches the layer's name, or train.rank."""
     key = _first_matching_key(layer, settings.rank_pattern)
     return settings.rank if key is None else settings.rank_pattern[key]
 
 
 def layer_alpha(layer: LayerSpec, settings: Train) -> float:
-    """Return the alpha of a layer's adapter: that of the first pattern that matches its name, otherwise train.alpha."""
+    """Return the alpha of a layer's adapter, from the first pattern that matches the layer's name, or train.alpha."""
     key = _first_matching_key(layer, settings.alpha_pattern)
     return settings.alpha if key is None else settings.alpha_pattern[key]
 
@@ -131,7 +131,7 @@ def _match_name(text: str, layers: Sequence[LayerSpec], others: Mapping[str, str
 
 
 def _match_expression(expression: str, layers: Sequence[LayerSpec], others: Mapping[str, str]) -> tuple[LayerSpec, ...]:
-    """Return the layers that match. Containers of layers may match too, but no module without layers."""
+    """Return the layers that match. The expression may also match modules that contain layers, but no other modules."""
     pattern = _compile_expression(expression, f"train.target_modules: {expression}")
     matches = tuple(layer for layer in layers if pattern.fullmatch(layer.name))
     containers = (
@@ -196,7 +196,7 @@ def _summarize_layers(layers: Sequence[LayerSpec]) -> str:
 
 
 def _suggest_nearest_names(text: str, layers: Iterable[LayerSpec], others: Mapping[str, str]) -> str:
-    """Return `; nearest: q_proj, k_proj`, from a comparison of last parts, as many as the text has."""
+    """Return a hint such as `; nearest: q_proj, k_proj`. As many last parts of names are compared as the text has."""
     plain = re.sub(r"[^\w.]+", "", text.replace(".*", "").replace(r"\.", ".")).strip(".")
     parts = plain.count(".") + 1
     linear = {".".join(layer.name.split(".")[-parts:]) for layer in layers}
@@ -209,8 +209,8 @@ def _suggest_nearest_names(text: str, layers: Iterable[LayerSpec], others: Mappi
 # Checks of adapter and layer together.
 #
 # The checks refuse combinations that peft 0.21 does not support (tuners/lora/layer.py ParamWrapper,
-# tuners/adalora/model.py, tuners/trainable_tokens), and adapters on embeddings tied to the head. For the latter peft
-# only warns, but such an adapter cannot be merged.
+# tuners/adalora/model.py, tuners/trainable_tokens), and adapters on embeddings tied to the head. peft only warns of an
+# adapter on a tied embedding, but such an adapter cannot be merged.
 
 
 def check_adapter(spec: ModelSpec, settings: Train, trains_tokens: bool) -> tuple[LayerSpec, ...]:

@@ -24,7 +24,7 @@ from ratchet.models.model_spec import ModelSpec
 from ratchet.models.teacher_reference import KEY
 
 MIN_LOG_PROBABILITY = -1e4
-"""Smallest log-probability. It must not be -inf, because the gradient of the reverse direction divides by it."""
+"""Smallest log-probability of a teacher. It must not be -inf, because the reverse direction contains log(q / p)."""
 _BYTES_PER_WEIGHT = {"nf4": 0.53, "fp4": 0.53}
 """Bytes of a 4-bit weight with its constants; other weights have the size of their dtype."""
 
@@ -36,7 +36,7 @@ class TeacherCandidate:
     path: Path
     spec: ModelSpec
     tokens: int
-    """Number of token ids, which are the same in both tokenizers; further rows of the embedding are padding."""
+    """Number of token ids, which teacher and base share; further rows of the embedding are padding."""
     rows: int
     """Rows of the teacher's embedding."""
 
@@ -79,11 +79,14 @@ class TeacherPredictions:
     tokens: Tensor
     """int32 [positions, k], most probable first, on the CPU."""
     log_probabilities: Tensor
-    """At the temperature, float16 [positions, k + 1]: those of the tokens, then that of all other tokens together."""
+    """Log-probabilities at the temperature, float16 [positions, k + 1].
+
+    The first k are those of `tokens`, the last is that of all other tokens together.
+    """
     loss: float
     """Sum over positions of the negative log-likelihood of the rows' tokens, in nats, at temperature 1."""
     left_out: float
-    """Sum over positions of the probability of all other tokens."""
+    """Sum over positions of the probability of all tokens that are not in `tokens`, at the temperature."""
 
 
 def inspect_teacher(path: Path, setting: str, tokenizer: Any, settings: DistillSettings) -> TeacherCandidate:
@@ -138,7 +141,7 @@ def _require_same_vocabulary(base: Mapping[str, int], teacher: Mapping[str, int]
 
 
 def describe_embedding_padding(teacher_rows: int, base_rows: int, tokens: int) -> str | None:
-    """Describe the padding of two embeddings for the same tokens; None if both have as many rows."""
+    """Describe the padding of two embeddings for the same tokens; None if both have the same number of rows."""
     if teacher_rows == base_rows:
         return None
     return (
@@ -243,7 +246,7 @@ class TeacherModel:
 #
 # The teacher's body runs once, before the student's, and its hidden states at trained positions are kept. The teacher's
 # head then runs on the same chunks of positions as the student's (chunked_loss.py), so that the logits of all positions
-# never exist at once, neither of the teacher nor of the student.
+# never exist at once, either of the teacher or of the student.
 #
 # The teacher is frozen, in evaluation mode, and uses no cache, so its outputs do not depend on earlier computations.
 # Only the last bits of a row's outputs depend on the other rows of the micro-batch, as for the student.
@@ -255,7 +258,7 @@ class OnlineTeacher:
 
     model: Model
     tokens: int
-    """Number of ids shared with the student; further embedding rows are padding."""
+    """Number of token ids shared with the student; further rows of the embedding are padding."""
     settings: DistillSettings
     path: Path
     """Directory of the teacher, for messages."""
@@ -265,7 +268,7 @@ class OnlineTeacher:
 
         Args:
             batch: the student's micro-batch.
-            row_of: returns the training row of a trained position, by its index in the micro-batch.
+            row_of: returns the training row of a trained position, given the position's index in the micro-batch.
         """
         return OnlineTeacherTargets(self, batch, row_of)
 
@@ -295,7 +298,7 @@ class OnlineTeacherTargets:
         return FULL_TENSORS if self._teacher.settings.top_k is None else TOP_K_TENSORS
 
     def select(self, positions: slice) -> StoredTeacherTargets:
-        """Compute the targets of a range of positions.
+        """Compute the targets of a range of trained positions.
 
         Raises:
             DataError: an output is NaN.

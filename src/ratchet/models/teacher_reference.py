@@ -68,9 +68,9 @@ def require_files(path: Path, expected: dict[str, str]) -> None:
 def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tuple[Train, str | None]:
     """Return section train as a run's spec contains it, and a digest that identifies the teacher's outputs.
 
-    The digest is that of the stored teacher outputs or, if the teacher is evaluated during training, that of its files;
-    None without a teacher. The teacher's path does not affect training, so the spec contains the first digits of the
-    teacher's digest instead.
+    The second value is the digest of the teacher's files if the teacher is evaluated during training, otherwise that of
+    the stored outputs; without a teacher, it is None. The teacher's path does not affect training, so the spec contains
+    the first digits of the teacher's digest instead of the path.
 
     Args:
         train: section train.

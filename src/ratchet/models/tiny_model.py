@@ -1,13 +1,13 @@
 """Builds the tiny base model: a small decoder, pre-trained from scratch on the project's own texts.
 
 Tests, demos and machines without a network need a base model that is real (an ordinary Hugging Face directory with
-tokenizer, chat template and weights) and that LoRA can fine-tune. Random weights cannot be fine-tuned, because LoRA
-adapts features that a model already extracts. So the model is trained on two tasks, neither of which needs labels:
+tokenizer, chat template and weights) and that LoRA can fine-tune. LoRA adapts features that a model already extracts,
+so it cannot fine-tune random weights. The model is therefore trained on two tasks, neither of which needs labels:
 
 - language: next-token prediction on packed documents;
 - topics: in the chat template, the user sends a text and the assistant names its topic, which is the few words with the
   largest weights (TF-IDF) in the text *and its nearest neighbours*. So the hidden state at the assistant's first
-  position summarizes the user's turn, which fine-tuning relies on.
+  position summarizes the user's turn. Fine-tuning relies on this summary.
 
 All random numbers come from one seed, so the same texts, settings, number of threads and library versions give the same
 bytes.
@@ -82,7 +82,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A word at the start of a text lacks its leading space: train on both forms, and on the role names.
+    # A word at the start of a text has no leading space, so train on texts with and without one, and on the role names.
     bpe.train_from_iterator([*texts, *(" " + text for text in texts), *["system user assistant\n"] * 20], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -95,10 +95,12 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> list[str]:
-    """Return the topic of each text, such as "card, arrive, order": the words with the largest weights near the text.
+    """Return the topic of each text, such as "card, arrive, order": the `words` words with the largest weights.
 
-    Weights are TF-IDF, summed over the text's nearest neighbours by cosine similarity. Words in fewer than two texts,
-    or in more than a tenth of the texts, are ignored. A text with no other words has an empty topic.
+    Weights are TF-IDF, summed over the text's nearest `neighbours` by cosine similarity, which include the text itself.
+    Words in fewer than two texts or in more than a tenth of the texts are ignored, and of the other words all but the
+    4,000 most frequent. A topic is empty if no neighbour has a remaining word. The neighbours of a text without any
+    remaining word are arbitrary.
     """
     word_counts = [Counter(re.findall(r"[^\W\d_]+", text.lower())) for text in texts]
     document_frequency = Counter(word for counts in word_counts for word in counts)
@@ -131,7 +133,7 @@ class PretrainingDocuments:
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
         self.texts = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
-        # The search for neighbours takes quadratic time: 2 s for 7,500 texts.
+        # The sample is limited because the search for neighbours takes quadratic time: 2 s for 7,500 texts.
         sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
             tokenizer(part)["input_ids"]
@@ -173,8 +175,8 @@ def pretrain(
 ) -> None:
     """Train on the next-token loss of every position; Muon for matrices of blocks, AdamW for embeddings and norms.
 
-    Muon makes two minutes sufficient: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
-    learning rate (1e-3, of four tried), and a step took about a fifth more time.
+    With Muon, two minutes are sufficient: after 200 steps the loss was 1.62 nats, against 2.54 for AdamW at its best
+    learning rate (1e-3, of four tried). A step with Muon took about a fifth more time.
     """
     blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
     other_parameters = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
@@ -203,7 +205,7 @@ class MuonOptimizer:
     """Muon: orthogonalized momentum, whose step has equal size in all directions of a matrix (Jordan et al. 2024).
 
     The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalizes in bfloat16,
-    which many CPUs only emulate; this one uses float32.
+    which many CPUs only emulate; this class uses float32.
     """
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Adds tokens to a tokenizer, and trainable embedding rows for them to a model.
 
 Embeddings grow but never shrink. Many models have more rows than their tokenizer has tokens (padding for fast kernels).
-There, new tokens use the padding, and embeddings do not grow. A tokenizer may have tokens without rows in the model, if
-tokens were added but the resized model was not saved. They are treated like tokens of `base.added_tokens`.
+In such a model new tokens use the padding, and embeddings do not grow. A tokenizer may have tokens without rows in the
+model, if tokens were added but the resized model was not saved. Such tokens are treated like `base.added_tokens`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ _GROWN_ATTRIBUTE = "grown_rows"
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
     """Add tokens to a tokenizer; tokens that it already has are unchanged.
 
-    New tokens are matched literally, without the tokenizer's normalization. They are not special tokens, which would be
-    removed from decoded answers.
+    New tokens are matched literally, without the tokenizer's normalization. They are not special tokens, because
+    special tokens are removed from decoded answers.
 
     Returns:
         By id of each new token: ids of the pieces into which its text was split before.
@@ -40,7 +40,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
 
 
 def required_rows(tokenizer: Any) -> int:
-    """Return the rows that a tokenizer needs: its largest id plus one. Ids may have gaps, so `len` may be too small."""
+    """Return how many rows a tokenizer needs: its largest id plus 1. `len` would be too small if ids have gaps."""
     return 1 + max(int(id_) for id_ in tokenizer.get_vocab().values())
 
 
@@ -60,8 +60,8 @@ def list_new_token_ids(tokenizer: Any, card: BaseCard, model: Model | None = Non
 def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> list[int]:
     """Give the model's input and output embeddings a row for every id below `tokenizer_size`.
 
-    A new row is the mean of the rows of its token's pieces, or of all rows if no pieces are known. So the token starts
-    in the range of existing rows, and the probabilities of other tokens hardly change (Hewitt 2021, "Initializing new
+    A new row is the mean of the rows of its token's pieces, or of all old rows if no pieces are known. So it starts in
+    the range of existing rows, and the probabilities of other tokens hardly change (Hewitt 2021, "Initializing new
     word embeddings for pretrained language models"). Tied embeddings stay tied. The same model and tokenizer give the
     same rows; random streams are unchanged.
 
@@ -81,7 +81,7 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
     old_rows = [len(tensor) for tensor in _list_token_tensors(model)]
     if tokenizer_size > min(old_rows):
         gpus = [model.device] if model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus):  # transformers draws values for new rows; they are overwritten
+        with torch.random.fork_rng(devices=gpus):  # transformers draws values for new rows, which are overwritten below
             model.resize_token_embeddings(max(tokenizer_size, *old_rows), mean_resizing=False)
     with torch.no_grad():
         for tensor, old_count in zip(_list_token_tensors(model), old_rows, strict=True):
@@ -92,7 +92,7 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
 
 
 def _can_resize(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
-    """Return True if rows can be added and set. Raises BaseModelError if that is necessary but impossible."""
+    """Return True if rows can be added and set. Raises BaseModelError if this is necessary but impossible."""
     head = model.get_output_embeddings()
     if not isinstance(head, Linear4bit):
         return True
@@ -115,7 +115,7 @@ def _list_token_tensors(model: Model) -> list[torch.Tensor]:
 
 
 def initialize_rows(tensor: torch.Tensor, new_rows: Pieces, old_count: int) -> None:
-    """Set each row of `new_rows` to the mean of its pieces' rows; without pieces, to that of the `old_count` rows."""
+    """Set each row of `new_rows` to the mean of its pieces' rows; without pieces, of the first `old_count` rows."""
     mean = tensor[:old_count].mean(dim=0, dtype=torch.float32) if new_rows else None
     values = {}
     for row, pieces in new_rows.items():

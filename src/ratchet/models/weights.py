@@ -37,7 +37,7 @@ TRANSPOSED = (Conv1D, nn.Embedding)
 """Layers that store their weight as [inputs, outputs]; the inputs of an embedding are tokens."""
 
 TRIM_EVERY_BYTES = 64 * 2**20
-"""Bytes read between two calls that return freed memory to the system."""
+"""Number of bytes read between two calls of `trim_heap`."""
 
 _SINGLE_PICKLE = "pytorch_model.bin"
 
@@ -45,8 +45,8 @@ _SINGLE_PICKLE = "pytorch_model.bin"
 def check_stored_tensors(path: Path, spec: ModelSpec, stored: StoredQuantization | None) -> tuple[str, ...]:
     """Compare names and shapes of all stored tensors with the model's, from headers only.
 
-    transformers' own loader compares them, with tensors on the meta device. So it converts the names of old and foreign
-    checkpoints in the same way as when it loads them.
+    The loader of transformers makes the comparison, with tensors on the meta device. So the names of old and foreign
+    checkpoints are converted in the same way as when the weights are loaded.
 
     Args:
         path: directory of the weights.
@@ -96,7 +96,7 @@ def loading_report(meta_model: Model, shapes: Mapping[str, tuple[int, ...]]) -> 
             state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
             dtype=torch.float32,
             device_map={"": "meta"},
-            ignore_mismatched_sizes=True,  # the error would not name the tensor; the report does
+            ignore_mismatched_sizes=True,  # the report names the tensor; an error would not
             output_loading_info=True,
         )
     result: dict[str, Any] = report
@@ -116,7 +116,7 @@ def _without_quantization_config(config: Any) -> Any:
 
 
 def plain_shapes(path: Path, spec: ModelSpec, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all stored tensors by name: the unquantized shapes of 4-bit weights, not their constants.
+    """Return the shapes of all stored tensors by name; for 4-bit weights the unquantized shape, without constants.
 
     Raises:
         BaseModelError: a file is damaged.
@@ -161,7 +161,7 @@ def _count_suffix(count: int) -> str:
 
 @contextmanager
 def _suppress_loading_report() -> Iterator[None]:
-    """Suppress transformers' own report, because Ratchet's error message has its content."""
+    """Suppress the message with transformers' report, because Ratchet's error message has the same content."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -171,7 +171,7 @@ def _suppress_loading_report() -> Iterator[None]:
 
 
 def require_finite(path: Path) -> None:
-    """Check that all weights are finite. This is done once, when the base is pinned; later its digest is sufficient.
+    """Check that all weights are finite. Call this once, when the base is pinned; later its digest is sufficient.
 
     Raises:
         BaseModelError: a number is NaN or infinite.
@@ -185,10 +185,10 @@ def require_finite(path: Path) -> None:
 class WeightReader:
     """Reader of the tensors in a model's files, one by one on request, without memory mapping.
 
-    transformers instead maps the files into memory. Then all tensors that were read count as memory of the process
-    until loading ends, or longer if a tensor is used in place; and a file that is replaced during a training would
-    change the model or kill the process. The reader regularly returns freed memory to the system, because the C library
-    would keep it (a third of the size of a model of 160M parameters, measured).
+    transformers instead maps the files into memory, which has two disadvantages. All tensors that were read count as
+    memory of the process until loading ends, or longer if a tensor is used in place. And a file that is replaced during
+    a training would change the model or kill the process. The reader regularly returns freed memory to the system,
+    because the C library would keep it (measured: a third of the size of a model of 160M parameters).
     """
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +211,7 @@ class WeightReader:
 
 
 class LazyTensor:
-    """A stored tensor that is read with `[...]`; transformers can query its shape and dtype before."""
+    """A stored tensor that is read with `[...]`; before that, transformers can query its shape and dtype."""
 
     def __init__(self, stored: Any, reader: WeightReader) -> None:
         self._stored = stored
@@ -289,8 +289,8 @@ def wrapped_module(module: Any) -> Any:
 # Conversion of pickles (pytorch_model.bin) to safetensors, shard by shard, without running their code.
 #
 # A pickle is a program. torch's reader with `weights_only` interprets only operations that build tensors, and refuses
-# all others. Files are memory-mapped, so a shard need not fit into memory; files written before torch 1.6 are read at
-# once.
+# all others. Files are memory-mapped, so a shard need not fit into memory. Files written before torch 1.6 are no zip
+# files, so they are read at once.
 
 
 def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), include_code: bool = False) -> None:
@@ -299,8 +299,8 @@ def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), i
     Args:
         directory: the model with pickles.
         target: a new directory.
-        tied: names of tied weights. Those that share their memory with another weight in the file are omitted; other
-            weights that share memory are written separately.
+        tied: names of tied weights. A tied weight is omitted if another weight in the file is the same tensor; all
+            other weights that share memory are written separately.
         include_code: copy the model's Python code too.
 
     Raises:
@@ -339,7 +339,7 @@ def _list_pickles(directory: Path) -> list[str]:
 def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for unknown newer protocols torch warns, and then raises as well
+            warnings.simplefilter("ignore")  # for unknown newer protocols torch warns before it raises an error
             content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # for a damaged file torch raises half a dozen unrelated types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -363,7 +363,7 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def _separate_shared_tensors(tensors: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
-    """Copy tensors that share memory, because the format does not support sharing."""
+    """Copy tensors that share memory, because safetensors does not support sharing; omit tied copies."""
     storages: dict[int, str] = {}
     views: set[tuple[Any, ...]] = set()
     separate: dict[str, Tensor] = {}

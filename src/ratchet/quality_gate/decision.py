@@ -32,10 +32,10 @@ DECISIONS: dict[Outcome, Decision] = {"invalid": "INVALID", "fail": "REJECT", "u
 
 
 def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
-    """Apply every rule; the decision is PROMOTE only if all of them pass.
+    """Apply every rule; the decision is PROMOTE only if all rules pass.
 
-    INVALID if the comparisons are meaningless, else REJECT if a rule clearly fails, else HOLD if the samples cannot
-    decide a rule. Bad models and bad scores raise nothing. The same evidence gives byte-identical verdicts.
+    It is INVALID if the comparisons are meaningless, else REJECT if a rule clearly fails, else HOLD if the samples
+    cannot decide a rule. Bad models and bad scores raise no error. The same evidence gives byte-identical verdicts.
     """
     reasons = rules.find_problems(evidence) or (
         *_apply_rules(RuleContext(evidence, gate)),
@@ -102,7 +102,7 @@ def _rule_metric(rule: Rule) -> str:
 
 
 def _check_test_set_uses(evidence: GateEvidence, gate: Gate) -> tuple[RuleResult, ...]:
-    """Return a reason to hold if too many models were evaluated on these test rows."""
+    """Return a reason for HOLD if too many models were evaluated on these test rows."""
     if evidence.test_set_uses <= gate.max_test_set_uses:
         return ()
     text = (
@@ -116,7 +116,7 @@ def _check_test_set_uses(evidence: GateEvidence, gate: Gate) -> tuple[RuleResult
 def confirm_verdict(
     layout: ProjectLayout, settings: Settings, current_task_digests: Mapping[str, str], verdict: Verdict
 ) -> None:
-    """Judge again (takes about a second), and refuse a stored verdict if the result is different now.
+    """Judge again (takes about a second), and refuse the stored verdict if the new result differs.
 
     Args:
         layout: The project.
@@ -160,10 +160,10 @@ class MetricNoise:
     metric: MetricValue
     n: int
     differing: int
-    """Samples whose scores differ."""
+    """Number of samples with different scores."""
     result: PairedTestResult
     margin: float | None
-    """Smallest difference that a rule tests in this metric; None if no rule has a margin for it."""
+    """Smallest positive margin of a rule about this metric; None if no rule has one."""
 
     @property
     def is_within_margin(self) -> bool:
@@ -175,7 +175,7 @@ def measure_noise(evidence: GateEvidence, gate: Gate) -> list[MetricNoise]:
     """Measure the noise of each metric that has samples and a direction.
 
     Raises:
-        IncomparableError: No model was scored twice, or the second scoring is of another model or contract.
+        IncomparableError: No model was scored twice, or the second scoring is of another model, contract or samples.
     """
     noise = evidence.noise
     if noise is None:
@@ -214,7 +214,7 @@ def format_noise_table(lines: list[MetricNoise], batch_rows: tuple[int, int], co
     """Format the noise for the terminal.
 
     Args:
-        lines: one row of the table each.
+        lines: noise of each metric; each metric becomes a row of the table.
         batch_rows: rows per batch in the first and in the second scoring.
         confidence: one-sided confidence of the bounds.
     """

@@ -4,8 +4,9 @@ The evidence is read from a project once: reports, per-sample scores, champion, 
 cannot be compared, IncomparableError explains why.
 
 Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
-points better than it is. So every evaluated model is counted, and the gate holds above gate.max_test_set_uses. For the
-same reason a test set must not share rows or tasks with a set by which models are selected (sweeps, validation).
+points better than it is. So every evaluated model is counted, and the gate decides HOLD above gate.max_test_set_uses.
+For the same reason a test set must not share rows or tasks with a set by which models are selected (sweeps,
+validation).
 """
 
 import json
@@ -42,7 +43,7 @@ LOCK_WAIT_S = 60.0
 """Maximum wait for the lock of the file with test set uses."""
 
 MAX_TERMS = 5
-"""Number of differences between two contracts that a message lists; it counts the rest."""
+"""Number of differences between two contracts that a message lists; the message counts the rest."""
 
 MAX_TERM_CHARACTERS = 60
 ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
@@ -59,7 +60,7 @@ class IncomparableError(Exception):
 
 @dataclass(frozen=True)
 class GateEvidence:
-    """Input of `decide_verdict`; it contains no paths and no times."""
+    """Input of `decide_verdict`, without paths and times."""
 
     report: EvaluationReport
     bundle: ModelBundle
@@ -72,7 +73,7 @@ class GateEvidence:
     """Number of models evaluated on this test set, including the candidate."""
     noise: EvaluationNoise | None
     noise_samples: Mapping[str, Samples]
-    """Per-sample scores of `noise`, by metric."""
+    """Per-sample scores of the second scoring in `noise`, by metric."""
     current_task_digests: Mapping[str, str]
     """Current digest of each local harness task."""
     model_formats: tuple[ModelFormat, ...] = ("adapter", "merged")
@@ -80,7 +81,7 @@ class GateEvidence:
     earlier_decisions: tuple[Decision, ...] = ()
     """Decisions about the candidate on this test set under different rules."""
     duplicate_samples: Mapping[ModelRole, Mapping[str, str]] = field(default_factory=dict)
-    """Id of a sample that was scored twice, by model and metric. Empty for a sound evaluation."""
+    """Id of the first sample that occurs twice in the scores, by model and metric. Empty for a sound evaluation."""
 
     @property
     def is_champion(self) -> bool:
@@ -125,7 +126,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
     noise, noise_samples = _read_noise(layout)
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
-    # A sweep may have used these rows for model selection after the evaluation.
+    # A sweep may have used these rows for model selection since the evaluation counted the overlaps.
     overlaps = count_overlaps(layout, [row.id for row in rows], tasks)
     return GateEvidence(
         report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
@@ -204,7 +205,7 @@ class MatchedScores:
 
 
 def missing_reference_reason(evidence: GateEvidence, reference: Reference) -> str | None:
-    """Return the reason why there is no reference model to compare with; None if there is one."""
+    """Return why there is no other model to compare with; None if there is one."""
     if reference == "base":
         return None
     model: Champion | None = getattr(evidence.champion, reference)
@@ -225,9 +226,9 @@ def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> Mat
 
 
 def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> Iterator[MatchedScores]:
-    """Pair the reference with every format of the candidate that was scored under the same contract; at least one.
+    """Pair the reference with every format of the candidate that was scored under the same contract.
 
-    Raises the same errors as `match_scores`.
+    Yields at least one match, or raises the same errors as `match_scores`.
     """
     reference_role = _resolve_reference(evidence, reference)
     roles = list_scored_roles(evidence)
@@ -244,7 +245,7 @@ def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> 
 
 
 def list_scored_roles(evidence: GateEvidence) -> list[ModelRole]:
-    """List the roles under which the candidate was scored. Raises IncomparableError if it was not."""
+    """List the roles under which the candidate was scored. Raises IncomparableError if there are none."""
     if roles := evidence.scored_roles:
         return roles
     raise IncomparableError("the evaluation has no scores of the candidate; run `dvc repro -f evaluate`")
@@ -316,7 +317,7 @@ def _check_samples(metric: MetricValue | None, samples: Samples, name: str, role
 
 
 def compute_difference(pairs: PairedScores) -> float:
-    """Compute the difference of `paired_test.compare` without its bounds; positive is better."""
+    """Compute the difference as in `paired_test.compare`, but without bounds; positive is better."""
     sign = 1.0 if pairs.better == "higher" else -1.0
     new, old = math.fsum(pairs.new), math.fsum(pairs.old)
     if pairs.kind == "perplexity":
@@ -365,7 +366,7 @@ def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: M
         )
     for attribute in ("better", "kind", "unit"):
         a, b = getattr(metric, attribute), getattr(reference_metric, attribute)
-        # If all scores of a model are 0 or 1, its unit is proportion; the other may have a mean of the same scale.
+        # If all scores of one model are 0 or 1, its unit is proportion; the other model may have a mean of this scale.
         if a != b and not (attribute == "unit" and "proportion" in (a, b)):
             raise IncomparableError(f"{name}: {attribute} is {a!r} for {role} and {b!r} for {reference}")
     first, second = sort_samples(new), sort_samples(old)
@@ -418,7 +419,7 @@ def _format_term(terms: Mapping[str, Any], key: str) -> str:
 
 
 def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
-    """Record that a model was evaluated on a test set. Recording it again changes nothing.
+    """Record that a model was evaluated on a test set. Recording the same use again changes nothing.
 
     Args:
         layout: The project.
@@ -471,7 +472,7 @@ def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: s
 
 
 def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
-    """Count the different models evaluated on this test set; `model` always counts."""
+    """Count the different models evaluated on this test set; `model` counts even if its use is not recorded."""
     uses = read_test_set_uses(layout.test_set_uses)
     return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
 
@@ -501,10 +502,10 @@ def count_overlaps(
         layout: The project; its folder experiments/objectives is read.
         ids: Test rows.
         tasks: Names of harness tasks.
-        further: Further sets, which are not in that folder.
+        further: Further sets for model selection, which are not in that folder.
 
     Raises:
-        DamagedFileError: A file in that folder is not such a set.
+        DamagedFileError: A file in that folder is not an ObjectiveSet.
     """
     sets = [*further, *(ObjectiveSet.load(path) for path in sorted(layout.objectives.glob("*.json")))]
     rows, names = set(ids), set(tasks)

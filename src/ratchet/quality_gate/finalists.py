@@ -18,10 +18,10 @@ RESAMPLES = 9999
 """Default number of bootstrap resamples."""
 
 POWER, DISCORDANCE = 0.8, 0.1
-"""PairedTestPlan requires them, but they only affect sample sizes, which the final round does not use."""
+"""Values that PairedTestPlan requires. They only affect sample sizes, which the final round does not use."""
 
 MIN_P_VALUE = 1e-9
-"""Smallest reported p-value; the tails beyond it are unknown."""
+"""Smallest reported p-value; the tails of the distribution beyond this level are unknown."""
 
 _COST_NAMES = ("fewest trainable parameters", "least memory", "shortest training", "tried first")
 """Reasons to call a finalist the cheapest, in the order in which costs are compared."""
@@ -38,9 +38,9 @@ class FinalistComparator:
     confidence: float
     """Confidence that the winner is better; a false winner has a probability of 1 - confidence at most."""
     weights: Sequence[float] | None = None
-    """For losses only: answer tokens of each row. The scores are then the nats of the whole row."""
+    """Number of answer tokens of each row; for losses only. The scores are then the nats of the whole row."""
     groups: Sequence[str | None] | None = None
-    """Group of each row. Rows of one group are not independent; None is a group of its own."""
+    """Group of each row. Rows of one group are not independent; a row without a group (None) is independent."""
     resamples: int = RESAMPLES
     seed: int = 0
     """Seed of the bootstrap."""
@@ -64,9 +64,10 @@ class FinalistComparator:
         if self.groups is None:
             return values
         # A row without a group is named by its index (an int), so it cannot collide with a group name (a str).
-        numbers: dict[str | int, int] = {}
+        group_numbers: dict[str | int, int] = {}
         group_of_row = [
-            numbers.setdefault(row if name is None else name, len(numbers)) for row, name in enumerate(self.groups)
+            group_numbers.setdefault(row if name is None else name, len(group_numbers))
+            for row, name in enumerate(self.groups)
         ]
         return np.bincount(group_of_row, weights=values).astype(np.float64)
 
@@ -84,7 +85,7 @@ class FinalistScores:
     """Scores by seed and row; all finalists have the same rows."""
     cost: TrainingCost = field(default_factory=TrainingCost)
     dropped: str = ""
-    """Reason why it was not trained with further seeds; a dropped finalist cannot win."""
+    """Reason why the finalist was not trained with further seeds; empty: not dropped. A dropped finalist cannot win."""
 
     @cached_property
     def matrix(self) -> Numbers:
@@ -99,12 +100,12 @@ class FinalistScores:
 
     @property
     def seed_count(self) -> int:
-        """Number of seeds it was trained with."""
+        """Number of seeds with which the finalist was trained."""
         return len(self.matrix)
 
     def means(self, comparator: FinalistComparator) -> tuple[float, ...]:
         """Return the mean of each seed."""
-        return tuple(comparator.mean(row) for row in self.matrix)
+        return tuple(comparator.mean(seed_scores) for seed_scores in self.matrix)
 
     def seed_variance(self, comparator: FinalistComparator) -> float | None:
         """Return the variance between the means of the seeds; None for a single seed."""
@@ -114,9 +115,9 @@ class FinalistScores:
 def choose_winner(comparator: FinalistComparator, finalists: Sequence[FinalistScores]) -> FinalRound:
     """Compare the leader with every other finalist and choose the winner.
 
-    The leader wins if it is significantly better than each of the others. Otherwise the cheapest of the finalists that
-    cannot be distinguished from it wins: by trainable parameters, then memory, then training time, then trial number.
-    Dropped finalists are ranked last and cannot win.
+    The leader wins if it is significantly better than every other finalist. Otherwise, the cheapest of the leader and
+    the finalists that cannot be distinguished from the leader wins: by trainable parameters, then memory, then training
+    time, then trial number. Dropped finalists are ranked last and cannot win.
 
     The leader is selected by the same scores that it is compared by, so its one-sided p-values are doubled. Holm's
     correction then accounts for the number of other finalists.
@@ -146,10 +147,13 @@ def find_trailing(
 ) -> dict[int, str]:
     """Find finalists so far behind the leader that further seeds would be wasted.
 
-    Wilcoxon's signed-rank test (F. Wilcoxon, Biometrics Bulletin 1, 1945, 80-83) of the differences of rows, as in
-    Optuna's WilcoxonPruner: one-sided, zeros split, and the mean must be worse as well. The test ignores the variation
-    between seeds, so it saves training time but decides nothing. Simulated, two equal finalists after one seed at
-    p = 0.01: 2 % are dropped where seeds change nothing, 19 % where seeds vary as much as the error of the rows.
+    A finalist trails if its mean is worse and a one-sided Wilcoxon signed-rank test of the differences of rows (summed
+    by group) confirms this (F. Wilcoxon, Biometrics Bulletin 1, 1945, 80-83; zeros are split, as in Optuna's
+    WilcoxonPruner). The test ignores the variation between seeds, so it only saves training time and does not decide
+    the winner.
+
+    In a simulation with two equally good finalists, one seed each and threshold 0.01, one of them was dropped in 2 % of
+    cases if seeds had no effect, and in 19 % if the spread of seeds equalled the error of the rows.
 
     Args:
         comparator: Settings of the comparison.
@@ -171,9 +175,9 @@ def find_trailing(
             continue
         p = float(stats.wilcoxon(comparator.sum_groups(gains), alternative="greater", zero_method="zsplit").pvalue)
         if p < threshold:
-            after = f"{finalist.seed_count} seed{'s' if finalist.seed_count > 1 else ''}"
+            seeds = f"{finalist.seed_count} seed{'s' if finalist.seed_count > 1 else ''}"
             reasons[finalist.number] = (
-                f"worse than trial {leader.number} after {after} (Wilcoxon signed-rank, p = {p:.2g})"
+                f"worse than trial {leader.number} after {seeds} (Wilcoxon signed-rank, p = {p:.2g})"
             )
     return reasons
 
@@ -199,9 +203,10 @@ def require_same_rows(finalists: Sequence[FinalistScores]) -> None:
 def _compare_with_leader(
     comparator: FinalistComparator, leader: FinalistScores, others: Sequence[FinalistScores]
 ) -> list[FinalistComparison]:
-    """Compare the leader with each other finalist, each bound at the level of Holm's procedure.
+    """Compare the leader with all others.
 
-    So bound and p-value agree.
+    The bound of each comparison has the error level that Holm's procedure assigns to this comparison. So the bound is
+    above 0 if and only if the corrected p-value is significant.
     """
     alpha = 1 - comparator.confidence
     everyone = [leader, *others]
@@ -213,7 +218,7 @@ def _compare_with_leader(
         at_level = difference
         if level != alpha / 2:
             at_level = compare_pair(comparator, (leader, other), everyone, level)
-        # Near the threshold, numerical error can make bound and p-value disagree: then neither is significant.
+        # Near the threshold, numerical errors can make bound and p-value disagree. Then neither counts as significant.
         better = p < alpha and at_level.low > 0
         comparisons.append(
             FinalistComparison(
@@ -285,13 +290,14 @@ def _describe_seed_doubt(finalists: Sequence[FinalistScores]) -> str:
 # A different seed often changes a result as much as a different setting (X. Bouthillier et al., "Accounting for
 # Variance in Machine Learning Benchmarks", MLSys 2021). So the difference of two means has two sources of error: the
 # rows, measured by the gate's paired test of the means over seeds, and the seeds, measured by the spread of each
-# finalist's means. Each source has its own bound, and the squares of the distances to the bounds are added (G. Y. Zou,
-# A. Donner, Statistics in Medicine 27, 2008, 1693-1702). The interaction of rows and seeds is counted in both, which
-# is conservative.
+# finalist's means. Each source has its own bound, and the squares of the bounds' distances from the difference are
+# added (G. Y. Zou, A. Donner, Statistics in Medicine 27, 2008, 1693-1702). The interaction of rows and seeds is counted
+# in both sources, which is conservative.
 #
-# Simulated (3,000 cases each of two equal finalists, 60 rows, 1 to 3 seeds, spread of seeds from none to 12 times the
-# error of rows, of one or of both): a false winner in 0.9-5.0 % of cases instead of 5 %. A single t-test of the summed
-# variances with Satterthwaite's degrees of freedom has up to 7.7 %: three seeds can hide a spread.
+# Simulations compared two equally good finalists with 60 rows and 1 to 3 seeds at an error level of 5 %; one or both
+# had a spread of seeds of up to 12 times the error of the rows. A false winner was found in 0.9-5.0 % of the 3,000
+# cases of each simulation. A single t-test of the summed variances, with Satterthwaite's degrees of freedom, finds up
+# to 7.7 % false winners, because the means of three seeds can be close together by chance.
 
 
 @dataclass(frozen=True)
@@ -363,7 +369,7 @@ def _fraction_to_nats(fraction: float) -> float:
 
 
 def _bound_distance(errors: Sequence[StandardError], level: float) -> float:
-    """Return the distance from a difference to its bound: the root of the summed squares of each error's distance."""
+    """Return the distance from a difference to its bound: the root of the summed squares of the errors' distances."""
     return math.hypot(*(error * float(special.stdtrit(freedom, 1 - level)) for error, freedom in errors))
 
 
@@ -379,10 +385,11 @@ def _p_value(value: float, errors: Sequence[StandardError]) -> float:
 def _estimate_seed_error(
     comparator: FinalistComparator, pair: tuple[FinalistScores, FinalistScores], everyone: Sequence[FinalistScores]
 ) -> StandardError:
-    """Estimate the standard error due to seeds of the difference of two means; 0 if no finalist has two seeds.
+    """Estimate the standard error of the difference of two means due to seeds; 0 if no finalist has two seeds.
 
     Degrees of freedom: F. Satterthwaite, Biometrics Bulletin 2, 1946, 110-114. A finalist with one seed is assumed to
-    vary as much as the finalist that varies most. If both finalists of the pair use the same spread, it counts once.
+    vary as much as the finalist that varies most. If both finalists of the pair use the same estimate, it counts as one
+    estimate for the degrees of freedom.
     """
     spreads = {
         finalist.number: (variance, finalist.seed_count - 1)

@@ -12,12 +12,12 @@ from ratchet.quality_gate import statistics
 from ratchet.quality_gate.statistics import Numbers, ResamplingUnits
 
 MIN_CHANGED_UNITS = 20
-"""With fewer changed units, bounds of bounded scores also cover Tango's interval: a bootstrap cannot draw changes that
-were not observed. Simulated (1,500 cases, 10-400 samples, 2-30 % of them changed by 0.2 to 1, true value at the
-bound): while fewer than ten samples differ, the bootstrap alone passes 6-81 % instead of 5 %; with Tango's interval, at
-most 6.0 %."""
+"""Minimum number of changed units for which the bootstrap alone gives the bounds of bounded scores. A bootstrap cannot
+draw changes that were not observed, so with fewer changed units the bounds also cover Tango's interval. Simulated
+(1,500 cases, 10-400 samples, 2-30 % of them changed by 0.2 to 1, true value at the bound): while fewer than ten samples
+differ, the bootstrap alone passes 6-81 % instead of 5 %; with Tango's interval, at most 6.0 % pass."""
 MAX_NATS = 700.0
-"""Limit of an exponent: exp overflows soon beyond it."""
+"""Largest exponent that is passed to exp, which overflows above about 709."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PairedScores:
     better: Literal["higher", "lower"]
     kind: Literal["mean", "perplexity"] = "mean"
     weights: Sequence[float] | None = None
-    """For perplexities only: tokens of each sample. The scores are then the nats of the whole sample."""
+    """Number of tokens of each sample; for perplexities only. The scores are then the nats of the whole sample."""
     groups: Sequence[str | None] | None = None
-    """Group of each sample. Samples of one group are not independent; None is a group of its own."""
+    """Group of each sample. Samples of one group are not independent; a sample with None is independent."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class PairedTestPlan:
     confidence: float
     """One-sided confidence."""
     power: float
-    """Probability of detecting the detectable difference."""
+    """Probability with which the test finds a true difference of the size `PairedTestResult.detectable`."""
     discordance: float
     """Share of samples on which two equally good models differ."""
     resamples: int
-    """Bootstrap resamples."""
+    """Number of bootstrap resamples."""
     seed: int
     """Seed of the bootstrap."""
 
@@ -61,30 +61,30 @@ class PairedTestResult:
     """One-sided upper bound."""
     n: int
     groups: int | None
-    """Number of clusters where samples share groups."""
+    """Number of independent units (groups, and samples without a group); None if no two samples share a group."""
     better: int | None
-    """Samples that only the new model has right; None for scores that are not binary."""
+    """Number of samples on which the new model is better; None for scores that are not binary."""
     worse: int | None
-    """Samples that only the old model has right; None for scores that are not binary."""
+    """Number of samples on which the new model is worse; None for scores that are not binary."""
     p: float
     """One-sided p-value of the hypothesis that the true difference is at most the bound."""
     detectable: float
-    """Smallest difference that n samples detect."""
+    """Smallest difference that these n samples detect with the plan's power; for perplexities, a relative rise."""
     required_samples: int | None
-    """Samples required to detect the bound; None if n is enough or the bound is 0."""
+    """Number of samples required to detect the bound; None if n is enough or the bound is 0."""
     method: str
 
 
 @dataclass(frozen=True)
 class _PairedEstimate:
-    """Bounds, p-value and detectable difference of the mean; perplexities as logarithms."""
+    """Bounds, p-value and detectable difference of the mean; for perplexities, of their logarithms in nats."""
 
     low: float
     high: float
     p: float
     detectable: float
     required_samples: float
-    """Samples required to detect the bound."""
+    """Number of samples required to detect a difference of the size of the bound; 0 if the bound is 0."""
     method: str
 
 
@@ -123,7 +123,7 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
         estimate = _estimate_from_units(_PairedRatio(units, len(new), ceiling, score_size, is_grouped), bound, plan)
     low, high, detectable = estimate.low, estimate.high, estimate.detectable
     if pairs.kind == "perplexity":
-        # Margins limit the rise of a perplexity, so the detectable difference is a rise.
+        # Margins limit the rise of a perplexity, so the detectable difference is expressed as a rise: exp(nats) - 1.
         difference, low, high = (-math.expm1(min(MAX_NATS, -nats)) for nats in (difference, low, high))
         detectable = math.expm1(min(MAX_NATS, detectable))
     required = estimate.required_samples
@@ -193,8 +193,8 @@ def _largest_possible_score(new: Numbers, old: Numbers, pairs: PairedScores) -> 
         return None
     if pairs.better == "higher":
         return max(1.0, float(largest))
-    # If lower is better, the score is an error rate, which is 0 or 1 for some samples, or a loss, which is unbounded
-    # and below 1 only by chance.
+    # If lower is better, the score is an error rate or a loss. An error rate is 0 or 1 for some samples. A loss is
+    # unbounded, and all its values are below 1 only by chance.
     return 1.0 if largest == 1 or (largest < 1 and smallest == 0) else None
 
 
@@ -205,7 +205,7 @@ def _estimate_from_counts(better: int, worse: int, n: int, bound: float, plan: P
     detectable = statistics.detectable_difference(n, min(observed, plan.discordance), plan.confidence, plan.power)
     required_samples = 0.0
     if bound and detectable > abs(bound):
-        # Use the planned discordance: the observed one is unreliable for few samples, or if one model is much better.
+        # Use the planned discordance: the observed value is unreliable for few samples, or if one model is much better.
         required_samples = statistics.required_pairs(abs(bound), plan.discordance, plan.confidence, plan.power)
     if bound:
         p, method = statistics.tango_p_value(better, worse, n, bound), "Tango score interval"
@@ -216,7 +216,7 @@ def _estimate_from_counts(better: int, worse: int, n: int, bound: float, plan: P
 
 @dataclass(frozen=True)
 class _PairedRatio:
-    """A ratio of sums over units, and the properties of the scores behind it."""
+    """A ratio of sums over units, and properties of the scores from which the sums are computed."""
 
     units: ResamplingUnits
     n: int
@@ -224,7 +224,7 @@ class _PairedRatio:
     ceiling: float | None
     """Largest possible score; None if unbounded."""
     score_size: float
-    """Mean absolute score of both models together: the upper limit of the spread if there is only one unit."""
+    """Mean absolute score of the new model plus that of the old model, which limits the spread of a single unit."""
     is_grouped: bool
 
 
@@ -249,10 +249,14 @@ def _estimate_from_units(ratio: _PairedRatio, bound: float, plan: PairedTestPlan
 def _estimate_by_resampling(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
     """Estimate by the BCa bootstrap, widened as for Student's t, and never narrower than t or Hall's skewed t.
 
-    Simulated (2,000 cases, each end of 95 %): plain BCa misses 5-12 % at 10-30 units (normal, exponential, or t with 4
-    degrees of freedom), and up to 7 % at 400. At the level Phi(sqrt(n / (n - 1)) t) (T. Hesterberg, The American
-    Statistician 69, 2015, 371-386), guarded by t and by Hall's t, it is 7 % at 20 exponential units and 3-5.5 % from 50
-    units on; changes with a long tail (lognormal, skewness 6) need 200. The cost: 4 % of width for normal units.
+    The BCa bounds are computed at the level Phi(sqrt(n / (n - 1)) t) (T. Hesterberg, The American Statistician 69,
+    2015, 371-386). Bounds from Student's t, or from t with Hall's correction for skewness, replace them if they are
+    wider.
+
+    Simulated (2,000 cases, each bound with 95 % confidence): plain BCa bounds miss the true value in 5-12 % of cases at
+    10-30 units (normal, exponential, or t with 4 degrees of freedom), and in up to 7 % at 400 units. The bounds of this
+    function miss it in 7 % at 20 exponential units, and in 3-5.5 % from 50 units on. Changes with a long tail
+    (lognormal, skewness 6) need 200 units. In return, the interval is 4 % wider for normal units.
     """
     units = ratio.units
     z_confidence, z_power = statistics.normal_quantiles(plan.confidence, plan.power)
@@ -286,8 +290,9 @@ def _estimate_by_resampling(ratio: _PairedRatio, bound: float, plan: PairedTestP
 def _estimate_single_unit(ratio: _PairedRatio, bound: float, plan: PairedTestPlan) -> _PairedEstimate:
     """Estimate from a single unit, whose spread is unknown but limited by the size of the scores.
 
-    X - t |X| exceeds the mean of a normal X in at most 2 phi(1) / t of cases, for any mean (M. Wall, J. Boen,
-    R. Tweedie, The American Statistician 55, 2001, 102-105). The size of the scores takes the place of |X|.
+    For a single observation X of a normal distribution, the bound X - t |X| exceeds the mean in at most 2 phi(1) / t of
+    cases, whatever the mean (M. Wall, J. Boen, R. Tweedie, The American Statistician 55, 2001, 102-105). This function
+    uses `score_size` instead of |X|.
     """
     z_confidence, z_power = statistics.normal_quantiles(plan.confidence, plan.power)
     estimate = ratio.units.estimate
@@ -307,10 +312,10 @@ def _estimate_single_unit(ratio: _PairedRatio, bound: float, plan: PairedTestPla
 def _estimate_unseen_changes(
     ratio: _PairedRatio, ceiling: float, bound: float, plan: PairedTestPlan
 ) -> _PairedEstimate:
-    """Compute Tango's interval as if each change were binary and as probable as its share of the ceiling."""
+    """Compute Tango's interval as if each change were binary, with its share of the ceiling as its probability."""
     z, _ = statistics.normal_quantiles(plan.confidence, plan.power)
     top, bottom = ratio.units.top / ceiling, ratio.units.bottom
-    n = float(bottom.sum() ** 2 / (bottom**2).sum())  # Effective number: clusters of unequal size count for less.
+    n = float(bottom.sum() ** 2 / (bottom**2).sum())  # Effective number of units: lower if their sizes differ.
     better, worse = (float(n * np.clip(side, 0, None).sum() / bottom.sum()) for side in (top, -top))
     low, high = (ceiling * end for end in statistics.tango_bounds(better, worse, n, z))
     return _PairedEstimate(

@@ -1,6 +1,7 @@
 """Applies the rules of the gate: each rule yields an outcome and a text for the verdict.
 
-Comparisons are paired and one-sided. A rule passes only if the samples show it, and is undecided if there are too few.
+Comparisons are paired and one-sided. A rule passes only if the samples show that it is met, and is undecided if there
+are too few samples.
 """
 
 import math
@@ -41,12 +42,13 @@ REFERENCES: dict[Reference, str] = {"base": "the base", "champion": "the champio
 OUTCOME_LABELS = {"pass": "pass", "fail": "FAIL", "undecided": "????", "invalid": "INVALID"}
 GENERAL_PERPLEXITY = "general_perplexity"
 MIN_SAMPLES = 20
-"""Fewer samples (or groups) decide nothing about a mean of scores that are not binary: on skewed scores neither the
-bootstrap nor Student's t keeps its level (simulated: 7 % instead of 5 % even at 20, see paired_test.py)."""
+"""Minimum number of samples (or groups) that can decide about a mean of scores that are not binary. With fewer skewed
+scores, neither the bootstrap nor Student's t keeps its level (simulated: 7 % instead of 5 % even at 20, see
+paired_test.py)."""
 
 EXACT = "float32"
-"""Type in which each logit of a merge must be within the limit. Rounding to 16 bits alone exceeds the limit; such
-merges are judged by their divergence."""
+"""Type of merged weights for which every logit must be within max_logit_difference of the rule. In 16-bit types,
+rounding alone exceeds this limit, so such merges are judged by their divergence (max_kl of the rule)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RuleContext:
     gate: Gate
 
     def build_plan(self, confidence: float | None) -> PairedTestPlan:
-        """Return the plan of a comparison; `confidence` overrides gate.confidence."""
+        """Return the plan of a comparison; `confidence` overrides gate.confidence unless it is None."""
         return PairedTestPlan(
             confidence=confidence or self.gate.confidence,
             power=self.gate.power,
@@ -68,7 +70,7 @@ class RuleContext:
 
 
 def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the worst of several outcomes, which decides."""
+    """Return the worst of several outcomes, which decides the verdict or the rule."""
     order: tuple[Outcome, ...] = ("invalid", "fail", "undecided")
     return next((outcome for outcome in order if outcome in outcomes), "pass")
 
@@ -167,9 +169,9 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
 
 
 def count_samples_to_decide(comparison: ModelComparison) -> int | None:
-    """Estimate the samples with which the whole interval exceeds the bound, if the difference stays the same.
+    """Estimate the number of samples with which the whole interval exceeds the bound, if the difference stays the same.
 
-    None if no number of samples is enough, or these are enough.
+    None if no number of samples is enough, or the present number is enough.
     """
     distance = comparison.difference - comparison.bound
     if distance <= 0 or not comparison.difference > comparison.low:
@@ -183,7 +185,10 @@ def _describe_required_rows(required: int | None) -> str:
 
 
 def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, reason: str) -> RuleResult:
-    """Pass if these samples could detect a loss of the margin; there is no reference to compare with."""
+    """Judge a rule that has no reference to compare with: pass if these samples could detect a loss of the margin.
+
+    If the scores are not binary, the spread is estimated from the comparison with the base.
+    """
     plan = context.build_plan(rule.confidence)
     role = evidence.list_scored_roles(context.evidence)[0]
     metric, samples = evidence.select_scores(context.evidence, role, rule.metric)
@@ -302,7 +307,7 @@ def _with_adjusted_p(claim: ImprovementClaim, p: float | None) -> ImprovementCla
 
 
 def _compare_claims(context: RuleContext, rule: MustImproveRule) -> list[ImprovementClaim] | RuleResult:
-    """Compare each metric of a rule, or return the result if there is nothing to compare."""
+    """Compare each metric of a rule; without a reference, or for incomparable scores, return the rule's result."""
     names = ", ".join(rule.metric)
     reason = evidence.missing_reference_reason(context.evidence, rule.over)
     if reason is not None:
@@ -327,7 +332,7 @@ def _compare_claim(context: RuleContext, rule: MustImproveRule, name: str) -> Im
 
 
 def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Sequence[ImprovementClaim]) -> RuleResult:
-    """Pass if at least one metric is significantly better; fail if all metrics are at most at the bound."""
+    """Pass if at least one metric is significantly better; fail if no upper bound exceeds the claimed improvement."""
     alpha = 1 - (rule.confidence or context.gate.confidence)
     has_won = any(_finite_p_value(claim) < alpha and not has_too_few_samples(claim.comparison) for claim in claims)
     has_lost = all(claim.comparison.high <= claim.comparison.bound for claim in claims)
@@ -420,7 +425,10 @@ def _value_at_difference(metric: MetricValue, value: float, difference: float) -
 
 
 def apply_at_least(context: RuleContext, rule: AtLeastRule) -> RuleResult:
-    """Require an absolute minimum for every format of the candidate. The bound must reach it, not just the value."""
+    """Require a fixed value of every format of the candidate: a minimum, or a maximum if lower is better.
+
+    The confidence bound must reach the value; it is not enough that the measured metric reaches it.
+    """
     plan = context.build_plan(rule.confidence)
     outcomes: list[Outcome] = []
     texts = []
@@ -439,7 +447,7 @@ def apply_at_least(context: RuleContext, rule: AtLeastRule) -> RuleResult:
 
 
 def apply_above_chance(context: RuleContext, rule: AboveChanceRule) -> RuleResult:
-    """Fail if the metric is at most the chance level; undecided if it may be."""
+    """Fail if the metric is at most the chance level; undecided if only its lower confidence bound is."""
     plan = context.build_plan(None)
     outcomes: list[Outcome] = []
     texts = []
@@ -502,7 +510,10 @@ def _format_bytes(count: float) -> str:
 
 
 def apply_export_parity(context: RuleContext, rule: ExportParityRule) -> RuleResult:
-    """Require that every exported format, run in its own runtime, answers as base + adapter do."""
+    """Require that every exported format, run in its own runtime, answers as base + adapter does.
+
+    The limit of the logits applies to float32 merges, and to bundles without formats, which have no divergence.
+    """
     bundle = context.evidence.bundle
     is_exact = bundle.dtype == EXACT or not bundle.artifacts
     faults = list(_find_merge_faults(bundle.parity, rule, is_exact))
@@ -557,7 +568,7 @@ def _find_artifact_faults(artifact: ExportArtifact, rule: ExportParityRule) -> I
         )
 
 
-# Checks: evidence that no rule can use, bounds that no two models can differ by, and margins below the noise.
+# Checks: evidence that no rule can use, bounds larger than any possible difference, and margins below the noise.
 
 
 def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
@@ -627,7 +638,7 @@ def _find_changed_tasks(evidence: GateEvidence) -> Iterator[str]:
 
 
 def check_bound(bound: float, setting: str, metric: MetricValue, pairs: PairedScores) -> None:
-    """Refuse a bound that no two models can differ by. Raises IncomparableError.
+    """Raise IncomparableError for a bound that is larger than any possible difference between two models.
 
     Args:
         bound: Value of the setting.
@@ -672,7 +683,7 @@ def pair_rescored_samples(evidence: GateEvidence, name: str) -> tuple[ModelRole,
 
 
 def check_noise(evidence: GateEvidence, name: str, bound: float) -> None:
-    """Refuse a margin that is smaller than the noise of the evaluation. Raises IncomparableError."""
+    """Raise IncomparableError for a margin that is smaller than the noise of the evaluation."""
     rescored = pair_rescored_samples(evidence, name) if bound > 0 else None
     if rescored is None:
         return

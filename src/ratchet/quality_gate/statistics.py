@@ -11,14 +11,16 @@ from scipy import optimize, special, stats
 
 Numbers = NDArray[np.float64]
 MIN_SKEW = 1e-8
-"""Below this value of skewness / sqrt(n), the transformation only adds rounding errors."""
+"""Smallest absolute value of skewness / sqrt(n) for which `add_skewness` transforms. For smaller values, the
+transformation would only add rounding errors."""
 
 MAX_DRAWS_PER_CHUNK = 4_000_000
-"""Unit indices drawn at once; limits memory to about 100 MB for any number of units and resamples."""
+"""Maximum number of unit indices drawn at once. It limits memory to about 100 MB for any number of resamples and up to
+4,000,000 units; with more units, one resample is drawn at a time."""
 
 MIN_UNITS_PER_KIND = 20
-"""If each distinct unit occurs at least this often on average, drawing the count of each distinct unit is faster than
-drawing units."""
+"""Average number of equal units from which the bootstrap draws the count of each distinct unit instead of single units,
+because this is then faster."""
 
 
 def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, float]:
@@ -28,7 +30,7 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     between 0 and 1 and keeps its level for proportions near 0 and 1.
 
     Args:
-        successes: Number of successes; a fraction when a sample is the mean of several answers.
+        successes: Number of successes; not an integer if the rows of a group count as one sample with their mean.
         n: Number of samples.
         confidence: One-sided confidence of each bound.
 
@@ -43,15 +45,15 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     centre = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     low, high = ((centre + sign * half) / (1 + z * z / n) for sign in (-1.0, 1.0))
-    # Without rounding errors: the lower bound of 0 successes is exactly 0, the upper bound of n successes exactly 1.
+    # Remove rounding errors: the lower bound of 0 successes is exactly 0, the upper bound of n successes exactly 1.
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
 def adjust_p_values(p: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple claims by Holm's method; the order is kept.
 
-    If every claim with an adjusted p-value below alpha is accepted, at least one of them is false with probability
-    alpha at most, whatever the dependence between the claims (S. Holm, Scandinavian Journal of Statistics 6, 1979,
+    If every claim with an adjusted p-value below alpha is accepted, the probability that any accepted claim is false is
+    at most alpha, whatever the dependence between the claims (S. Holm, Scandinavian Journal of Statistics 6, 1979,
     65-70).
 
     Raises:
@@ -68,19 +70,19 @@ def adjust_p_values(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-# Student's t for skewed scores: Hall's transformation removes the skewness from the distribution of t.
+# Student's t for skewed scores. Hall's transformation removes the skewness from the distribution of the t-statistic.
 # P. Hall, "On the removal of skewness by transformation", Journal of the Royal Statistical Society B 54, 1992, 221-228.
 # The transformation is monotone, so it can be inverted, and it is the identity for scores without skewness.
 
 
 def remove_skewness(t: float, skewness: float, n: int) -> float:
-    """Transform a t-statistic of `n` samples with this sample skewness into one of samples without skewness."""
+    """Transform the t-statistic of `n` samples with this skewness into the t-statistic of samples without skewness."""
     k = skewness / math.sqrt(n)
     return t + k * t * t / 3 + k * k * t**3 / 27 + k / 6
 
 
 def add_skewness(t: float, skewness: float, n: int) -> float:
-    """Invert `remove_skewness`: transform back to samples with this skewness."""
+    """Invert `remove_skewness`: transform a t-statistic back to samples with this skewness."""
     k = skewness / math.sqrt(n)
     return t if abs(k) < MIN_SKEW else 3 / k * (math.cbrt(1 + k * (t - k / 6)) - 1)
 
@@ -92,9 +94,10 @@ def add_skewness(t: float, skewness: float, n: int) -> float:
 def tango_statistic(better: float, worse: float, n: float, difference: float) -> float:
     """Compute Tango's score statistic of a hypothesized difference of two paired proportions.
 
-    It is standard normal if the hypothesis is true and decreases as the hypothesized difference increases. The
-    proportion of pairs that became worse is its maximum likelihood estimate under the hypothesis, so the variance is
-    positive even without discordant pairs (T. Tango, Statistics in Medicine 17, 1998, 891-908, eq. 5).
+    The statistic is standard normal if the hypothesis is true, and decreases as the hypothesized difference increases.
+    Its variance uses the maximum likelihood estimate, under the hypothesis, of the proportion of pairs that became
+    worse. So the variance is positive even without discordant pairs (T. Tango, Statistics in Medicine 17, 1998,
+    891-908, eq. 5).
     """
     b = -better - worse + (2 * n - better + worse) * difference
     c = -worse * difference * (1 - difference)
@@ -107,7 +110,7 @@ def tango_statistic(better: float, worse: float, n: float, difference: float) ->
 
 
 def tango_bounds(better: float, worse: float, n: float, z: float) -> tuple[float, float]:
-    """Compute Tango's score interval: the differences whose statistics are z and -z, each a one-sided bound."""
+    """Compute Tango's score interval. Its ends, two one-sided bounds, are the differences with statistics z and -z."""
     mean = (better - worse) / n
     low = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) - z, -1.0, mean) if mean > -1 else -1.0
     high = optimize.brentq(lambda d: tango_statistic(better, worse, n, d) + z, mean, 1.0) if mean < 1 else 1.0
@@ -147,11 +150,11 @@ def mcnemar_mid_p(better: int, worse: int) -> float:
 
 @dataclass(frozen=True)
 class ResamplingUnits:
-    """The independent units that the bootstrap draws: one entry per unit in both arrays."""
+    """The independent units that the bootstrap draws; both arrays have one entry per unit."""
 
     top: Numbers
     bottom: Numbers
-    """Positive."""
+    """Denominators; all are positive."""
 
     @cached_property
     def estimate(self) -> float:
@@ -160,7 +163,7 @@ class ResamplingUnits:
 
     @cached_property
     def residuals(self) -> Numbers:
-        """First-order influence of each unit on the estimate; the sum is zero."""
+        """First-order influence of each unit on the estimate; the influences sum to zero."""
         residuals: Numbers = (self.top - self.estimate * self.bottom) / self.bottom.mean()
         return residuals
 
@@ -195,16 +198,16 @@ class BootstrapDistribution:
 
     values: Numbers
     bias: float
-    """z0: normal quantile of the share of resamples below the estimate."""
+    """Efron's z0: the normal quantile of the share of resamples below the estimate."""
     acceleration: float
 
     def low(self, z: float) -> float:
-        """Return the lower bound whose one-sided confidence is that of the normal quantile z."""
+        """Return the lower bound with one-sided confidence Phi(z), where Phi is the normal distribution function."""
         share = special.ndtr(self.bias + _remove_acceleration(self.bias - z, self.acceleration))
         return float(self.values[min(int(share * len(self.values)), len(self.values) - 1)])
 
     def high(self, z: float) -> float:
-        """Return the upper bound whose one-sided confidence is that of the normal quantile z."""
+        """Return the upper bound with one-sided confidence Phi(z), where Phi is the normal distribution function."""
         share = special.ndtr(self.bias + _remove_acceleration(self.bias + z, self.acceleration))
         return float(self.values[max(math.ceil(share * len(self.values)) - 1, 0)])
 
@@ -213,7 +216,7 @@ class BootstrapDistribution:
         count = int(np.searchsorted(self.values, bound, side="right"))
         step = float(special.ndtri(_clamp_share(count / len(self.values), len(self.values)))) - self.bias
         scale = 1 + self.acceleration * step
-        if scale <= 0:  # No confidence level reaches this far.
+        if scale <= 0:  # No confidence level has this bound.
             return math.copysign(float(-special.ndtri(_clamp_share(0.0, len(self.values)))), -step)
         return self.bias - step / scale
 
@@ -226,8 +229,9 @@ def _remove_acceleration(step: float, acceleration: float) -> float:
 def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> BootstrapDistribution:
     """Draw bootstrap resamples of at least two units that are not constant.
 
-    The result does not depend on the order of the units, and negating every `top` negates every resample: the units are
-    sorted first, with the sign that makes the estimate positive or zero.
+    The units are sorted first, so the result does not depend on their order. Before that, every `top` is multiplied by
+    the sign that makes the estimate positive (for an estimate of 0, the sum of cubes of `top`), so negating every `top`
+    negates every resample.
     """
     sign = -1.0 if (units.estimate or math.fsum(units.top**3)) < 0 else 1.0
     top = sign * units.top
@@ -242,7 +246,7 @@ def bootstrap_units(units: ResamplingUnits, resamples: int, seed: int) -> Bootst
 
 
 def _clamp_share(share: float, resamples: int) -> float:
-    """Keep a share of resamples away from 0 and 1, which this many resamples cannot distinguish."""
+    """Limit a share to the range that this many resamples can distinguish from 0 and 1."""
     return min(max(share, 1 / (resamples + 1)), resamples / (resamples + 1))
 
 
@@ -264,7 +268,7 @@ def _draw_resamples(top: Numbers, bottom: Numbers, resamples: int, rng: np.rando
     return ratios
 
 
-# Power: the smallest difference that n pairs detect, and the number of pairs that detects a difference.
+# Power: the smallest difference that n pairs detect, and the number of pairs that is required to detect a difference.
 
 
 def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
@@ -282,9 +286,9 @@ def normal_quantiles(confidence: float, power: float) -> tuple[float, float]:
 def detectable_difference(n: float, discordance: float, confidence: float, power: float) -> float:
     """Compute the smallest difference of two proportions that `n` pairs detect, given the share of discordant pairs.
 
-    Normal approximation of paired counts, (z_a + z_b) sqrt(discordance / n) (R. J. Connor, Biometrics 43, 1987, with
-    the variance for equal models). It is at least z_a^2 / (n + z_a^2), the lower end of Tango's interval without any
-    discordant pair.
+    The result is the normal approximation for paired counts, (z_a + z_b) sqrt(discordance / n), where z_a and z_b are
+    the quantiles of confidence and power (R. J. Connor, Biometrics 43, 1987, with the variance for equal models). It is
+    at least z_a^2 / (n + z_a^2), because Tango's interval extends to minus this value even without any discordant pair.
     """
     _check_discordance(n, discordance)
     z_confidence, z_power = normal_quantiles(confidence, power)

@@ -20,7 +20,7 @@ ACTOR_VARIABLE = "RATCHET_ACTOR"
 """Environment variable with the name of the person or service that promotes."""
 
 MAX_REASON_CHARACTERS = 2000
-"""Limit of a reason, which is stored in MLflow tags."""
+"""Maximum length of a reason, which is also stored in MLflow tags."""
 
 _RESTORE = "compare the file with `git log -p`, and restore it from git"
 
@@ -77,7 +77,7 @@ def append_entry(path: Path, entry: Promotion) -> Promotion:
     """Chain an entry to the newest one and append it; the caller holds the promotion lock.
 
     Returns:
-        The entry with its digests. If the ledger already has an entry with this id, that entry.
+        The new entry with its digests, or the existing entry if the ledger already has one with this id.
 
     Raises:
         DamagedFileError: the chain is broken; nothing is appended.
@@ -99,10 +99,11 @@ def entry_digest(entry: Promotion) -> str:
 def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile) -> None:
     """Check that the champion file names the newest entry, and that this entry names the champion.
 
-    A champion file without champion and entry is new: the first promotion is chained to the existing entries.
+    A champion file that names neither champion nor entry is new. The next promotion is then chained to the newest
+    entry.
 
     Raises:
-        DamagedFileError: they do not match.
+        DamagedFileError: the champion file and the ledger do not match.
     """
     champion, head = file.champion, file.ledger
     if champion is None and head is None:
@@ -136,7 +137,7 @@ def _encode_entry(entry: Promotion) -> bytes:
 
 
 def _find_problem(line: bytes, previous: Sequence[Promotion]) -> str | None:
-    """Describe the problem of a line that follows these entries; None if it is valid."""
+    """Describe the problem of a line that follows these entries; None if the line is valid."""
     try:
         entry = Promotion.model_validate(json.loads(line))
     except ValueError as error:

@@ -35,7 +35,8 @@ from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import BaseScan, ModelLineage
 
 SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
-"""Sections of params.yaml that affect the model. `machine` and `promote` do not, and hooks contain addresses."""
+"""Sections of params.yaml that affect the model. `machine` and `promote` do not affect it, and the hooks in `promote`
+contain addresses."""
 
 MASK = "***"
 """Replaces secrets and directories."""
@@ -47,7 +48,7 @@ _SECRET_PARAMETERS = re.compile(
     r"[\w.-]*|sig|key|auth|pwd)=)[^&#\s]+",
     re.IGNORECASE,
 )
-"""Values of query parameters with names of secrets, as in signed addresses of object stores."""
+"""Query parameters whose names indicate secrets, with their values, as in signed addresses of object stores."""
 _TOKENS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
     r"|xox[abpros]-[\w-]{10,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
@@ -55,7 +56,7 @@ _TOKENS = re.compile(
 """Keys of well-known services, recognized by their prefix, and JSON web tokens."""
 
 MAX_LICENCE_CHARACTERS = 100
-"""Limit of a licence name: a longer one is the text of the licence, which some libraries declare instead."""
+"""Maximum length of a licence name. A longer value is the text of the licence, which some libraries declare instead."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ModelOrigin:
 
 
 def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
-    """Build the record. It masks values that look like secrets or absolute paths, because bundles are published."""
+    """Build the record. Values that look like secrets or absolute paths are masked, because bundles are published."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
     return ModelLineage(
         base=origin.base.model_copy(update={"source": mask_secrets(origin.base.source)}),
@@ -135,12 +136,12 @@ class InstalledLibrary:
 
     @property
     def ref(self) -> str:
-        """Its package URL."""
+        """Package URL of the library."""
         url: str = PackageURL(type="pypi", name=self.name, version=self.version).to_string()
         return url
 
     def required(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
-        """Yield the name and extras of each library that this one requires on this machine.
+        """Yield the name and extras of each library that this library requires on this machine.
 
         Args:
             extras: the requested extras of this library.

@@ -2,9 +2,9 @@
 
     hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
 
-The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to the folder before the
-promotion, so it can be written early. It contains no row of the data; the gate's page, which shows rows, is stored
-separately (`ProjectLayout.evidence`).
+The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to a folder before the
+promotion, so the folder can be written early. A folder contains no row of the data; the gate's page, which shows rows,
+is stored separately (`ProjectLayout.evidence`).
 
 The formats and reports of an export or a promoted model must have the digests in its bundle.json (`require_match`).
 """
@@ -23,16 +23,16 @@ from ratchet.storage.records.export import ExportArtifact, FormatKind, ModelBund
 from ratchet.storage.records.gate import Champion, ForcedPromotion
 
 KIND = "model"
-"""Kind in the manifest of a folder."""
+"""Kind in the manifest of a promoted model's folder."""
 
 BUNDLE = "bundle.json"
 SBOM = "sbom.json"
 _EVALUATION, _VERDICT = "eval.json", "verdict.json"
 FORCED = "forced.json"
-"""File with the actor and the reason of a forced promotion; other folders do not have it."""
+"""File with the actor and the reason of a forced promotion; the folders of other promotions lack this file."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are copied at once."""
+"""Number of bytes that are copied at once."""
 
 Content = Path | bytes
 """Content of a file: a file to copy, or bytes."""
@@ -82,7 +82,7 @@ def store_model(
     files.remove_partials(layout.models)
     _store_gate_page(layout, bundle)
     if folder.exists():
-        with suppress(DamagedFileError):  # if it is damaged, write it again
+        with suppress(DamagedFileError):  # a damaged folder is written again
             stored = dict(files.verify_sealed(folder, KIND).files)
             stored.pop(signer.signature_name, None)
             is_same = stored.keys() == contents.keys() and all(
@@ -108,7 +108,7 @@ def store_model(
 
 
 def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.Manifest) -> dict[str, Content]:
-    """Collect the content of each file in the folder, apart from files that depend on the promotion (`store_model`).
+    """Collect the content of each file in the folder, apart from the files in `extra` of `store_model`.
 
     Raises:
         DataError: the adapter has changed since the export, or the gate's page is missing.
@@ -131,7 +131,7 @@ def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.
 
 
 def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
-    """Return the file that marks a folder as a forced promotion, by name; empty if it was not forced."""
+    """Return the file that marks a folder as a forced promotion, by name; empty if the promotion was not forced."""
     return {FORCED: files.json_bytes(forced.model_dump(mode="json"))} if forced else {}
 
 
@@ -148,7 +148,7 @@ def _store_gate_page(layout: ProjectLayout, bundle: ModelBundle) -> None:
 
 
 def _read_blocks(path: Path) -> Iterator[list[bytes]]:
-    """Read a file in blocks. Files are copied, not linked, so that a stage cannot change the champion."""
+    """Read a file in blocks for a copy. A link instead would let a later stage change the promoted model."""
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             yield [block]
@@ -163,7 +163,7 @@ def _content_digest(content: Content) -> str:
 
 
 def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
-    """Return a version's Hugging Face folder after checking every byte. Raises ChampionError if it is damaged."""
+    """Return a version's Hugging Face folder after checking every byte. Raises ChampionError for damage."""
     folder = layout.promoted_model(champion.model_digest)
     try:
         files.verify_sealed(folder, KIND)
@@ -190,7 +190,7 @@ def require_match(folder: Path, file_digests: Mapping[str, str]) -> None:
 
     Args:
         folder: an export, or a promoted model.
-        file_digests: SHA-256 of every file in it by relative POSIX name.
+        file_digests: SHA-256 of every file in the folder by relative POSIX name.
 
     Raises:
         DamagedFileError: a format or a file differs from bundle.json; the message names it.

@@ -8,9 +8,9 @@
 Names begin with the line number in the ledger, so that they sort in the order of the promotions.
 
 `python -m ratchet.registry.outbox OUTBOX PROJECT` sends the events to hooks, oldest first. It runs in its own process
-and session, so it continues if the caller is killed. A lock admits one such process at a time; a second one waits, and
-then delivers the remaining events. A result is written after its hook was called: after a crash in between, the next
-delivery calls the hook again with the same id.
+and session, so it continues if the caller is killed. A lock admits one such process at a time; a second process waits,
+and then delivers the remaining events. A hook's result is written after the call of the hook. After a crash in between,
+the next delivery calls the hook again with the same id.
 
 A webhook request has these headers (times in Unix seconds; the key comes from the environment and is never stored):
 
@@ -21,7 +21,7 @@ A webhook request has these headers (times in Unix seconds; the key comes from t
 
 A request is retried after connection errors, 5xx and 429 (Retry-After is obeyed), but not after other answers, which
 would be the same again. Redirects are not followed, because they would send the signature elsewhere. A command is
-retried after any failure.
+retried after any failure, unless the program cannot be started.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class HookDelivery(Record):
     hook: str
     """Description of the hook without secrets."""
     is_delivered: bool
-    """False: the delivery failed; it is repeated only on request (`retry_failed`)."""
+    """False: the delivery failed and is repeated only on request (`retry_failed`)."""
     detail: str
     attempts: int
 
@@ -95,7 +95,7 @@ def build_event(entry: Promotion, line: int, project: str, model_name: str, sour
 
     Args:
         entry: the ledger's entry.
-        line: its line in the ledger, from 1; the later of two events has the higher one.
+        line: number of the entry's line in the ledger, from 1; of two events, the later has the higher number.
         project: name of the project.
         model_name: name of the registered model.
         source: URI of the promoted model's folder.
@@ -171,10 +171,10 @@ def read_event_deliveries(outbox: Path, event: str) -> tuple[HookDelivery, ...]:
 
 
 def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
-    """Schedule failed deliveries again, for the hooks of the current settings, because addresses may be corrected.
+    """Schedule failed deliveries again, for the hooks in the current settings, whose addresses may have been corrected.
 
     Returns:
-        Number of events.
+        Number of events with failed deliveries.
     """
     count = 0
     with acquire_lock(outbox):
@@ -215,7 +215,7 @@ def record_result(delivery: EventDelivery, hook: HookSettings, result: HookResul
 
 
 def _subscribed_hooks(candidates: Sequence[HookSettings], action: str) -> tuple[HookSettings, ...]:
-    """Return the hooks that subscribe to this action, each once."""
+    """Return the hooks that subscribe to this action, without duplicates."""
     return tuple({hook_key(hook): hook for hook in candidates if action in hook.events}.values())
 
 
@@ -247,7 +247,7 @@ def check_hooks(hooks: Sequence[HookSettings], require_keys: bool = True) -> Non
 
     Args:
         hooks: hooks in params.yaml.
-        require_keys: also require the keys whose variables are named explicitly.
+        require_keys: also require the key of every webhook whose `key_variable` is set explicitly.
 
     Raises:
         SettingsError: an address is invalid, or a key is missing.
@@ -264,7 +264,7 @@ def check_hooks(hooks: Sequence[HookSettings], require_keys: bool = True) -> Non
 
 
 def hook_key(hook: HookSettings) -> str:
-    """Identify a hook by its address or command; it stays the same if timeouts or retries change."""
+    """Return a digest of a hook's address or command; other settings, such as timeouts, do not change it."""
     return digests.hash_json([hook.webhook, list(hook.command)])[: digests.SHORT]
 
 
@@ -301,7 +301,7 @@ def compute_signature(secret: str, timestamp: str, body: bytes) -> str:
 
 
 def _post_event(hook: HookSettings, event: Path) -> PostResult:
-    """Make one attempt. The result mentions if the event was sent unsigned."""
+    """Send a request once. If the event was sent unsigned, the result's detail says so."""
     body, timestamp = event.read_bytes(), str(int(time.time()))
     content = json.loads(body)
     headers = {
@@ -318,7 +318,7 @@ def _post_event(hook: HookSettings, event: Path) -> PostResult:
 
 
 def _run_command(hook: HookSettings, event: Path, root: Path) -> PostResult:
-    """Make one attempt: the command gets the event on standard input and its id in RATCHET_EVENT_ID."""
+    """Run the command once, with the event on standard input and the event's id in RATCHET_EVENT_ID."""
     environment = os.environ | {"RATCHET_EVENT_ID": str(json.loads(event.read_bytes())["id"])}
     log = event.parent / f"{hook_key(hook)}.log"
     with event.open("rb") as stdin, log.open("ab") as out:

@@ -1,9 +1,9 @@
 """Scans model files from other sources for pickles, and for code that they would run, before any file is loaded.
 
-A pickle is a program, and loading it runs the program. Ratchet never loads one: weights are safetensors, or are
-converted with torch's restricted reader, which only builds tensors. This scan is a second line of defense and a record.
-picklescan classifies the names of functions. This module chooses the files and parts of archives to scan, by content as
-well as by name, because a hidden program is not named `model.pkl`.
+A pickle is a program, and loading the pickle runs the program. Ratchet never loads a pickle: weights are safetensors,
+or are converted with torch's restricted reader, which only builds tensors. This scan is a second line of defense and a
+record. picklescan classifies the names of functions. This module chooses the files and parts of archives to scan, by
+content as well as by name, because a hidden program is not named `model.pkl`.
 
 A scan cannot prove that a file is harmless, because a list of dangerous functions is never complete.
 """
@@ -28,7 +28,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import BaseScan
 
 RECORD = "scan.json"
-"""Scan result next to base.json."""
+"""Name of the file with the scan result, next to base.json."""
 
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dat", ".data"}
 _TORCH_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -39,14 +39,14 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 _TAR_MAGIC_OFFSET, _TAR_MAGIC = 257, b"ustar"
 _HEAD_BYTES = 512
 _UNMARKED_BYTES = 2**20
-"""Number of bytes of a file without a signature that are read as a pickle."""
+"""Number of bytes that are scanned as a pickle in a file without a signature."""
 _UNPACKED_BYTES = 256 * 2**20
-"""Number of bytes of an archive member or of a compressed file that are scanned."""
+"""Number of bytes that are scanned in an archive member or a decompressed file."""
 _MAX_DEPTH = 4
-"""Levels of archives in archives."""
+"""Maximum depth of archives inside archives; deeper contents are reported as suspicious and not scanned."""
 
 _WINDOW_BITS = {b"\x1f\x8b": 31, b"\x78\x01": 15, b"\x78\x5e": 15, b"\x78\x9c": 15, b"\x78\xda": 15}
-"""zlib window bits by the first bytes of a compressed file: gzip (RFC 1952), zlib (RFC 1950; joblib writes it)."""
+"""zlib window bits by the first bytes of a compressed file: gzip (RFC 1952) or zlib (RFC 1950, which joblib writes)."""
 _OTHER_COMPRESSION_MAGIC = (b"BZh", b"\xfd7zXZ\x00", b"7z\xbc\xaf\x27\x1c")
 _READ_ERRORS = (
     OSError, EOFError, ValueError, LookupError, RuntimeError, AttributeError, TypeError, OverflowError, SyntaxError,
@@ -193,7 +193,7 @@ def _scan_tar(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> Non
 
 
 def _decompress_head(magic: bytes, stream: IO[bytes]) -> bytes | None:
-    """Decompress the beginning of a stream; None if it is not compressed despite its first bytes."""
+    """Decompress the beginning of a stream; None if the stream is not compressed despite its first bytes."""
     stream.seek(0)
     try:
         return zlib.decompressobj(_WINDOW_BITS[magic]).decompress(stream.read(_UNPACKED_BYTES), _UNPACKED_BYTES)
@@ -213,9 +213,10 @@ def _scan_member(scan: _FileScan, where: str, content: bytes, depth: int) -> Non
 
 
 def _scan_unmarked(scan: _FileScan, where: str, stream: IO[bytes]) -> None:
-    """Scan a file without a signature as a pickle of an early protocol, and add only certain dangers.
+    """Scan a file without a signature as a pickle of an early protocol.
 
-    For most files, reading a pickle fails at once, but a text may begin like a pickle.
+    For most files, this fails at once. But a text may begin like a pickle, so only functions that are certainly
+    dangerous are added.
     """
     stream.seek(0)
     head = io.BytesIO(stream.read(_UNMARKED_BYTES))

@@ -1,9 +1,9 @@
 """Executes promotions and rollbacks: intent → version → alias → ledger → champion file → outbox.
 
-Moving the alias is a compare-and-set, and commits the promotion. The steps before it can be dropped. The steps after it
-can be repeated: each first checks whether it is done, and none can be refused. If a process dies before the alias has
-moved, the next command drops the intent, and nothing has happened. If it dies later, the next command completes the
-promotion. The intent is removed when all steps are done.
+Moving the alias is a compare-and-set, and commits the promotion. The steps before this commit can be dropped. The steps
+after the commit can be repeated: every step first checks whether it is already done, and no step can be refused. If a
+process dies before the alias has moved, the next command drops the intent, and the champion is unchanged. If the
+process dies later, the next command completes the promotion. The intent is removed when all steps are done.
 """
 
 import re
@@ -38,7 +38,7 @@ UNREGISTERED = 0
 """Version of a model that is not registered yet; MLflow counts from 1."""
 
 LOCK_WAIT_S = 60.0
-"""Maximum wait for another promotion; most take seconds."""
+"""Maximum wait for another promotion; most promotions take seconds."""
 
 MAX_TAG_CHARACTERS = 250
 """MLflow's limit of a tag's name."""
@@ -48,11 +48,11 @@ FORCED, FORCED_BY, FORCED_REASON, DECISION = (
 )
 
 ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
-"""Tags of a registered version."""
+"""Tags of a registered version: digest of the adapter, and id of the training run."""
 
 
 class PromotionIntent(Record):
-    """Record with everything needed to complete a promotion or rollback; files and settings may change before that."""
+    """Everything needed to complete a promotion or rollback later, when files and settings may have changed."""
 
     id: str
     """Id of the event; a repeated command creates a new id."""
@@ -60,14 +60,14 @@ class PromotionIntent(Record):
     """UTC, ISO 8601."""
     action: Action
     actor: str
-    """Person or service that started it."""
+    """Person or service that started the promotion or rollback."""
     project: str
     model_name: str
     """Name of the registered model."""
     champion: Champion
     """The new champion; its version is UNREGISTERED until the model is registered."""
     alias: int | None
-    """Version that the alias named before; the alias moves only if it still names it."""
+    """Version that the alias named before; the alias moves only if it still names this version."""
     previous_version: int | None
     """Version that the champion file named before."""
     decision: Decision | None
@@ -99,7 +99,7 @@ class ModelVersionRegistry(Protocol):
         """Return the version of a model; None if it is not registered."""
 
     def set_champion(self, version: int, expected: int | None) -> None:
-        """Move the alias. Raises ChampionError if it is no longer at `expected`."""
+        """Move the alias. Raises ChampionError if the alias no longer names `expected`."""
 
     def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
         """Write tags and a description to a version, and the tags to the MLflow run of this run id."""
@@ -151,7 +151,7 @@ def execute_promotion(
 def finish_promotion(
     layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
 ) -> tuple[Promotion, str]:
-    """Do all steps after the alias has moved; this may be repeated. Returns the same as `execute_promotion`."""
+    """Do all steps that follow the move of the alias; they may be repeated. Returns the same as `execute_promotion`."""
     champion = intent.champion.model_copy(update={"version": version})
     entry = ledger.append_entry(layout.promotions, intent.entry(version))
     current = read_champion(layout.champion)
@@ -172,7 +172,7 @@ class InterruptedPromotion:
 
     intent: PromotionIntent
     version: int | None
-    """Version of its model; None: the model is not registered yet."""
+    """Version of the model; None: the model is not registered yet."""
     is_committed: bool
     """Whether the alias moved, so that the promotion is completed instead of dropped."""
 
@@ -195,7 +195,7 @@ def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> Inte
     version = intent.champion.version or registry.find_version(intent.champion.model_digest)
     if version is None:
         return InterruptedPromotion(intent, None, is_committed=False)
-    # Check the ledger, too, because a user may have moved the alias since.
+    # Check the ledger, too, because a user may have moved the alias after the interruption.
     is_in_ledger = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
     return InterruptedPromotion(intent, version, is_committed=is_in_ledger or registry.champion() == version)
 
@@ -204,7 +204,7 @@ def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> s
     """Complete or drop an interrupted promotion; the caller holds the promotion lock.
 
     Returns:
-        A description for the user; None if there was none.
+        A description for the user; None if there was no interrupted promotion.
     """
     interrupted = find_interrupted(layout, open_registry)
     if interrupted is None:
@@ -245,7 +245,7 @@ def plan_steps(
         layout: the project.
         intent: the promotion or rollback.
         version: the registered version; None if the model is not registered yet.
-        first_steps: steps before these.
+        first_steps: steps that come before.
     """
     target = f"version {version}" if version is not None else "a new version"
     steps = [*first_steps, f"write the intent to {layout.promotion_intent}"]
@@ -287,10 +287,10 @@ def update_champion(
 
     Args:
         current: the current file.
-        action: a promotion adds the old champion to the previous ones, as the first; a rollback removes it, because it
-            failed.
+        action: a promotion puts the old champion first among the previous ones; a rollback removes the old champion,
+            because it failed.
         champion: the new champion; the file names every version once.
-        is_anchor: whether it also becomes the anchor.
+        is_anchor: whether the new champion also becomes the anchor.
         head: digest of the ledger's entry.
     """
     candidates: Iterable[Champion] = current.previous

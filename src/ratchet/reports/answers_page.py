@@ -21,7 +21,8 @@ TEXT_SHOWN = 300
 
 CONFUSION, CURVES, RELIABILITY = "confusion.png", "precision_recall.png", "reliability.png"
 LABELS_DRAWN = 200
-"""Maximum number of labels in the plot of the confusion matrix. Larger plots exceed the limits of image viewers."""
+"""Maximum number of labels in the plot of the confusion matrix. A plot of more labels exceeds the limits of image
+viewers."""
 
 
 def render(analysis: AnswerAnalysis) -> str:

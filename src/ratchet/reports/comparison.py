@@ -37,7 +37,7 @@ JOINED = "+"
 LABELLED = "="
 """Separates a label from the name that it labels."""
 MAX_SUBJECTS = 12
-"""Maximum number of subjects on a page. More cannot be distinguished."""
+"""Maximum number of subjects on a page. More subjects cannot be distinguished."""
 NAMES_SHOWN = 12
 """Maximum number of names listed in a message."""
 
@@ -52,9 +52,10 @@ OWN_ROLES: tuple[ModelRole, ...] = ("candidate", "merged")
 """Roles under which the evaluated model itself may be scored."""
 T = TypeVar("T")
 MAX_METRICS = 24
-"""Maximum number of metrics compared per pair: with more, Holm's correction requires stronger evidence for each."""
+"""Maximum number of metrics compared per pair. With more metrics, Holm's correction requires stronger evidence for each
+metric."""
 TEST, VALIDATION = "test rows", "validation rows"
-"""Rows on which two subjects are compared."""
+"""Names of the rows on which two subjects are compared."""
 POINTS, LEAST_POINTS = 3600, 150
 """Maximum number of points of all curves of one kind on a page, and minimum number of points of a curve."""
 MOST_POINTS = 600
@@ -70,7 +71,7 @@ class ComparisonRun:
 
     run_id: str
     about: str
-    """Meaning of a name that is not a run id: `version 3`, `trial 7 of lora`. Empty for a run id."""
+    """Meaning of the name that the user gave: `version 3`, `trial 7 of lora`. Empty if the name is a run id."""
     model_digest: str | None = None
     """Model digest of the promoted version, if the name is a version."""
 
@@ -80,7 +81,7 @@ class ComparisonSubject:
     """One side of a comparison: a run, or several runs that differ only in their seed."""
 
     name: str
-    """The name given by the user, or its label. The page shows it."""
+    """The label that the user gave, or else the name. The page shows this text."""
     members: tuple[ComparisonRun, ...]
 
     @property
@@ -290,7 +291,7 @@ class EvaluationIndex:
             self.groups = {row.id: row.group for row in read_rows(layout)}
 
     def for_run(self, run_id: str) -> list[ModelEvaluation]:
-        """Return a run's scores from the current evaluation, or else from those kept with its promoted versions."""
+        """Return a run's scores from the current evaluation, else from evaluations kept with its promoted versions."""
         digests = [self._names.versions[number][1] for number in self._names.versions_of(run_id)]
         evaluations = self._current(run_id, digests)
         for model_digest in digests if not evaluations else ():
@@ -315,7 +316,7 @@ class EvaluationIndex:
         return [self.role_scores(role, run_id) for role in names if role in report.scores]
 
     def role_scores(self, role: ModelRole, run_id: str = "") -> ModelEvaluation:
-        """Return one model's scores from the current evaluation, which must exist. The base model has no run id."""
+        """Return one model's scores from the current evaluation, which must exist. `run_id` is empty for the base."""
         report = self.current
         if report is None:
             raise ValueError("no evaluation found")
@@ -331,7 +332,10 @@ class EvaluationIndex:
 
 
 def read_validation_scores(summary: RunSummary) -> dict[str, ValidationScores]:
-    """Read a run's per-row scores on validation rows, by question. Scores that cannot be verified are omitted."""
+    """Read a run's scores of single validation rows, by request digest (`ValidationScores.request_digest`).
+
+    Files that cannot be read, and scores of another adapter, are omitted.
+    """
     scores: dict[str, ValidationScores] = {}
     for path in sorted(summary.paths.root.glob("validation_scores-*.json")):
         try:
@@ -345,8 +349,8 @@ def read_validation_scores(summary: RunSummary) -> dict[str, ValidationScores]:
 
 # Significance of differences, tested only where the same rows were scored under one contract. Test rows use the gate's
 # statistics (quality_gate/paired_test). Validation rows use those of a sweep's final round (quality_gate/finalists),
-# which include the variance of seeds. The leader of each pair is chosen by the same scores, so p-values are doubled.
-# Holm's correction then covers everything that one page compares.
+# which include the variance of seeds. The leader of each pair is chosen by the scores that are then tested, so the
+# one-sided p-values are doubled. Holm's correction then covers all differences that one page tests.
 
 
 @dataclass(frozen=True)
@@ -356,7 +360,7 @@ class SubjectScores:
     name: str
     evaluations: Sequence[ModelEvaluation]
     held_out: Sequence[Mapping[str, ValidationScores]]
-    """Validation scores of each run, by question."""
+    """Validation scores of each run, by request digest (`read_validation_scores`)."""
 
 
 @dataclass(frozen=True)
@@ -371,9 +375,9 @@ class PairwiseTestResult:
     values: tuple[float, float]
     """Scores of the leader and of the other subject."""
     measured: MetricValue | None
-    """Metric, for its unit. None for validation rows."""
+    """Metric on test rows, which determines the unit. None for validation rows."""
     difference: float
-    """Positive if the leader is better. For perplexities, the fraction by which the leader's is lower."""
+    """Positive if the leader is better. For perplexities, the fraction by which the leader's perplexity is lower."""
     low: float
     """Lower confidence bound of the difference, at half the error rate that the page allows for each difference."""
     n: int
@@ -383,7 +387,7 @@ class PairwiseTestResult:
     p_adjusted: float = 1.0
     """p-value after Holm's correction."""
     is_significant: bool = False
-    """Whether the leader is significantly better."""
+    """Whether the leader is significantly better: `p_adjusted` is below 1 - gate.confidence, and `low` is above 0."""
 
 
 @dataclass(frozen=True)
@@ -402,7 +406,7 @@ def compare_pairs(
     Args:
         scored: Scores of the subjects.
         gate: Confidence, resamples and seed of the bootstrap.
-        only: Name of the subject that all others are compared with. None compares all pairs.
+        only: Name of the subject with which all other subjects are compared. None compares all pairs.
     """
     results: list[PairwiseTestResult] = []
     incomparable: list[IncomparablePair] = []
@@ -453,7 +457,7 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
 def _comparable_evaluations(
     first: SubjectScores, second: SubjectScores
 ) -> tuple[ModelEvaluation, ModelEvaluation] | None:
-    """Return per-sample scores of both subjects that one contract covers, or None."""
+    """Return an evaluation of each subject, both with per-sample scores under the same contract; None without them."""
     return next(
         (
             (first_evaluation, second_evaluation)
@@ -505,7 +509,7 @@ def _compare_on_validation_rows(
 
 
 def _shared_questions(first: SubjectScores, second: SubjectScores) -> set[str]:
-    """Return digests of the questions that every run of both subjects answered under the same conditions."""
+    """Return the request digests for which every run of both subjects was scored with the same numerics."""
     runs = [*first.held_out, *second.held_out]
     if not first.held_out or not second.held_out:
         return set()
@@ -552,7 +556,7 @@ class ComparisonSide:
     runs: tuple[RunSummary, ...]
     """Summaries of the side's runs."""
     steps: HistoryCurve
-    """Curves by step. For several runs: their mean plus and minus one standard deviation."""
+    """Curves by step. For several runs: the mean of the runs, with plus and minus one standard deviation."""
     validations: HistoryCurve
     members: tuple[HistoryCurve, ...]
     """Steps of each run separately, for details that a mean hides."""

@@ -23,7 +23,7 @@ from ratchet.storage.html import NONE, Html, explanation, format_count, table, t
 from ratchet.tuning.trial_summary import format_duration
 
 LABELS_SHOWN, LABELS_OPEN, SLICES_SHOWN, EVENTS_SHOWN = 200, 15, 400, 200
-"""Maximum numbers of labels, labels visible before the table is expanded, slice scores, and events."""
+"""Maximum numbers of labels, of labels visible before the table is expanded, of slice scores, and of events."""
 
 Body = Sequence[Html] | str
 
@@ -117,7 +117,7 @@ def _format_cell(runs: Sequence[RunSummary], formatter: Callable[[RunSummary], s
 
 
 def render_significance(comparison: RunComparison) -> Body:
-    """Render the significant differences, and the pairs that cannot be compared."""
+    """Render all tested differences, significant or not, and the pairs that cannot be compared."""
     content: list[Html] = []
     if comparison.test_results:
         content += [explanation(SIGNIFICANCE_NOTE), render_test_results(comparison.test_results)]

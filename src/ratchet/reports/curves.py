@@ -20,12 +20,12 @@ WIDE, HIGH = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
 """Size and margins of a plot, in its own pixels."""
 COLOURS, DASHES = 7, 4
-"""Numbers of line colours and dash patterns in curves.css. They are reused for further lines."""
+"""Numbers of line colours and dash patterns in curves.css. Further lines reuse them."""
 TABLE_ROWS = 10
 """Number of rows in the table below a plot."""
 MAX_EXTENSION, OUTLIER_DISTANCE, MAX_OUTLIERS = 1.0, 0.25, 6
-"""Extension of the frame beyond the means to show single steps, distance from the frame from which outliers are listed
-(both in multiples of the range of the means), and maximum number of listed outliers.
+"""Maximum extension of the frame beyond the means, which shows single steps; distance from the frame beyond which a
+value is listed as an outlier (both in multiples of the range of the means); and maximum number of listed outliers.
 """
 SIGNS = {
     "resumed": "\u21bb", "died": "\u2715", "stopped": "\u25a0", "skipped": "\u2298", "rolled back": "\u21b6",
@@ -35,7 +35,7 @@ SIGNS = {
 SIGNS_SHOWN = 60
 """Maximum number of symbols per run in a plot."""
 SIGN_WIDTH, HIGHEST_SIGN = 13, 3
-"""Distance below which symbols are stacked, and maximum number of levels above the lowest."""
+"""Distance in pixels below which symbols are stacked, and maximum number of levels above the lowest level."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class CurveKind:
     title: str
     note: str
     validated: bool
-    """Whether the values are of validations instead of steps."""
+    """Whether the values belong to validations, not to steps."""
     select: Callable[[Mapping[str, Any]], Any]
-    """Returns the plotted values, given the values of a curve by name."""
+    """Function that returns the plotted values, given the values of a curve by name."""
     band: bool = True
     """Whether minimum and maximum are drawn."""
     smooth: bool = True
@@ -157,10 +157,11 @@ def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
         if not low - OUTLIER_DISTANCE * span <= value <= high + OUTLIER_DISTANCE * span and math.isfinite(value)
     ]
     outliers.sort(key=lambda outlier: -max(low - outlier[2], outlier[2] - high))
-    # Seeds with the same event at the same steps share one symbol.
-    outliers = list(
-        {(series.side, step): (series, step, value) for series, step, value in reversed(outliers)}.values()
-    )[::-1]
+    # Keep only the farthest outlier of each side at each step, the farthest of all first.
+    farthest: dict[tuple[int, float], tuple[CurveSeries, float, float]] = {}
+    for series, step, value in outliers:
+        farthest.setdefault((series.side, step), (series, step, value))
+    outliers = list(farthest.values())
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
     low = 0.0 if low >= 0 and low < 0.25 * high else low - margin
     return CurvePlot(kind, curves, low, high + margin, outliers[:MAX_OUTLIERS])
@@ -187,7 +188,7 @@ def render_figure(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
 
 
 def _format_step_range(curve: CurveSeries, last: float) -> str:
-    """Describe the steps that a point summarizes, given the last of them."""
+    """Describe the steps that a point summarizes, given the last of these steps."""
     first = last // curve.width * curve.width
     return f"at step {last:,.0f}" if first == last else f"in steps {max(1.0, first):,.0f} to {last:,.0f}"
 

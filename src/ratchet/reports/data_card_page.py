@@ -18,10 +18,10 @@ OTHER_DROP_MEANINGS = {
 """Explanations of drop reasons that have no limit."""
 
 CATEGORIES_SHOWN = 40
-"""Number of categories in the table, largest first."""
+"""Maximum number of categories in the table, largest first."""
 
 LABELS_SHOWN = 20
-"""Number of largest and of smallest labels shown, if there are more labels than both together."""
+"""Number of the largest labels, and of the smallest labels, that are shown if there are more than twice as many."""
 TEXT_SHOWN = 1000
 """Maximum number of characters shown of a near-duplicate."""
 SPLITS = ("train", "validation", "test")
@@ -232,7 +232,7 @@ def _render_lengths(card: DatasetCard) -> Body:
 
 
 def _source_splits(card: DatasetCard) -> set[str]:
-    """Return the splits that sources are assigned to. Their size does not depend on the split fractions."""
+    """Return the splits to which sources are assigned. The size of these splits does not depend on split fractions."""
     return {source.split for source in card.source_cards.values() if source.split}
 
 

@@ -30,7 +30,7 @@ OUTCOME_WORDS = {"pass": "holds", "fail": "fails", "undecided": "undecided", "in
 """Word for each outcome."""
 
 STRIP_PX, AXIS_PX = 44, 30
-"""Heights of one comparison's plot and of the axis, in pixels."""
+"""Height of the plot of one comparison, and height of the axis, in pixels."""
 END_PX = 5
 """Half the height of the caps of an interval, in pixels."""
 PADDING = 0.05
@@ -52,7 +52,7 @@ class MetricScale:
     unit: str
     factor: float
     places: int | None
-    """Digits after the decimal point. None: enough for four significant digits."""
+    """Number of digits after the decimal point. None: as many as four significant digits need."""
 
     def signed(self, amount: float) -> str:
         """Format an amount with its sign, including infinity."""
@@ -241,7 +241,7 @@ def _draw_interval(line: ForestPlotRow, axis: ForestPlotAxis, y: str) -> Iterato
     low, high = axis.place(comparison.low), axis.place(comparison.high)
     yield tag("line", x1=low, x2=high, y1=y, y2=y, class_="bounds")
     for value, place in ((comparison.low, low), (comparison.high, high)):
-        # A missing bound is drawn as an arrow.
+        # A bound that is not finite is drawn as an arrow.
         end = f"M0-{END_PX}V{END_PX}" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
         yield _place_content(place, y, tag("path", d=end, class_="end"))
     outline, inner = SHAPES[outcome]
@@ -295,7 +295,7 @@ def _format_numbers(line: ForestPlotRow) -> list[str]:
 
 
 def _format_required_samples(line: ForestPlotRow) -> str:
-    """Format the number of required samples, which cannot be derived for a threshold of zero."""
+    """Format the number of required samples. For a threshold of zero, this number cannot be derived."""
     needed = line.comparison.required_samples
     if line.reason.outcome == "pass" or needed is None:
         return "sufficient" if line.comparison.bound else NONE

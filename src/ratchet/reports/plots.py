@@ -25,18 +25,18 @@ from ratchet.storage.records.training import (
 
 DPI = 120
 CELL_INCHES = 0.28
-"""Size of a cell of a confusion matrix: a label is readable at 7 points."""
+"""Size in inches of a cell of a confusion matrix, in which a label of 7 points is readable."""
 NUMBERS_UP_TO = 20
-"""Maximum number of labels for counts in the cells. With more, the counts are unreadable."""
+"""Maximum number of labels for which the cells contain counts. With more labels, the counts are unreadable."""
 LANE_INCHES = 0.42
-"""Height of a run in a timeline, so that bar, step curve and symbols are distinguishable."""
+"""Height in inches of a run in a timeline, at which bar, step curve and symbols are distinguishable."""
 MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Colours for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
 PANELS = 4
-"""Panels per row of a figure."""
+"""Maximum number of panels per row of a figure."""
 PANEL_INCHES = (2.7, 2.6)
-"""Width and height of a panel."""
+"""Width and height of a panel in inches."""
 COLOUR_QUANTILES = (0.02, 0.98)
 """Quantiles of gradient norms at the ends of the colour scale."""
 AXIS_LABELS = 12
@@ -45,7 +45,7 @@ AXIS_LABELS = 12
 COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
 """Colours of quantization variants: NF4 blue, FP4 orange, lighter with double quantization (Okabe and Ito 2008)."""
 MAX_KINDS = 16
-"""Maximum number of layer kinds on the axis: the name of a projection is readable at 7 points."""
+"""Maximum number of layer kinds on the axis, at which the name of a projection is readable at 7 points."""
 DOT_SHARE = 0.18
 """Width of one variant's dots, as a share of the width of one kind."""
 MAX_CURVES = 12
@@ -62,7 +62,7 @@ LEGEND_CHARACTERS = 28
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """One run in a timeline. Times are seconds since its start."""
+    """One run in a timeline. Times are seconds since the start of the run."""
 
     name: str
     attempts: Sequence[tuple[float, float]]
@@ -100,8 +100,8 @@ def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]]
 
     Args:
         labels: Labels in the order of rows and columns.
-        matrix: matrix[i][j] counts rows of true label i that were answered j. More columns than labels are allowed
-            for answers that are not labels; they are named `other`.
+        matrix: matrix[i][j] counts rows of true label i that were answered with label j. Columns beyond the labels
+            count answers that are not labels; these columns are named `other`.
         target: PNG file to write.
     """
     from matplotlib.figure import Figure
@@ -130,8 +130,8 @@ def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]]
 def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
     """Draw the timelines of several runs, one above the other.
 
-    Bars are workers. The line in a bar is the step, which falls back where steps are repeated. Ticks below are
-    checkpoints, symbols are faults by kind.
+    Each bar is a worker. The line in a bar is the step, which falls back where steps are repeated. Ticks below a bar
+    are checkpoints, and symbols are faults by kind.
     """
     from matplotlib.figure import Figure
 
@@ -165,14 +165,14 @@ def draw_timeline(lanes: Sequence[TimelineLane], target: Path) -> None:
 def draw_gradient_map(analysis: AdapterAnalysis) -> bytes:
     """Draw the gradient norm of every module over time, as PNG.
 
-    One panel per kind of module, one line per layer: a model of 32 layers with seven kinds gives seven panels of 32
-    lines. All share one logarithmic scale. Modules without a gradient are grey.
+    There is one panel per kind of module, with one line per layer: a model of 32 layers with seven kinds gives seven
+    panels of 32 lines. All panels share one logarithmic colour scale. Modules without a gradient are grey.
     """
     from matplotlib.colors import LogNorm
 
     kinds = _group_modules_by_kind(analysis)
     norms = sorted(norm for module in analysis.modules.values() for norm in module.gradient_norms if norm > 0) or [1.0]
-    # Extreme values are clipped: a few modules without a gradient would compress the scale of all others.
+    # Extreme values are clipped: a few modules with tiny gradients would compress the scale of all other modules.
     least, most = (norms[int(share * (len(norms) - 1))] for share in COLOUR_QUANTILES)
     scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
     figure, panels = _create_panels(len(kinds))
@@ -263,13 +263,13 @@ def _create_panels(count: int) -> tuple[Any, list[Any]]:
 
 
 def _step_edges(steps: Sequence[int]) -> list[float]:
-    """Return the borders between the columns of steps: the midpoints to their neighbours."""
+    """Return the borders of the columns of steps: the midpoints between neighbouring steps, and both outer borders."""
     midpoints = [(a + b) / 2 for a, b in pairwise(steps)]
     return [steps[0] - 0.5, *midpoints, steps[-1] + 0.5]
 
 
 def _typical_spectrum(spectra: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median over modules of each singular value, relative to the module's first."""
+    """Return the median over modules of each singular value, relative to the first singular value of its module."""
     nonzero = [values for values in spectra if values and values[0] > 0]
     longest = max(map(len, nonzero), default=0)
     return [statistics.median(values[k] / values[0] for values in nonzero if k < len(values)) for k in range(longest)]
@@ -335,7 +335,7 @@ def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path 
     """Draw the curves of the worst labels, and the mean over all labels in black.
 
     Args:
-        curves: `precision`, `recall` (from the lowest threshold on) and `average_precision` of each label.
+        curves: `precision`, `recall` (both from the lowest threshold on) and `average_precision` of each label.
         target: PNG file to write. Labels without points (scores that are not numbers) are omitted.
     """
     from matplotlib.figure import Figure

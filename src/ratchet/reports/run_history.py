@@ -39,16 +39,19 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "validation": ("step", "loss", "seconds"),
     "checkpoint_saved": ("step", "seconds", "blocked_s"),
 }
-"""Event kinds that are read as columns. The first column and a loss must be finite; otherwise the event is damaged."""
+"""Event kinds that are read as columns, with their columns. An event is damaged if its step or its loss is not finite,
+or its step is negative."""
 
 Numbers = NDArray[np.float64]
 Columns = Mapping[str, Numbers]
 
 _STRUCTURE = bytes.maketrans(b",{}", b":::")
-"""Table that replaces structural characters by colons. A line of flat JSON then alternates keys and values."""
+"""Table that replaces structural characters by colons. The fields of a line of flat JSON are then keys and values in
+turn."""
 _STEP_EVENT, _OTHER_EVENT = b'"event":"step"', re.compile(rb'"event":(?!"step")')
-"""Patterns of step events and other events. If another event has as many keys as a step, an additional colon
-distinguishes it."""
+"""Patterns of step events and of other events. If another event has as many keys as a step, Arrow cannot parse its
+values as numbers. A second parse then adds a colon to all other events, so that their number of fields differs from
+that of steps."""
 
 MAX_BUCKETS = 1024
 """Maximum number of buckets of a curve. When more are needed, the bucket width doubles."""
@@ -72,7 +75,7 @@ class JournalBlock:
     columns: Mapping[str, Columns]
     """Columns by event kind, in journal order. NaN marks a missing value."""
     others: Sequence[tuple[JournalEvent, int]]
-    """All other events, each with the number of steps before it in the block."""
+    """All other events, each with the number of steps that precede it in the block."""
     lines: int
     damaged: int
     """Number of lines that are not valid events, or lack fields of their kind."""
@@ -88,8 +91,8 @@ def read_blocks(path: Path, size_bytes: int = BLOCK_BYTES) -> Iterator[JournalBl
         return
     waiting: deque[Future[JournalBlock]] = deque()
     with stream, ThreadPoolExecutor(READERS) as readers:
-        for text in _read_complete_lines(stream, size_bytes):
-            waiting.append(readers.submit(_parse_block, text))
+        for data in _read_complete_lines(stream, size_bytes):
+            waiting.append(readers.submit(_parse_block, data))
             if len(waiting) > READERS:
                 yield waiting.popleft().result()
         while waiting:
@@ -108,56 +111,56 @@ def _read_complete_lines(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
             rest += data
 
 
-def _parse_block(text: bytes) -> JournalBlock:
-    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
-    uniform = _parse_uniform_steps(text, len(ends))
+def _parse_block(data: bytes) -> JournalBlock:
+    ends = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == ord("\n"))
+    uniform = _parse_uniform_steps(data, len(ends))
     if uniform is None:
-        return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
+        return _build_block(_JournalLineParser().read(data.split(b"\n")[:-1]))
     steps, rows, keys = uniform
 
     def line(row: int) -> bytes:
-        return text[ends[row - 1] + 1 if row else 0 : ends[row] + 1]
+        return data[ends[row - 1] + 1 if row else 0 : ends[row] + 1]
 
     others = np.delete(np.arange(len(ends)), rows)
     before = np.searchsorted(rows, others).tolist()
     parser = _JournalLineParser()
     for row, count in zip(others.tolist(), before, strict=True):
         parser.add(line(row), count)
-    # All lines of one program have one layout. The next program begins with its own event.
+    # A worker writes all of its steps with one layout, so only the first step of each worker is compared with `keys`.
     first_steps = {
         count
         for event, count in parser.others
         if event.kind in ("attempt_started", "worker_ready") and count < len(rows)
     }
     if parser.columns["step"]["step"] or any(_line_keys(line(int(rows[count]))) != keys for count in first_steps):
-        return _build_block(_JournalLineParser().read(text.split(b"\n")[:-1]))
+        return _build_block(_JournalLineParser().read(data.split(b"\n")[:-1]))
     return _build_block(parser, steps)
 
 
-def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
-    """Parse steps with the layout of the first step as CSV. Return columns, line numbers, and keys.
+def _parse_uniform_steps(data: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
+    """Parse all steps that have the layout of the first step as CSV. Return columns, line numbers, and keys.
 
-    Returns None if the first line has another layout, or the block has values that do not fit. Arrow reads CSV twice as
-    fast as JSON: 0.7 s of CPU time for a million steps.
+    Returns None if the first step is not flat JSON with all columns of a step, or the block has values that do not fit.
+    Arrow reads CSV twice as fast as JSON: 0.7 s of CPU time for a million steps.
     """
-    if not _is_text(text):  # Arrow reports deviating rows as text
+    if not _is_text(data):  # Arrow passes deviating rows to `skip` as str, so it must be able to decode them
         return None
-    place = text.find(_STEP_EVENT)
-    first = text[text.rfind(b"\n", 0, place) + 1 : text.find(b"\n", place) + 1] if place >= 0 else b""
+    position = data.find(_STEP_EVENT)
+    first = data[data.rfind(b"\n", 0, position) + 1 : data.find(b"\n", position) + 1] if position >= 0 else b""
     keys = _line_keys(first)
     if keys is None or first.translate(_STRUCTURE).count(b":") != 2 * len(keys) + 1:
         return None
     if not {"event", *KINDS["step"]} <= set(keys):
         return None
     columns = {name: f"{2 * keys.index(name) + 2}" for name in ("event", *KINDS["step"])}
-    parsed = _parse_table(text, columns, len(keys)) or _parse_table(
-        _OTHER_EVENT.sub(b'"event"::', text), columns, len(keys)
+    parsed = _parse_table(data, columns, len(keys)) or _parse_table(
+        _OTHER_EVENT.sub(b'"event"::', data), columns, len(keys)
     )
     if parsed is None:
         return None
-    table, odd = parsed
-    rows = np.delete(np.arange(table.num_rows + len(odd)), odd)
-    if len(rows) + len(odd) != lines:
+    table, deviating = parsed
+    rows = np.delete(np.arange(table.num_rows + len(deviating)), deviating)
+    if len(rows) + len(deviating) != lines:
         return None
     is_step = pc.fill_null(pc.equal(table[columns["event"]], b'"step"'), False).to_numpy()
     return (
@@ -167,37 +170,37 @@ def _parse_uniform_steps(text: bytes, lines: int) -> tuple[Columns, NDArray[np.i
     )
 
 
-def _parse_table(text: bytes, columns: Mapping[str, str], keys: int) -> tuple[pa.Table, list[int]] | None:
-    """Parse lines with a fixed number of keys as a table. Return it with the numbers of all other lines.
+def _parse_table(data: bytes, columns: Mapping[str, str], key_count: int) -> tuple[pa.Table, list[int]] | None:
+    """Parse lines with a fixed number of keys as a table. Return the table and the numbers of all deviating lines.
 
     Returns None if a value is not a number.
 
     Args:
-        text: Bytes of the block.
+        data: Block of lines.
         columns: Column name of each required key.
-        keys: Number of keys of a line.
+        key_count: Number of keys of a line.
     """
-    odd: list[int] = []
+    deviating: list[int] = []
 
     def skip(row: csv.InvalidRow) -> str:
-        odd.append(row.number - 1)
+        deviating.append(row.number - 1)
         return "skip"
 
-    names = [f"{number}" for number in range(2 * keys + 2)]
+    names = [f"{number}" for number in range(2 * key_count + 2)]
     types = {column: pa.binary() if name == "event" else pa.float64() for name, column in columns.items()}
     parsing = csv.ParseOptions(
         delimiter=":", quote_char=False, double_quote=False, invalid_row_handler=skip, ignore_empty_lines=False
     )
     try:
         table = csv.read_csv(
-            pa.BufferReader(text.translate(_STRUCTURE)),
-            csv.ReadOptions(column_names=names, block_size=len(text), use_threads=False),
+            pa.BufferReader(data.translate(_STRUCTURE)),
+            csv.ReadOptions(column_names=names, block_size=len(data), use_threads=False),
             parsing,
             csv.ConvertOptions(column_types=types, include_columns=list(types), check_utf8=False),
         )
     except pa.ArrowException:
         return None
-    return table, odd
+    return table, deviating
 
 
 def _is_text(data: bytes) -> bool:
@@ -278,7 +281,7 @@ def _build_block(parser: _JournalLineParser, steps: Columns | None = None) -> Jo
 
 @dataclass(frozen=True)
 class HistoryCurve:
-    """A curve in buckets of steps: the last step of each bucket, its tokens and seconds, and its values."""
+    """A curve in buckets of steps. A bucket has its last step, the tokens and seconds until this step, and values."""
 
     width: int
     """Steps per bucket. 1 means that nothing was aggregated."""
@@ -288,9 +291,11 @@ class HistoryCurve:
     seconds: Numbers
     """Cumulative seconds in steps and validations."""
     mean: Columns
-    """Means by name of the value, like `low` and `high`."""
+    """Means by name of the value."""
     low: Columns
+    """Minima by name of the value; for averaged runs, mean minus one standard deviation."""
     high: Columns
+    """Maxima by name of the value; for averaged runs, mean plus one standard deviation."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -335,9 +340,9 @@ class BucketedSeries:
         """Join each bucket with its neighbour."""
         half = self._most // 2
         self.width *= 2
-        second = self._count[1::2] > 0
+        has_second = self._count[1::2] > 0
         for array in self._ends.values():
-            array[:half] = np.where(second, array[1::2], array[::2])
+            array[:half] = np.where(has_second, array[1::2], array[::2])
         for array in (self._count, *self._sums.values()):
             array[:half] = array[::2] + array[1::2]
         for name in self._names:
@@ -361,32 +366,32 @@ class BucketedSeries:
         )  # fmt: skip
 
 
-def average_curves(lines: Sequence[HistoryCurve], points: int) -> HistoryCurve:
-    """Return mean, and mean plus and minus one standard deviation, of several runs at `points` steps.
+def average_curves(curves: Sequence[HistoryCurve], points: int) -> HistoryCurve:
+    """Return mean, and mean plus and minus one standard deviation, of several runs at up to `points` steps.
 
     The result ends where the shortest run ends. Values between points are interpolated linearly.
 
     Args:
-        lines: At least two curves, none of them empty.
-        points: Number of points of the result.
+        curves: At least two curves, none of them empty.
+        points: Maximum number of points of the result.
     """
-    first, last = max(line.step[0] for line in lines), min(line.step[-1] for line in lines)
+    first, last = max(curve.step[0] for curve in curves), min(curve.step[-1] for curve in curves)
     grid = np.unique(np.linspace(first, max(first, last), points).round())
 
-    def interpolate(line: HistoryCurve, values: Numbers) -> Numbers:
-        interpolated: Numbers = np.interp(grid, line.step, values)
+    def interpolate(curve: HistoryCurve, values: Numbers) -> Numbers:
+        interpolated: Numbers = np.interp(grid, curve.step, values)
         return interpolated
 
     axes = {
-        name: np.mean([interpolate(line, getattr(line, name)) for line in lines], axis=0)
+        name: np.mean([interpolate(curve, getattr(curve, name)) for curve in curves], axis=0)
         for name in ("tokens", "seconds")
     }
     mean, low, high = {}, {}, {}
-    for name in lines[0].mean:
-        stacked = np.stack([interpolate(line, line.mean[name]) for line in lines])
+    for name in curves[0].mean:
+        stacked = np.stack([interpolate(curve, curve.mean[name]) for curve in curves])
         mean[name], spread = stacked.mean(axis=0), stacked.std(axis=0, ddof=1)
         low[name], high[name] = mean[name] - spread, mean[name] + spread
-    return HistoryCurve(max(line.width for line in lines), grid, axes["tokens"], axes["seconds"], mean, low, high)
+    return HistoryCurve(max(curve.width for curve in curves), grid, axes["tokens"], axes["seconds"], mean, low, high)
 
 
 def empty_curve(names: Sequence[str]) -> HistoryCurve:
@@ -404,7 +409,7 @@ class HistoryEvent:
     """An event of a run."""
 
     step: int
-    """Last step before the event."""
+    """Step of the event; if the event has no step of its own, the last step before it."""
     kind: str
     """`resumed`, `skipped`, `rolled back`, `repeated`, `spike`, `shrunk`, `grown`, `died`, `stopped` or `alert`."""
     text: str
@@ -432,7 +437,7 @@ class RunHistory:
     trained_tokens: float = 0.0
     input_tokens: float = 0.0
     step_s: float = 0.0
-    """Seconds in steps, each counted once."""
+    """Seconds in steps; a repeated step is counted once."""
     seconds: float = 0.0
     """Seconds in steps and validations."""
     repeated_steps: int = 0
@@ -440,7 +445,7 @@ class RunHistory:
     validation: tuple[int, float] | None = None
     """Step and loss of the last validation."""
     best: tuple[int, float] | None = None
-    """Step and loss of the lowest validation."""
+    """Step and loss of the validation with the lowest loss."""
     checkpoints: int = 0
     blocked_s: float = 0.0
     """Seconds for which checkpoints blocked training."""
@@ -474,11 +479,11 @@ class RunHistory:
         np.add.at(spent, follows, pauses)
         tokens, seconds = self.trained_tokens + np.cumsum(trained), self.seconds + np.cumsum(spent)
         self.steps.add({"step": steps["step"], "tokens": tokens, "seconds": seconds[:-1]}, steps)
-        until = np.r_[self.trained_tokens, tokens][follows]
+        tokens_until = np.r_[self.trained_tokens, tokens][follows]
         self.validations.add(
             {
                 "step": validations["step"],
-                "tokens": until,
+                "tokens": tokens_until,
                 "seconds": seconds[follows] - np.append(step_s, 0.0)[follows],
             },
             validations,
@@ -500,7 +505,7 @@ class RunHistory:
             self.best = int(steps[lowest]), float(losses[lowest])
 
     def _add_event(self, event: JournalEvent, step: int) -> None:
-        """Record an event that is not read as a column. `step` is the last step before it."""
+        """Record an event that is not read as a column. `step` is the last step before the event."""
         self.progress.update(event)
         data = event.data
         if event.kind == "worker_ready":
@@ -536,7 +541,7 @@ def _event_step(data: Mapping[str, Any], default: int) -> int:
 
 
 def _find_new_steps(steps: Numbers, last: float) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Return a mask of the steps that are new. A resumed run repeats some steps under the same number."""
+    """Return a mask of the new steps. The other steps are repetitions: a resumed run repeats some step numbers."""
     reached = np.maximum.accumulate(np.r_[float(last), steps])
     is_new: np.ndarray[Any, np.dtype[np.bool_]] = steps > reached[:-1]
     return is_new

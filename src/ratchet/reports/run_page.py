@@ -21,15 +21,15 @@ from ratchet.tuning.trial_summary import format_duration
 LABELS_NAMED, LABELS_DRAWN, PAIRS_DRAWN = 40, 150, 3000
 """Maximum numbers of labels with names next to a confusion matrix, of labels in a matrix, and of pairs in a matrix."""
 CURVES = 6
-"""Number of precision-recall curves: labels with the lowest average precision."""
+"""Maximum number of precision-recall curves. Labels with the lowest average precision are shown."""
 WORST_SHOWN, TEXT_SHOWN = 20, 600
 """Maximum numbers of worst samples, and of characters of a text."""
 LEFT, TOP, SQUARE = 56, 10, 360
-"""Geometry of the precision-recall plot, in its own pixels."""
+"""Left margin, top margin, and side length of the precision-recall plot, in its own pixels."""
 RANKING_METRICS = ("answer_loss", "accuracy", "exact_match", "token_f1")
 """Metrics that rank the worst samples; the first available one is used."""
 MATRIX_PX, COUNTED_PX = 420, 22
-"""Size of a confusion matrix in its own pixels, and minimum size of its squares for numbers inside."""
+"""Size of a confusion matrix, and minimum size of its squares for numbers inside, in its own pixels."""
 
 PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
@@ -230,7 +230,7 @@ def _truncate(text: str) -> str:
 
 @dataclass(frozen=True)
 class RunProvenance:
-    """Origin of a run that is not recorded in its own directory."""
+    """Facts and links about the origin of a run that its own directory does not contain."""
 
     checkout: Mapping[str, str]
     """Current Git and DVC state, by name."""

@@ -14,8 +14,9 @@ from ratchet.storage.records.evaluation import EvaluatedRow, MetricValue, ModelR
 from ratchet.storage.records.gate import Verdict
 
 Kind = Literal["lost", "won", "wrong", "right"]
-"""Change of a sample. For right and wrong answers: only the reference is right, only the candidate, neither, both. For
-graded scores: the candidate is worse, the candidate is better, (unused), both are equal.
+"""Change of a sample. If answers are right or wrong: `lost`, only the reference is right; `won`, only the candidate is
+right; `wrong`, both are wrong; `right`, both are right. If scores are graded: `lost`, the candidate is worse; `won`,
+the candidate is better; `right`, both are equal; `wrong` is unused.
 """
 
 KINDS: tuple[Kind, ...] = ("lost", "won", "wrong", "right")
@@ -42,7 +43,7 @@ KIND_NAMES: dict[bool, dict[Kind, str]] = {
     },
     True: {"lost": "candidate worse", "won": "candidate better", "wrong": "", "right": "equal"},
 }
-"""Names of the kinds, by whether the scores are graded."""
+"""Names of the kinds; the key is whether the scores are graded."""
 SIGNS: dict[Kind, str] = {"lost": "\u25bc", "won": "\u25b2", "wrong": "\u2715", "right": "="}
 SampleKey = tuple[str, str]
 """Task ("" for test rows) and id."""
@@ -115,7 +116,11 @@ def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[ModelRole, Map
 
 
 def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleScores]:
-    """Pair the per-sample scores of candidate and references by metric. Metrics of the gate's rules come first."""
+    """Pair the per-sample scores of candidate and references by metric.
+
+    Metrics whose answers are right or wrong come before graded metrics. In both groups, metrics of the gate's rules
+    come first.
+    """
     compared_roles: dict[tuple[str, ModelRole], str] = {
         (comparison.metric, comparison.against): comparison.role
         for reason in verdict.reasons
@@ -133,7 +138,7 @@ def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleSc
 
 
 def _compared_role(compared: str, metric: str, evidence: GateEvidence) -> ModelRole | None:
-    """Return the role of the candidate that the gate compared, else the first that was scored."""
+    """Return the role under which the gate compared the candidate, else another role with scores; None if none has."""
     scored = evidence.scored_roles
     if compared:
         scored.sort(key=lambda role: (role == "merged") != (compared == "merged"))
@@ -351,7 +356,7 @@ def _format_answer(answers: Sequence[str] | None) -> str | None:
 
 
 def _truncate_middle(text: str, most: int) -> str:
-    """Cut the middle of a long text. Its end often has the question."""
+    """Cut the middle of a long text. The end is kept, because it often contains the question."""
     if len(text) <= most:
         return text
     half = most // 2

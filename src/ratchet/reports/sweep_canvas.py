@@ -21,8 +21,8 @@ STEPS = (1, 2, 5)
 """Round tick steps, times a power of ten."""
 
 MARGIN, REACH, FEW = 0.06, 3.0, 8
-"""Margin of a frame at both ends, its maximum reach beyond the quartiles in interquartile ranges, and minimum number of
-values for quartiles."""
+"""Margin at both ends of a frame, as a share of its length; maximum reach of the frame beyond the quartiles, in
+interquartile ranges; and minimum number of values for quartiles."""
 
 DOUBLINGS = 8
 """Maximum number of powers of two on a logarithmic integer axis, as for ranks 4, 8, 16."""
@@ -34,13 +34,13 @@ T = TypeVar("T")
 Box = tuple[float, float, float, float]
 """Left, bottom, width, height."""
 WIDE = 9.5
-"""Width of a figure in inches: text of nine points is readable on a page of a thousand pixels."""
+"""Width of a figure in inches, at which text of nine points is readable on a page of a thousand pixels."""
 DPI, DPI_WITHIN = 130, 96
-"""Resolution of a PNG, and of pixel images inside an SVG."""
+"""Resolution of a PNG, and of pixel images inside an SVG, in dots per inch."""
 SMALL, USUAL = 8.0, 9.0
 """Font sizes in points."""
 INK, QUIET, RULE, PAPER = "#1c1e21", "#5a6069", "#dddfdb", "#ffffff"
-"""Colours of text and main lines, secondary text, grid, and background. In a page they follow the page's theme."""
+"""Colours of text and main lines, secondary text, grid, and background. In a page, these colours follow its theme."""
 COLOURS: Mapping[TrialState, str] = {
     "complete": "#0072b2",
     "pruned": "#8b8f96",
@@ -53,14 +53,15 @@ TOP = "#009e73"
 SHAPES: Mapping[TrialState, str] = {"complete": "o", "pruned": "x", "infeasible": "^", "failed": "P", "running": "s"}
 STATES: tuple[TrialState, ...] = ("complete", "pruned", "infeasible", "failed", "running")
 MANY, MANY_LINES = 150, 250
-"""Numbers of points and of lines above which an SVG has them as pixels, to limit its size. Crossing lines rasterize
-badly: 500 lines of parallel coordinates are 0.1 MB as vectors and 0.6 MB as pixels.
+"""Numbers of points and of lines above which an SVG contains them as pixels, to limit its size. The limit for lines is
+higher, because crossing lines rasterize badly: 500 lines of parallel coordinates are 0.1 MB as vectors and 0.6 MB as
+pixels.
 """
 MAX_POINTS = 80
-"""Maximum number of points per curve: more are indistinguishable at this width."""
+"""Maximum number of points per curve. More points are indistinguishable at this width."""
 _SAVE_LOCK = threading.Lock()
 PX_PER_POINT, MIN_SCALE = 1.5, 0.65
-"""Pixels per point in a wide page, so that all plots have the page's font size, and minimum scale in a narrow page."""
+"""Pixels per point in a wide page, which give all plots the page's font size, and minimum scale in a narrow page."""
 PNG = b"\x89PNG"
 """First bytes of a PNG."""
 VARIABLES = {
@@ -92,8 +93,9 @@ class ParameterScale:
     """Map from values of a hyperparameter to positions from 0 to 1 on an axis."""
 
     low: float
-    """Lower end for numbers, like `high` unused for choices."""
+    """Lower end of the axis of numbers; unused for choices."""
     high: float
+    """Upper end of the axis of numbers; unused for choices."""
     log: bool = False
     integer: bool = False
     choices: tuple[Any, ...] | None = None
@@ -272,7 +274,7 @@ def write_message(axes: Any, text: str) -> None:
 
 
 def save_empty_plot(text: str, target: Target, name: str, form: Form) -> None:
-    """Write a picture that explains why it is empty."""
+    """Write a picture with a text that explains why there is no plot."""
     figure = create_figure(1.2)
     axes = figure.add_subplot()
     axes.set_axis_off()
@@ -433,7 +435,7 @@ def render_figure(drawing: bytes, title: str, note: str, description: str) -> Ht
     Args:
         drawing: SVG as written by matplotlib, or PNG.
         title: Title of the plot.
-        note: Explanation of how to read it.
+        note: Explanation of how to read the plot.
         description: Description for screen readers.
     """
     if drawing.startswith(PNG):
@@ -457,7 +459,7 @@ def _embed_svg(text: str, description: str) -> Html:
     # Group ids repeat in each plot and are not referenced.
     inner = _LINES.sub(" ", _GROUP.sub("<g", inner)).replace("> <", "><")
     inner = _ZERO_ROTATION.sub("", inner.replace("xlink:href=", "href="))
-    # The background of hatches: the page's rules for rectangles would override a presentation attribute.
+    # The background of hatches becomes a style, because the page's rules for rectangles would override an attribute.
     inner = _STYLE.sub(_style_with_page_colours, _FILL.sub(r' style="fill: \1; stroke: none"', inner))
     widest = float(frame[1].split()[2]) * PX_PER_POINT
     size = f"min-width:{widest * MIN_SCALE:.0f}px;max-width:{widest:.0f}px"

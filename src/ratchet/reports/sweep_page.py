@@ -38,7 +38,7 @@ REASON_SHOWN, NAME_SHOWN = 160, 40
 """Maximum numbers of characters of a reason and of the workers' names."""
 
 SIGNS: Mapping[TrialState, str] = {"complete": "●", "pruned": "×", "infeasible": "▲", "failed": "✚", "running": "□"}  # noqa: RUF001
-"""Symbols as in the plots: every state is recognizable without its colour."""
+"""Symbol of each state, as in the plots, so that every state is recognizable without its colour."""
 
 Body = Sequence[Html] | str
 
@@ -239,7 +239,7 @@ def _finalist_row(finalist: Finalist, seeds: int, winner: int) -> tuple[str, ...
 
 
 def _format_fixed(mean: float) -> str:
-    """Format with four decimals, so that numbers in a column are comparable. Large numbers have none."""
+    """Format with four decimals, so that numbers in a column are comparable. Numbers from 1,000 on have no decimals."""
     return format_significant(mean) if not math.isfinite(mean) or abs(mean) >= 1000 else f"{mean:.4f}"
 
 
@@ -398,7 +398,7 @@ def _yaml_lines(node: Mapping[str, Any], pad: str) -> Iterator[str]:
 
 
 def _format_scalar(item: Any) -> str:
-    """Format as JSON, and numbers such as 1e-05, which YAML 1.1 parses as text, as 1.0e-05."""
+    """Format as JSON. A number such as 1e-05 becomes 1.0e-05, because YAML 1.1 parses 1e-05 as text."""
     if isinstance(item, list | tuple):
         return f"[{', '.join(map(_format_scalar, item))}]"
     text = json.dumps(item, ensure_ascii=True)
@@ -477,7 +477,7 @@ def _render_plots(report: SweepReport, plots: Mapping[str, bytes], *names: str) 
 
 
 def _describe_plot(name: str, report: SweepReport) -> str:
-    """Describe a plot for screen readers. The tables have its numbers."""
+    """Describe a plot for screen readers. The tables contain the numbers of the plot."""
     title, note = PICTURES[name]
     trials = format_count(len(report.trials), "trial")
     return f"{title} {note} {trials}; the table of all trials has the numbers."

@@ -55,11 +55,11 @@ GAP = 0.02
 """Width of the gap that replaces an idle period, as a share of the working time."""
 
 LANE_INCHES, BAR = 0.3, 0.62
-"""Height of a worker's lane, and the share of it that bars fill."""
+"""Height of a worker's lane in inches, and the share of this height that bars fill."""
 LANES = 24
-"""Maximum number of workers with their own lane. With more, later workers of a host reuse its free lanes."""
+"""Maximum number of workers with their own lane. With more workers, later workers of a host reuse its free lanes."""
 DIGIT_POINTS, SIGN_POINTS, AXIS_SHARE = 5.2, 5.0, 0.82
-"""Widths of a digit and of the symbol in a bar, and the share of the figure's width that the axis fills."""
+"""Widths of a digit and of the symbol in a bar, in points; and the share of the figure's width that the axis fills."""
 BLACK = "#000001"
 """Colour of numbers on light bars, independent of the page's theme."""
 SAVED: Mapping[Cause, tuple[str, str]] = {
@@ -72,13 +72,13 @@ MAX_STEPS = 200
 BAR_WIDTH = 0.8
 """Width of a bar of tokens. Trials are 1 apart."""
 PANEL_INCHES, ROW_INCHES = 2.7, 0.2
-"""Height of an objective's panel, and of a row for trials without a value."""
+"""Height of an objective's panel, and of a row for trials without a value, in inches."""
 BEST, LARGE_SYMBOLS = 3, 25
 """Number of best curves with their own style, and maximum number of large symbols on curves."""
 COLUMNS, SLICE_INCHES, TICKS = 4, 2.4, 5
-"""Slices per row, height of a slice, and maximum number of tick labels below it."""
+"""Maximum number of slices per row, height of a slice in inches, and maximum number of tick labels below a slice."""
 LETTERS, UPRIGHT, SLANTING = 120, 9, 16
-"""Maximum numbers of characters below a row of slices, in a line of an upright tick label, and in a slanting one."""
+"""Maximum numbers of characters below a row of slices, in a line of an upright tick label, and in a slanting label."""
 STRIP = 0.07
 """Height of the strip above a slice for trials without a value, as a share of the slice's height."""
 GOLDEN = 0.6180339887
@@ -90,24 +90,26 @@ ENOUGH = 10
 LEVELS = 10
 """Number of colour levels of the surface."""
 COLOUR_MAP = "cividis"
-"""Readable with all kinds of colour vision (Nuñez, Anderton and Renslow, 2018)."""
+"""Colour map that is readable with all kinds of colour vision (Nuñez, Anderton and Renslow, 2018)."""
 DENSE, CELLS = 60, 10
-"""Number of trials above which all trials of one cell are merged to suppress noise, and number of cells per axis."""
+"""Number of trials above which all trials of one cell are merged to suppress noise, and number of cells per axis for
+this."""
 FLAT = 0.02
-"""Maximum ratio of the circle radii of omitted triangles: collinear points do not determine a surface."""
+"""Ratio of the radii of incircle and circumcircle below which a triangle is omitted. The points of such a triangle are
+nearly collinear, and do not determine a surface."""
 SURFACE_MARKERS: Mapping[TrialState, Mapping[str, Any]] = {"pruned": {"markeredgecolor": INK}}
 """Marker styles over a coloured surface, where grey is not distinguishable."""
 BETTER = {"minimize": "lower", "maximize": "higher"}
 PAIRS, NUMBERED = 6, 12
 """Maximum numbers of pairs of objectives, and of members of the front with a number."""
 HIGHLIGHTED, TRIALS_PER_HIGHLIGHT = 5, 10
-"""Maximum number of highlighted best trials, and number of trials for each highlighted one."""
+"""Maximum number of highlighted best trials, and number of trials for each highlighted trial."""
 MAX_AXES = 12
 """Maximum number of hyperparameters in parallel coordinates, the most important ones."""
 MAX_LINES = 200
-"""Maximum number of lines per state in parallel coordinates. More give a grey area and a file twice the size."""
+"""Maximum number of lines per state in parallel coordinates. More lines give a grey area and a file twice the size."""
 AXIS_TICKS, AXIS_INCHES, HIGH_INCHES = 7, 1.25, 4.4
-"""Maximum number of ticks of a parallel axis, distance between two axes, and height of the figure."""
+"""Maximum number of ticks of a parallel axis; distance between two axes, and height of the figure, in inches."""
 DASHES: Mapping[TrialState, str] = {"pruned": "-", "complete": "-", "infeasible": "--", "failed": ":"}
 """Dash pattern of each state in parallel coordinates, the lowest layer first."""
 Point = tuple[float, float]
@@ -170,7 +172,7 @@ class SweepTimelineLayout:
 
     @property
     def length(self) -> float:
-        """Length of the axis."""
+        """Length of the axis, in its unit."""
         return max(self.clock.end / self.size, 1e-9)
 
     def at(self, moment: float) -> float:
@@ -186,8 +188,8 @@ class SweepTimelineLayout:
 def draw_timeline(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the timeline: one lane per worker, one bar per trial execution.
 
-    A trial that another worker took over has several bars joined by a thin line. All but the last are hatched. A
-    diamond starts a trial that continues a pruned trial. Idle periods are cut out at a dotted line.
+    A trial that another worker took over has several bars joined by a thin line. All of its bars but the last are
+    hatched. A diamond starts a trial that continues a pruned trial. Idle periods are cut out at a dotted line.
     """
     executions = [execution for trial in report.trials for execution in trial.executions]
     if not executions:
@@ -290,7 +292,7 @@ def _draw_annotations(axes: Any, report: SweepReport, layout: SweepTimelineLayou
 def draw_savings(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the answer tokens trained in each trial, and the saved ones hatched on top.
 
-    A trial that another trial continues is omitted. With many trials, cumulative sums are drawn.
+    A trial that another trial continues is omitted. With many trials, cumulative sums are drawn instead.
     """
     superseded = superseded_numbers(report)
     trials = [trial for trial in report.trials if trial.number not in superseded]
@@ -362,9 +364,9 @@ def _token_box(number: int, bottom: float, high: float) -> canvas.Box:
 def draw_history(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw each trial's objective by trial number, and the best so far as a line.
 
-    If the objective is the validation loss, a pruned trial is drawn at its last validation loss. States without a value
-    have their own rows below. A trial that another trial continues is omitted. Small triangles at the edge are
-    outliers.
+    If the objective is the validation loss, a pruned trial is drawn at its last validation loss. Trials without a value
+    are drawn below, with a row for each state. A trial that another trial continues is omitted. Small triangles at the
+    edge are outliers.
     """
     if not report.trials:
         canvas.save_empty_plot("No trial has started.", target, "history", form)
@@ -441,7 +443,8 @@ def _draw_valueless_trials(axes: Any, trials: Sequence[Trial], rows: Sequence[Tr
 def draw_curves(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw each trial's validation loss by trained rows: best trials in their own styles, pruned trials in grey.
 
-    The curve of a trial that continues a pruned trial includes that trial, with a diamond at its end.
+    The curve of a trial that continues a pruned trial includes the curve of the pruned trial, with a diamond at the end
+    of this part.
     """
     by_number = {trial.number: trial for trial in report.trials}
     curves = {
@@ -528,8 +531,8 @@ def draw_importances(report: SweepReport, target: Target, form: Form = "auto") -
 def draw_slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the first objective by each hyperparameter: one slice per hyperparameter, one mark per trial.
 
-    Trials without a value (infeasible, failed) are in a strip above all others, which shows the values that cannot be
-    trained. Marks of one choice are spread horizontally to avoid overlap.
+    Trials without a value (infeasible, failed) are in a strip above all other trials. The strip shows the values that
+    cannot be trained. Marks of one choice are spread horizontally to avoid overlap.
     """
     scales = parameter_scales(report)
     trials = [trial for trial in counted_trials(report) if trial.state != "running"]
@@ -711,7 +714,8 @@ def _draw_coloured_points(
 def _merge_near_points(
     points: Sequence[tuple[Point, float]], better: Callable[[Iterable[float]], float]
 ) -> dict[Point, float]:
-    """Merge nearby trials, which differ in other hyperparameters: the best objective at their mean position."""
+    """Merge nearby trials, which differ in other hyperparameters. The result is their best objective at their mean
+    position."""
     cells: dict[tuple[int, int], list[tuple[Point, float]]] = {}
     cells_per_axis = CELLS if len(points) > DENSE else 1000
     for (x, y), amount in points:
@@ -747,7 +751,7 @@ def _are_collinear(places: Sequence[tuple[float, float]]) -> bool:
 
 
 def draw_pareto(report: SweepReport, target: Target, form: Form = "auto") -> None:
-    """Draw two objectives against each other, or all pairs of several, and mark the Pareto front."""
+    """Draw two objectives against each other, or up to PAIRS pairs of several objectives, and mark the Pareto front."""
     if len(report.objectives) < 2:
         canvas.save_empty_plot("A Pareto front needs at least two objectives.", target, "pareto", form)
         return
@@ -785,7 +789,7 @@ def _draw_pareto_front(axes: Any, report: SweepReport, trials: Sequence[Trial], 
                        markersize=4.5, label="complete, dominated", alpha=0.75)  # fmt: skip
     if best:
         if len(report.objectives) == 2:
-            # The step between two members of the front is a bound: the worse of both values in each objective.
+            # The corner between two members of the front has the worse of their two values in each objective.
             better = objectives[0].direction == "minimize"
             line = sorted(best, reverse=not better)
             axes.step(*zip(*line, strict=True), where="post", color=TOP, linewidth=1.2, zorder=2)
@@ -881,7 +885,7 @@ class ParallelCoordinates:
 def draw_parallel_coordinates(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw each trial as a line across all hyperparameters and objectives, with the best highlighted.
 
-    Axes of hyperparameters with a logarithmic range are logarithmic. Running trials, and those that another trial
+    Axes of hyperparameters with a logarithmic range are logarithmic. Running trials, and trials that another trial
     continues, are omitted.
     """
     coordinates = ParallelCoordinates.from_report(report)
@@ -919,7 +923,7 @@ def draw_parallel_coordinates(report: SweepReport, target: Target, form: Form = 
 
 
 def _select_best(report: SweepReport, trials: Sequence[Trial]) -> tuple[list[Trial], str]:
-    """Return the highlighted trials and their label. With several objectives they are the Pareto front."""
+    """Return the highlighted trials and their label. With several objectives, these trials are the Pareto front."""
     if len(report.objectives) > 1:
         return [trial for trial in trials if trial.number in report.best], "front"
     best = rank_trials(report)[: min(HIGHLIGHTED, math.ceil(len(trials) / TRIALS_PER_HIGHLIGHT))]
@@ -964,7 +968,7 @@ def _draw_vertical_axes(axes: Any, coordinates: ParallelCoordinates) -> None:
         )
 
 
-# All plots of a sweep by name. Each is a function of the report; equal reports give equal bytes.
+# All plots of a sweep by name. Each plot is a function of the report; equal reports give equal bytes.
 
 PICTURES: Mapping[str, Drawing] = {
     "history": draw_history,

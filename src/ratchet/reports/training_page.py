@@ -31,7 +31,7 @@ PART_DESCRIPTIONS = {
 }
 """Description of each part of a step."""
 UNEVEN = 0.3
-"""Ratio of interquartile range to median above which step times reflect the machine more than the step."""
+"""Ratio of the interquartile range of step times to their median, above which the page warns that step times vary."""
 LONGEST_NAME = 60
 """Maximum number of characters of an operator's name."""
 
@@ -135,7 +135,7 @@ def _profile_lines(profile: TrainingProfile) -> Iterator[str]:
     )
     if (utilization := profile.flops_utilization) is not None and limits.datasheet_flops_per_s is not None:
         yield (
-            f"Model FLOP utilization: {utilization:.1%} of the datasheet's "
+            f"FLOPs utilization, recomputed activations included: {utilization:.1%} of the datasheet's "
             f"{_format_flops(limits.datasheet_flops_per_s)}."
         )
     yield from (f"- {name}: {format_bytes(amount)}" for name, amount in limits.moved_bytes.items())

@@ -37,7 +37,7 @@ GENERAL = "general_perplexity"
 """Metric of forgetting."""
 
 SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
-"""Maximum numbers of slice scores, labels, and pairs of confused labels."""
+"""Maximum numbers of slice scores, labels, and pairs of confused labels on the page."""
 
 CLASSES_OPEN = 15
 """Number of labels visible before the table is expanded."""
@@ -50,9 +50,9 @@ Body = Sequence[Html] | str
 Classes = Mapping[str, Mapping[str, float]]
 """Precision, recall and other metrics by label."""
 VALUE_SHOWN = 300
-"""Maximum number of characters shown of a value of a contract."""
+"""Maximum number of characters that are shown of a value in a contract."""
 LEFT, TOP, SQUARE = 56, 10, 360
-"""Geometry of the reliability diagram, in its own pixels."""
+"""Left margin, top margin, and side length of the reliability diagram, in its own pixels."""
 TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DECISIONS: dict[Decision, tuple[Outcome, str]] = {
     "PROMOTE": ("pass", "All rules pass: this model may be promoted."),
@@ -464,7 +464,7 @@ class ReliabilityDiagramBin:
     low: float
     high: float
     confidence: float
-    """Mean probability."""
+    """Mean probability of the most likely label."""
     accuracy: float
     """Accuracy of the most likely label."""
     accuracy_low: float

@@ -1,4 +1,4 @@
-"""Callbacks of a run: each reads the journal in a thread of its own, at its own position.
+"""Callbacks of a run. Each callback reads the journal in a thread of its own, at its own position.
 
 A callback that is slow or fails delays neither training nor the other callbacks.
 """

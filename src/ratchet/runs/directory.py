@@ -29,7 +29,8 @@ from ratchet.storage.layout import RUNS_VARIABLE
 from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_differing_keys, flatten
 
 FORMAT = 2
-"""Format of a run directory. Format 1 (no format.json) had checkpoints without identity; they are ignored."""
+"""Format of a run directory. A directory of format 1 has no format.json; its checkpoints have no identity.json and are
+ignored."""
 
 RECIPE_VERSION = 1
 """Increased when a code change alters what the same settings learn; part of every RunId."""
@@ -73,7 +74,8 @@ def compute_run_id(spec: Mapping[str, Any]) -> str:
 
 
 class LaunchSpec(Record):
-    """Settings of an attempt: how and where it runs. Rewritten at every start, so a project may move in between."""
+    """Settings of an attempt: how and where it runs. launch.json is rewritten at every start, so a project may move
+    between two starts."""
 
     worker: ClassVar[str | None] = None
     """Module that is started as the worker; None: the worker of a training (runs/supervisor.py)."""
@@ -82,11 +84,13 @@ class LaunchSpec(Record):
 
     @property
     def max_restarts(self) -> int | None:
-        """Restarts without progress before the supervisor gives up; None: never restart, whatever the settings say."""
+        """Maximum number of restarts without progress; None: never restart, whatever the settings say.
+        `restart_policy.decide` does not count failures of class `peers`."""
         return self.machine.max_restarts
 
     work_unit: ClassVar[Mapping[str, str]] = {}
-    """`unit` of the work, unless it is counted in steps; part of the journal event `interrupted`."""
+    """The key `unit` names the unit in which the work is counted; empty if it is counted in steps. The journal event
+    `interrupted` contains this key."""
 
     def saved_step(self, root: Path, reported: int) -> int:
         """Return how much work in a run directory is durable. `reported` is the amount according to the journal."""
@@ -105,7 +109,8 @@ class RunSpec(BaseRunSpec):
     data_digest: str
     base_digest: str
     distillation_digest: str | None = None
-    """Digest of the teacher outputs (DistillationCard), or of the teacher's files if it runs during training."""
+    """Digest of the teacher outputs (DistillationCard), or of the teacher's files if the teacher runs during
+    training."""
 
     def require(self, report: TrainReport) -> None:
         """Raise DataError if the report is of another run, because settings, data or base have changed since."""
@@ -124,7 +129,7 @@ class TrainingLaunchSpec(LaunchSpec):
     distillation_path: str | None = None
     """Directory of the teacher outputs, if they were computed before training."""
     teacher_path: str | None = None
-    """Directory of the teacher model, if it runs during training."""
+    """Directory of the teacher model, if the teacher runs during training."""
     teacher_files: dict[str, str] | None = None
     """SHA-256 of the teacher's files, which the worker verifies."""
     base: BaseCard
@@ -134,7 +139,8 @@ class TrainingLaunchSpec(LaunchSpec):
 
     @property
     def max_restarts(self) -> int | None:
-        """See `LaunchSpec.max_restarts`. None for a profile, because a restart would be measured as part of it."""
+        """See `LaunchSpec.max_restarts`. None for a profile, because a restart would be measured as part of the
+        profile."""
         return self.machine.max_restarts if self.profile_steps is None else None
 
 
@@ -293,7 +299,7 @@ def _acquire_lock(paths: RunPaths) -> FileLock:
 
 
 def is_lock_current(lock: FileLock) -> bool:
-    """Return whether the held lock is a lock of the file at its path: the file may have been replaced or removed."""
+    """Return whether the held lock still locks the file at its path. The file may have been replaced or removed."""
     try:
         return os.path.samestat(lock.path.stat(), os.fstat(lock.fd))
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Heartbeat of a worker: a page of memory that it shares with its supervisor, and the detection of stalls.
+"""Heartbeat of a worker: a page of memory that the worker shares with its supervisor, and the detection of stalls.
 
 The page does not depend on a disk. It has two slots for records, which are written in turn. A record consists of
-number, time of the beat, deadline, phase, and their CRC-32. If the writer stops in the middle of a record, the other
-record stays intact: a reader takes the newer record with a valid checksum. Times are CLOCK_MONOTONIC, which is equal
-for all processes of a machine, is never set back, and stops while the machine is suspended.
+number, time of the beat, deadline, phase, and their CRC-32. A reader takes the newer record with a valid checksum. If
+the writer stops in the middle of a record, the record in the other slot stays intact. Times are CLOCK_MONOTONIC, which
+is equal for all processes of a machine, is never set back, and stops while the machine is suspended.
 """
 
 import contextlib
@@ -24,14 +24,16 @@ Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 STALL_FACTOR = 10
-"""A unit of work has stalled if it takes this many times longer than the longest unit of its phase so far."""
+"""A unit of work has stalled if it takes more than this many times as long as the longest unit of its phase so far, and
+longer than `machine.stall_timeout_s`."""
 
 STOP_EXTRA_S = 15.0
-"""Time beyond the grace period after which a worker that was asked to stop is killed, if it has not beaten for so
-long."""
+"""A worker that was asked to stop is killed when the grace period and this time have passed, if its last beat is also
+older than this time."""
 
 SUSPENDED_S = 2.0
-"""If the last check is longer ago than this, the supervisor was suspended, and perhaps the worker too."""
+"""If the last check is longer ago than this, the supervisor counts as suspended, and perhaps the worker was suspended
+too."""
 
 DUMP_WAIT_S = 2.0
 DUMP_POLL_S = 0.05
@@ -59,7 +61,7 @@ class HeartbeatReading:
     """Phase of the unit of work that began with the beat."""
     age_s: float
     deadline_s: float
-    """Age above which the worker counts as stalled; 0: never."""
+    """Age of the beat in seconds above which the worker counts as stalled; 0: never."""
 
 
 class Heartbeat:
@@ -103,7 +105,8 @@ class Heartbeat:
 
     @classmethod
     def attach_at(cls, address: str, index: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
-        """Open the page of one of several workers. Their parent, the elastic agent, did not inherit the descriptors.
+        """Open the page of one of several workers through /proc, because their parent, the elastic agent, did not
+        inherit the descriptors.
 
         Args:
             address: result of `address_of`.
@@ -128,7 +131,8 @@ class Heartbeat:
         return self._fd
 
     def beat(self, phase: Phase) -> None:
-        """Record the start of a unit of this phase. Call it in the working thread, or in a thread that waits for it."""
+        """Record the start of a unit of this phase. Call this method in the working thread, or in a thread that waits
+        for that thread."""
         with self._mutex:
             now_s = time.monotonic()
             if self._begun is not None:
@@ -194,7 +198,7 @@ class HangDetector:
     def overdue(self, requested_s: float | None = None) -> str:
         """Return why the worker must be killed; empty if it need not be.
 
-        Periods without a call do not count, because a paused container stops both processes.
+        Periods without a call do not count, because a paused container stops both the supervisor and the worker.
 
         Args:
             requested_s: time of the request to stop, by the same clock; None: there was none.
@@ -248,7 +252,7 @@ def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: in
 def read_process_state(pid: int) -> str:
     """Return the letter of the process state in /proc/PID/stat (proc_pid_stat(5)); empty if the process is gone."""
     try:
-        # The process name is in parentheses and may contain parentheses; the state follows the last one.
+        # The process name is in parentheses and may contain parentheses; the state follows the last parenthesis.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return ""

@@ -2,7 +2,7 @@
 
 Each line has `event` (the kind), `t` (Unix time; for display, not for decisions), `attempt`, and the keys of its kind.
 `step` counts optimizer steps from 1, skipped steps included. After a crash, the steps after the checkpoint are computed
-and written again with equal numbers; readers keep the first of each (`ReplayFilter`).
+and written again with equal numbers; readers keep the first event of each step (`ReplayFilter`).
 
 The supervisor writes start_refused, attempt_started, worker_exited, pruned, replicated and system_metrics. Both the
 supervisor and the worker write alert, notice and interrupted. The worker writes all other events.
@@ -22,7 +22,7 @@ Attempts
                         or Interrupted).
     interrupted         The run was asked to stop and saved its progress. Keys: step, and unit where work is not counted
                         in steps.
-    interrupted_by_peer Another rank was asked to stop; this one saved its progress. Keys: step.
+    interrupted_by_peer Another rank was asked to stop; this rank saved its progress. Keys: step.
     pruned              A sweep ends the trial early. Keys: text.
     finished            The result is complete. Keys: step, reason (completed | early_stopped), adapter_digest.
 
@@ -59,7 +59,7 @@ Generation
 Machine
     memory_forecast     Made before anything is loaded. Keys: forecast (MemoryForecast), available_bytes.
     memory_peak         Peak memory of a phase; repeated when the peak rises. Keys: phase, peak_bytes, allocated_bytes
-                        (tensors on a GPU), host_bytes, device, device_bytes (in all).
+                        (tensors on a GPU), host_bytes, device, device_bytes (its total memory).
     system_metrics      Written every machine.system_metrics_interval_s. Keys: sample (1, 2, ... over all attempts),
                         cpu_percent (of all CPUs), memory_bytes, memory_percent, disk_used_percent (disk of the run
                         directory), network_received_bytes, network_sent_bytes (since boot), worker_cpu_percent (100:
@@ -92,11 +92,12 @@ TAIL_BYTES = 1 << 16
 """Size of the first block that `read_last_event` reads from the end of the file."""
 _SALVAGE_TRIES = 16
 REDACTED_KEYS = {"text", "reason"}
-"""Keys with text that may quote an exception; secrets in it are redacted."""
+"""Keys of texts that may quote an exception; secrets in these texts are redacted."""
 
 
 class JournalEvent(NamedTuple):
-    """A line of the journal. A named tuple, because it is built in a third of the time of a frozen dataclass."""
+    """A line of the journal. The class is a named tuple, because one is built in a third of the time of a frozen
+    dataclass."""
 
     kind: str
     t: float
@@ -133,7 +134,8 @@ class Journal:
         return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
 
     def append(self, kind: str, **data: Any) -> JournalEvent:
-        """Append an event. Once written, it survives the death of the process; after `sync`, it survives a power loss.
+        """Append an event. A written event survives the death of the process; after `sync`, it also survives a power
+        loss.
 
         Raises ValueError for a value that JSON cannot represent, and no other error.
         """
@@ -249,7 +251,7 @@ def _parse_event(line: bytes) -> JournalEvent | None:
     try:
         try:
             raw = from_json(line)
-        except ValueError:  # it rejects a little more than `json`: lone surrogates, 200 nested brackets
+        except ValueError:  # `from_json` rejects a little more than `json`: lone surrogates, 200 nested brackets
             raw = json.loads(line)
         t = float(raw.pop("t"))
         return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
@@ -270,7 +272,8 @@ def _salvage(line: bytes) -> JournalEvent | None:
 
 
 class ReplayFilter:
-    """Filter that passes each step and each validation once: a resumed run computes some again, with equal numbers.
+    """Filter that passes each step and each validation once, because a resumed run computes some of them again, with
+    equal numbers.
 
     A step is recorded by `step`, or by `step_skipped`.
     """
@@ -279,7 +282,8 @@ class ReplayFilter:
         self._last = {"step": after_step, "validation": after_validation}
 
     def is_new(self, event: JournalEvent) -> bool:
-        """Return whether the event is the first of its step or validation. One without a step number is never new."""
+        """Return whether the event is the first of its step or validation. A step or validation without a number is
+        never new."""
         kind = "step" if event.kind == "step_skipped" else event.kind
         last = self._last.get(kind)
         if last is None:

@@ -41,7 +41,7 @@ LEVELS: dict[Level, int] = {
 }
 
 MAX_RECORD_BYTES = 1 << 16
-"""Maximum size of a record; less if machine.log_max_bytes is smaller."""
+"""Maximum size of a record in bytes; less if machine.log_max_bytes is smaller."""
 MAX_WAITING = 2_000
 """Maximum number of records kept in memory while the disk is slow; further records are lost."""
 MAX_ITEMS = 32
@@ -52,8 +52,8 @@ BLOCK_BYTES = 1 << 20
 MAX_LINE = 1 << 16
 """Maximum number of characters that are buffered while a printed line has no end."""
 OVERSIZE_FACTOR = 2
-"""Python's output is dropped while worker.log is larger than this many times machine.log_max_bytes: the supervisor
-truncates the file at that size, but only every CHECK_EVERY_S."""
+"""Python's output is dropped while worker.log is larger than this many times machine.log_max_bytes. The supervisor
+truncates the file when it exceeds machine.log_max_bytes, but checks its size only every CHECK_EVERY_S."""
 
 
 class JsonLog:
@@ -154,7 +154,7 @@ class JsonLog:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         self._is_torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
-        for old in self.path.parent.glob(f"{self.path.stem}.*{self.path.suffix}"):  # the limit of files was higher
+        for old in self.path.parent.glob(f"{self.path.stem}.*{self.path.suffix}"):  # machine.log_files was higher
             number = old.name[len(self.path.stem) + 1 : -len(self.path.suffix)]
             if number.isdecimal() and int(number) >= self._files:
                 old.unlink(missing_ok=True)
@@ -250,8 +250,8 @@ def print_message(text: str) -> None:
 
 
 class LogTrimmer(threading.Thread):
-    """Thread that keeps worker.log below a size while workers append to it. The disk may hang, which blocks only this
-    thread.
+    """Thread that limits the size of worker.log while workers append to it. If the disk hangs, only this thread is
+    blocked.
 
     Workers and their C code have the file open, so it is copied and truncated instead of renamed.
 

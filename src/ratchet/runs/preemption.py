@@ -3,11 +3,12 @@
 Documentation of the notices for spot machines:
 
 Amazon EC2      "Spot Instance interruption notices", "EC2 instance rebalance recommendations", "Use the Instance
-                Metadata Service" (Amazon EC2 User Guide). Two minutes ahead; IMDSv2 requires a session token.
+                Metadata Service" (Amazon EC2 User Guide). The notice comes two minutes ahead; IMDSv2 requires a session
+                token.
 Google Compute  "Spot VMs: preemption process" and "Query a VM's host maintenance event" (Compute Engine documentation).
-                Thirty seconds ahead.
-Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). Thirty seconds ahead; the first
-                request of a machine may take minutes. An event applies to the machines that it names.
+                The notice comes thirty seconds ahead.
+Azure           "Scheduled Events for Linux VMs" (Azure Virtual Machines documentation). The notice comes thirty seconds
+                ahead; the first request of a machine may take minutes. An event applies to the machines that it names.
 """
 
 import json
@@ -23,7 +24,8 @@ POLL_S = 2.0
 
 MAX_ANSWER_BYTES = 1 << 16
 LINK_LOCAL = "http://169.254.169.254"
-"""Metadata server of all three clouds. An address, because a resolver may need a long time to fail for a host name."""
+"""Metadata server of all three clouds. It is an address and not a host name, because a resolver may need a long time to
+fail for a host name."""
 
 TIMEOUT_S = 1.0
 FIRST_EVENT_TIMEOUT_S = 10.0
@@ -146,7 +148,7 @@ class AwsPreemptionProvider:
 
 
 class GcpPreemptionProvider:
-    """Google Compute Engine: a value changes when there is a notice."""
+    """Google Compute Engine: a value on the server changes when there is a notice."""
 
     def __init__(self, address: str = LINK_LOCAL) -> None:
         self._instance = f"{address}/computeMetadata/v1/instance"
@@ -206,7 +208,8 @@ class AzurePreemptionProvider:
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Returns an empty one for other text, because a notice without details is still a notice."""
+    """Parse a JSON object. Return an empty dictionary for other text, because a notice without details is still a
+    notice."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -356,7 +359,7 @@ class _NoticeServer:
             answer = query_metadata(self._url, self._headers, TIMEOUT_S)
         except OSError as error:
             if get_http_status(error) != 401 or _TOKEN in self._headers:
-                self._headers.pop(_TOKEN, None)  # it may have expired; the next request gets a new token
+                self._headers.pop(_TOKEN, None)  # the token may have expired; the next request gets a new one
                 raise
         else:
             return None if answer is None else answer.text

@@ -4,8 +4,9 @@
 length.
 
 The estimate of the time left multiplies the number of steps left by the mean cost of the later half of the steps so
-far, and adds validations at the frequency and cost so far. Its range follows from the errors that forecasts by the same
-rule would have made earlier in this run: a varying speed, for whatever reason, widens the range; equal steps narrow it.
+far. It adds validations at the frequency and cost so far. The range of the estimate follows from the errors that
+forecasts by the same rule would have made earlier in this run. So a varying speed widens the range, whatever its cause,
+and equal steps narrow the range.
 """
 
 import json
@@ -34,20 +35,24 @@ POINTS = 256
 MIN_STEPS = 3
 """Minimum number of steps for an estimate of the time left."""
 RECENT_SHARE, MIN_RECENT = 0.5, 8
-"""Share of the steps, the latest ones, that the estimate uses; and the minimum number of steps that it uses."""
+"""Share of the steps so far that the estimate uses, and minimum number of steps that it uses. It uses the latest
+steps."""
 CUTS = (0.2, 0.33, 0.5, 0.67, 0.8)
-"""Shares of the steps after which a past forecast is evaluated."""
+"""Points for evaluating past forecasts, as shares of the steps so far. At each point, the forecast from the earlier
+steps is compared with the mean cost of the later steps."""
 ERROR_WEIGHT, HORIZON_WEIGHT, SPREAD_WEIGHT, FEW_STEPS_WEIGHT = 1.6, 0.2, 1.5, 2.0
-"""Weights in the range of the estimate: errors of past forecasts; a longer horizon than that of past forecasts; the
-standard error over batches of steps; few steps (an untypical start). Chosen on 42 real and 420 simulated runs so that
-the range contains nine of ten ends if all steps are of one kind."""
+"""Weights of the causes that widen the range of the estimate, in order: the errors of past forecasts; a horizon that is
+longer than that of past forecasts; the standard error over batches of steps; a small number of steps, because the start
+may be untypical. The weights were chosen on 42 real and 420 simulated runs. With them, the range contains the actual
+end of nine of ten runs if all steps are of one kind."""
 BATCHES = 6
+"""Maximum number of batches of steps from which the standard error is computed."""
 MAX_IDLE_S, MAX_IDLE_STEPS = 60.0, 10.0
-"""A wait between two steps counts up to this time plus the time of this number of steps. A longer wait means that the
-machine was suspended or its clock was set."""
+"""A wait between two steps counts at most as this time plus the time of this number of steps. A longer wait means that
+the machine was suspended or that its clock was set."""
 
 WINDOW_S = 60.0
-"""Amount of recent work over which the speed of a generation is averaged."""
+"""Minimum duration of the recent work over which the speed of a generation is averaged."""
 
 STRAGGLER_RATIO = 1.25
 """A rank that computes this many times as long as the median rank slows the others down."""
@@ -94,7 +99,7 @@ class DownsampledCurve:
             self.values_per_point *= 2
 
     def points(self) -> list[tuple[int, float]]:
-        """Return the points: the step of the last value in each, and the mean of its values."""
+        """Return the points. A point is the step of its last value and the mean of its values."""
         return [*self._complete, _average_points(self._pending)] if self._pending else list(self._complete)
 
     def complete_values(self) -> list[float]:
@@ -111,7 +116,7 @@ def _average_points(points: list[tuple[int, float]]) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class RemainingTime:
-    """Estimate of the time left, in seconds, with a range that contains nine of ten ends."""
+    """Estimate of the time left in seconds, with a range that contains the actual end in nine of ten runs."""
 
     low_s: float
     estimate_s: float
@@ -174,7 +179,7 @@ class EtaEstimator:
             self._planned, self._step = int(data["planned_steps"]), int(data["start_step"])
             self._last_t, self._validated_s, self._generated_s = None, 0.0, 0.0
             conditions = tuple(data.get(name) for name in ("device", "compute_dtype", "ranks", "threads"))
-            if conditions != self._conditions:  # the speed differs
+            if conditions != self._conditions:  # the earlier costs no longer apply
                 self._conditions, self._costs, self._validation_s = conditions, DownsampledCurve(), []
 
     def _add_step(self, event: JournalEvent) -> None:
@@ -186,7 +191,8 @@ class EtaEstimator:
         self._last_t, self._validated_s = event.t, 0.0
 
     def _add_answers(self, event: JournalEvent) -> None:
-        """Add the costs of answers, the steps of a generation. Answers saved together share the time evenly."""
+        """Add the costs of answers, which are the steps of a generation. Answers that were saved together share their
+        time evenly."""
         last_step, self._step = self._step, int(event.data["step"])
         self._generated_s += float(event.data["seconds"])
         if (count := self._step - last_step) > 0:
@@ -214,7 +220,10 @@ class EtaEstimator:
         )
 
     def _remaining_validations_s(self) -> float:
-        """Estimate the time of the validations left: one at the end, and one per interval if two were seen."""
+        """Estimate the time of the validations left: one per interval, and one at the end.
+
+        The interval is the number of steps between the last two validations, or before the only validation so far.
+        """
         if not self._validation_s or self._step >= self._planned:
             return 0.0
         interval = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
@@ -232,7 +241,7 @@ def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: flo
     """Return half the width of the range, on a logarithmic scale.
 
     Args:
-        costs: mean costs of steps, each over `per_point` steps.
+        costs: mean costs of a step in seconds, each over `per_point` steps.
         per_point: number of steps per cost.
         ahead: steps left.
         step_s: estimated cost of a step.
@@ -277,7 +286,7 @@ class GenerationProgress:
     """Data of the last event `generation_progress`. A value is None if the backend does not report it."""
     _step: int = 0
     _recent: deque[tuple[int, int, float]] = field(default_factory=deque)
-    """Answers, tokens and seconds of recent events."""
+    """Answers, tokens and seconds of each recent event."""
 
     def update(self, event: JournalEvent) -> None:
         """Add one event."""
@@ -348,15 +357,15 @@ class RankUtilization:
 
     rank: int
     host: str
-    """Name of its machine; empty if unknown."""
+    """Name of the rank's machine; empty if unknown."""
     busy: float
     """Share of the time in which the rank computed its own rows. In the rest, it waited for other ranks."""
     relative_to_median: float
-    """Ratio of its busy time to that of the median rank."""
+    """Ratio of the busy time of this rank to that of the median rank."""
 
     @property
     def is_straggler(self) -> bool:
-        """Whether the other ranks wait for it."""
+        """Whether the other ranks wait for this rank."""
         return self.relative_to_median > STRAGGLER_RATIO
 
 
@@ -394,7 +403,7 @@ class ProgressView:
     _flops_per_token: float | None = None
     _peak_flops_per_s: float | None = None
     _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    """Seconds, input tokens and trained tokens of recent steps."""
+    """Seconds, input tokens and trained tokens of each recent step."""
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
     def update(self, event: JournalEvent) -> None:
@@ -464,7 +473,8 @@ class ProgressView:
 
     def _compare_ranks(self, data: dict[str, Any]) -> None:
         busy = [float(busy_s) / float(data["seconds"]) for busy_s in data["busy_s"]]
-        # With two ranks, this is the faster rank: no rank can be much slower than the mean of both.
+        # With two ranks, this is the share of the faster rank. The mean of both ranks would be a poor reference: no
+        # rank can be much slower than the mean.
         median = statistics.median_low(busy)
         hosts = (*self._hosts, *[""] * len(busy))
         self.ranks = tuple(

@@ -1,7 +1,7 @@
 """Prometheus time series of a run, folded from its journal.
 
-Counters cover the whole run, on every machine and in all attempts: they are folded from the first event, so a restart
-does not reset them. Units are base units; times are Unix seconds.
+Counters cover the whole run, on every machine and in all attempts. They are folded from the first event of the journal,
+so a restart does not reset them. Units are base units; times are Unix seconds.
 """
 
 from collections import Counter, defaultdict
@@ -129,7 +129,8 @@ class PrometheusSeries:
         self.progress = RunProgress()
         self._has_replica = machine.replica is not None
         self._is_sender = machine.node_range[1] == 1
-        """Whether this machine sends to the replica. One of several machines does, as its journal shows."""
+        """Whether this machine sends to the replica. If several machines train the run, only one of them sends; its
+        journal has `replicated` events."""
         self._state = "starting"
         self._info: dict[str, str] = {"code_version": "", "device": "", "compute_dtype": ""}
         self._began_t: float | None = None
@@ -151,7 +152,7 @@ class PrometheusSeries:
         try:
             self._fold(event.kind, event.data, event.t)
         except (KeyError, TypeError, ValueError, AttributeError):
-            return  # `RunProgress` counts it
+            return  # `RunProgress` counts the damaged event
 
     def end(self, status: Status) -> None:
         """Record the end of the supervision."""

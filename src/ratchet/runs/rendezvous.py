@@ -71,8 +71,8 @@ def count_local_ranks(machine: Machine) -> int:
 
 
 def count_visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs that CUDA would show: of CUDA_VISIBLE_DEVICES, the entries before the first invalid entry
-    (CUDA C++ Programming Guide)."""
+    """Count the NVIDIA GPUs that CUDA would show. If CUDA_VISIBLE_DEVICES is set, count its entries before the entry
+    -1, which ends the list (CUDA C++ Programming Guide)."""
     present = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
     visible = os.environ.get(VISIBLE)
     if visible is None or not present:
@@ -88,7 +88,7 @@ def has_agent(machine: Machine) -> bool:
 
 
 class RendezvousServer:
-    """Rendezvous server at `machine.rendezvous`, if this machine has that address. It outlives attempts."""
+    """Rendezvous server at `machine.rendezvous`, if this machine has that address. The server outlives attempts."""
 
     def __init__(self, machine: Machine) -> None:
         self._address = machine.active_rendezvous

@@ -22,7 +22,8 @@ WAIT_STEP_S = 0.2
 
 
 class ReplicatorProtocol(Protocol):
-    """Interface of the replicator of a run. It works in its own threads; only methods that say so wait."""
+    """Interface of the replicator of a run. It works in its own threads; a method waits only if its docstring says
+    so."""
 
     def acquire(self, stopping: Callable[[], bool]) -> None:
         """Acquire the lease of the run. If the replica is ahead of the run directory, update the directory from it.
@@ -163,9 +164,10 @@ class ReplicationState(Record):
     failed_since: float | None = None
     """Unix time since which the replica cannot be reached; None if it can be reached."""
     journal_bytes: int = 0
-    """Number of bytes of the journal, from its beginning, that are in the replica."""
+    """Number of bytes, from the beginning of the journal, that are in the replica."""
     journal_shift: int = 0
-    """Offset in the replica's journal minus offset in this journal; not 0 if another machine wrote the beginning."""
+    """Offset of an event in the replica's journal minus its offset in this journal; not 0 if another machine wrote the
+    beginning of the replica's journal."""
     journal_sha256: str = ""
 
     def describe(self, newest_step: int, now: float | None = None) -> str:
@@ -200,9 +202,10 @@ def read_replication_state(paths: RunPaths) -> ReplicationState | None:
 
 
 def find_unsent_steps(paths: RunPaths) -> set[int]:
-    """Find steps whose checkpoints must not be removed: the step in upload, and steps after the newest in the replica.
+    """Find steps whose checkpoints must not be removed: the step in upload, and all steps after the newest step in the
+    replica.
 
-    A run without a replica has none.
+    A run without a replica has no such steps.
     """
     if not paths.replication_state.exists():
         return set()

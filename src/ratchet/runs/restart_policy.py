@@ -28,7 +28,8 @@ forecast refused the run before anything was loaded. `endpoint`: a model server 
 
 MAX_DELAY_S = 60.0
 MAX_PEERS_RESTARTS = 50
-"""Maximum number of consecutive restarts without a new checkpoint because other ranks are gone."""
+"""A failure of class `peers` is retried while fewer failures than this, of any class, have occurred since the last new
+checkpoint. Afterwards, `machine.max_restarts` decides."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class WorkerExit:
     """End of a worker process, and its cause as far as it is known."""
 
     exit_code: int
-    """As subprocess reports it: negative for a signal."""
+    """Exit code as subprocess reports it: negative for a signal."""
     failure: FailureClass | None = None
     """Failure class as the worker reported it; `stalled` if the supervisor killed the worker."""
     text: str = ""
@@ -96,14 +97,16 @@ def decide(
 ) -> Retry | GiveUp:
     """Decide whether to retry or give up.
 
-    Causes outside the program justify another attempt. Divergence, unusable data, and lack of memory that the worker
-    itself reported do not. A bug gets one retry, which shows whether it is reproducible.
+    Causes outside the program justify another attempt. Divergence, unusable data, and a lack of memory that the worker
+    itself reported do not justify one. A bug gets one retry, which shows whether it is reproducible.
 
     Args:
         end: end of the worker, without a result.
         earlier: earlier failures since the last new checkpoint, oldest first.
-        retries: `machine.max_restarts`; None: never retry, whatever the settings say.
-        delay_s: `machine.restart_delay_s`; doubled for every failure without progress, up to MAX_DELAY_S.
+        retries: `machine.max_restarts`; None: never retry, whatever the settings say. Failures of class `peers` do not
+            count and are retried in both cases (MAX_PEERS_RESTARTS).
+        delay_s: `machine.restart_delay_s`; doubled for every earlier failure without progress, up to MAX_DELAY_S. It is
+            not doubled after a failure of class `peers`.
         stopping: whether the run was asked to stop, so that it ends as interrupted instead of a retry.
     """
     failure, text = classify_exit(end), end.text or _describe_exit(end)
@@ -137,11 +140,11 @@ def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp |
 def compute_exclusion_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
     """Compute how long a machine is excluded from a training of several machines.
 
-    Two failures of its own ranks within the window indicate a fault of the machine, and each of them restarts all other
-    machines.
+    Two failures of the machine's own ranks within the window indicate a fault of the machine. Each such failure makes
+    all other machines restart too.
 
     Args:
-        failed_s: times at which its ranks failed, ascending, by a monotonic clock.
+        failed_s: times at which the machine's own ranks failed, ascending, by a monotonic clock.
         now_s: present time, by the same clock.
         window_s: `machine.node_cooldown_s`.
     """

@@ -27,7 +27,7 @@ class GracefulShutdown:
     """Request to stop, as the worker sees it. Without `install`, it is a plain flag."""
 
     def __init__(self) -> None:
-        # No threading.Event, because it locks: a second signal during `set` would wait for itself.
+        # No threading.Event, because an Event locks: a second signal during `set` would wait for itself.
         self._is_requested = False
         self._acknowledged = threading.Event()
         self._fallback: tuple[float, Callable[[], None]] | None = None
@@ -133,7 +133,8 @@ class StopSignal:
 
 
 def list_stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask a process to end. SIGHUP (the terminal was closed) is one unless nohup ignores it."""
+    """Return the signals that ask a process to end. SIGHUP (the terminal was closed) is included unless nohup ignores
+    it."""
     handles_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if handles_hangup else ()))
 

@@ -1,8 +1,8 @@
 """Status of a run, folded from its journal: progress, goodput, memory, cost of checkpoints.
 
-Goodput is the time of the steps and validations that count, each once, divided by the time since the run began. The
-rest is start-up, waits for a machine, repeated steps, and time that checkpoints blocked training. This module does not
-import torch.
+Goodput is the time of useful work divided by the time since the run began. Useful work is the last execution of each
+step and each validation. The rest of the time is start-up, waits for a machine, repeated steps, and time for which
+checkpoints blocked training. This module does not import torch.
 """
 
 import math
@@ -37,7 +37,7 @@ class Goodput:
     validations: dict[int, float] = field(default_factory=dict)
     """Duration in seconds of the last execution of each validation."""
     repeated_s: float = 0.0
-    """Time of earlier executions of repeated steps and validations."""
+    """Duration in seconds of the earlier executions of repeated steps and validations."""
     _is_finished: bool = False
 
     def update(self, event: JournalEvent) -> None:
@@ -59,7 +59,7 @@ class Goodput:
 
     @property
     def useful_s(self) -> float:
-        """Time of the steps and validations that count."""
+        """Duration in seconds of the last executions of all steps and validations."""
         return sum(self.steps.values()) + sum(self.validations.values())
 
     def wall_s(self, now_t: float | None = None) -> float:
@@ -103,7 +103,7 @@ class CheckpointCosts:
 
     count: int = 0
     blocked_s: list[float] = field(default_factory=list)
-    """Time that each checkpoint blocked training."""
+    """Seconds for which each checkpoint blocked training."""
     bytes_written: int = 0
     bytes_linked: int = 0
     """Size of unchanged files, which are hard links to files of an earlier checkpoint."""
@@ -143,13 +143,13 @@ class RunProgress:
     last_t: float = 0.0
     trained_tokens: int = 0
     train_s: float = 0.0
-    """Time of steps and validations, repeated ones included."""
+    """Duration in seconds of all steps and validations, repeated executions included."""
     finished: str | None = None
     """Reason for the end of a finished run; None if the run is not finished."""
     stopped: bool = False
     """Whether the last attempt stopped on request."""
     refusal: str | None = None
-    """Reason why the last start was refused; None if it was not."""
+    """Reason why the last start was refused; None if the last start was not refused."""
     attempt_ends: list[str] = field(default_factory=list)
     """Causes of the ends of earlier attempts, one line each."""
     killed_for_memory: bool = False
@@ -276,7 +276,8 @@ class RunProgress:
         data, costs = event.data, self.checkpoint_costs
         self.checkpoint_step, self.checkpoint_t = data["step"], event.t
         costs.count += 1
-        costs.blocked_s.append(data.get("blocked_s", data["seconds"]))  # format 1 saved in the training thread
+        # Journals of format 1 have no blocked_s, because the training thread saved each checkpoint itself.
+        costs.blocked_s.append(data.get("blocked_s", data["seconds"]))
         costs.bytes_written += data.get("bytes_written", data["size_bytes"])
         costs.bytes_linked += data.get("bytes_linked", 0)
 
@@ -320,7 +321,7 @@ def describe_ranks(ready: Mapping[str, Any]) -> str:
 
 
 def describe_amount(step: int, work_unit: Mapping[str, Any]) -> str:
-    """Describe an amount of work: `up to step 35`, or `35 answers` if that is the unit (LaunchSpec.work_unit)."""
+    """Describe an amount of work: `up to step 35`, or `35 answers` if answers are the unit (LaunchSpec.work_unit)."""
     return f"{step:,} {work_unit['unit']}" if "unit" in work_unit else f"up to step {step}"
 
 

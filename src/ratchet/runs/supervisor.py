@@ -57,7 +57,7 @@ WORKER = (sys.executable, "-m", "ratchet.training.worker_main")
 AGENT = (sys.executable, "-m", "ratchet.training.elastic_agent")
 POLL_S = 0.1
 KILL_WAIT_S = 15.0
-"""Time after which a killed process that does not end is reported: it may wait for a device (state D)."""
+"""Time after which a killed process that has not ended is reported. Such a process may wait for a device (state D)."""
 
 LogMessage = tuple[Level, str]
 """Level and text of a log record."""
@@ -79,7 +79,7 @@ def supervise(
         callbacks: receive every event of the journal, from its beginning.
         code_version: version to record for every attempt. A change within a run is noted in the journal.
         pruner: may end the run early.
-        replicator: copies the run to a replica; supervision ends when the result is there.
+        replicator: copies the run to a replica; supervision ends when the result is in the replica.
 
     Raises:
         InterruptedRunError: the run was asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and has saved
@@ -255,7 +255,7 @@ class _Supervisor:
         if error is None or error.attempt != self._run.journal.attempt:
             return end
         if error.data.get("failure_class") == "peers" and end.exit_code != EXIT_PEERS:
-            return end  # the report is of other ranks, not of the rank that died
+            return end  # other ranks wrote the report, not the rank that died
         failure: FailureClass = error.data.get("failure_class", "bug")
         return WorkerExit(end.exit_code, failure, str(error.data.get("text", "")), end.oom_kills)
 
@@ -378,7 +378,7 @@ def _watch_worker(
 ) -> WorkerExit:
     while (exit_code := _wait_for_worker(worker)) is None:
         poll()
-        # Every detector is called each time, because a detector assumes after a gap that the supervisor was suspended.
+        # Every detector is called in each round, because a detector takes a gap between calls for a suspension.
         stalled = {
             rank: reason for rank, detector in enumerate(detectors) if (reason := detector.overdue(stop.requested_s))
         }
@@ -394,7 +394,8 @@ def _watch_worker(
 
 
 def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: str, stop: StopSignal) -> WorkerExit:
-    """Wait until a killed worker is gone. It holds the lock until then, so no other worker may start."""
+    """Wait until a killed worker is gone. The worker holds the lock of the run until then, so no other worker may
+    start."""
     killed_s, is_reported = time.monotonic(), False
     while (exit_code := _wait_for_worker(worker)) is None:
         if time.monotonic() - killed_s < KILL_WAIT_S:
@@ -412,7 +413,7 @@ def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: s
 def _wait_for_worker(worker: subprocess.Popen[bytes]) -> int | None:
     """Wait for the worker, at most POLL_S. Return its exit code, or None if it has not ended.
 
-    Popen.wait with a timeout would poll eighty times a second, because it does not use a descriptor to sleep on.
+    This function sleeps on a descriptor of the process. Popen.wait with a timeout would poll eighty times a second.
     """
     if worker.poll() is None:
         try:
@@ -540,7 +541,8 @@ class JournalLogCallback:
 
     @property
     def offset(self) -> int:
-        """Size of the journal when this object was created; 0 if a journal from the replica has replaced it since."""
+        """Size of the journal in bytes when this object was created; 0 if a journal from the replica has replaced the
+        file since."""
         inode, _ = self._inode_and_size()
         return self._began_size if inode == self._began_inode else 0
 

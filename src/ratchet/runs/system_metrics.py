@@ -113,6 +113,7 @@ class NvidiaSmiSampler:
         if len(gpus) >= len(self._known):
             self._known = gpus
             return gpus
+        # Fewer GPUs than before: nvidia-smi does not list a lost GPU.
         indices = {gpu["index"] for gpu in gpus}
         lost = [gpu for gpu in self._without_values() if gpu["index"] not in indices]
         return sorted(gpus + lost, key=lambda gpu: gpu["index"] or 0)
@@ -137,7 +138,7 @@ class UsageSampler:
         psutil.cpu_percent()
 
     def begin(self, worker: int) -> None:
-        """Start counting the CPU time of this worker."""
+        """Start counting the CPU time of the worker with this process id."""
         psutil.cpu_percent()
         self._sample_worker(worker)
 
@@ -169,7 +170,7 @@ class UsageSampler:
         return network.bytes_recv, network.bytes_sent
 
     def _sample_worker(self, pid: int) -> tuple[float | None, int | None]:
-        """Return the CPU percent (100: one CPU) since the last call, and the memory, of the worker and its children."""
+        """Return CPU use since the last call (percent; 100: one CPU) and memory of the worker with all its children."""
         now_s, cpu_s, memory_bytes, used_s = time.monotonic(), {}, 0, 0.0
         with contextlib.suppress(OSError, psutil.Error):
             parent = psutil.Process(pid)

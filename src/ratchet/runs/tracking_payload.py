@@ -34,8 +34,8 @@ SYSTEM = {
     "worker_cpu_percent": ("worker_cpu_utilization_percentage", 1.0),
     "worker_memory_bytes": ("worker_memory_usage_megabytes", 1e-6),
 }
-"""Metric name and factor by key of `system_metrics`. Names and units are those of MLflow's system monitor, if it has
-them; so are the names in NETWORK and GPU."""
+"""Metric name and factor by key of `system_metrics`. The names and units here, in NETWORK and in GPU are those of
+MLflow's system monitor, if it has such a metric."""
 NETWORK = {"network_received_bytes": "network_receive_megabytes", "network_sent_bytes": "network_transmit_megabytes"}
 GPU = {
     "utilization_percent": ("utilization_percentage", 1.0),
@@ -53,7 +53,8 @@ class SharedCallback(RunCallback, Protocol):
 
 
 class LeaderCallback:
-    """Callback that passes events on while this machine has rank 0. When the machine gets rank 0, it passes all events.
+    """Callback that passes events on while this machine has rank 0. When the machine gets rank 0, it passes the whole
+    journal.
 
     Args:
         callback: receives the events.
@@ -89,7 +90,7 @@ class LeaderCallback:
         self._callback.on_end(status)
 
     def _takes_over(self, events: Sequence[JournalEvent]) -> bool:
-        """Return whether this machine gets rank 0, by these events, in an attempt of this process."""
+        """Return whether, according to these events, this machine gets rank 0 in an attempt of this process."""
         takes_over = False
         for event in events:
             if event.kind == "attempt_started":
@@ -112,8 +113,8 @@ def wrap_callback(callback: SharedCallback, journal: Path, machine: Machine) -> 
 
 
 def should_report(journal: Path, machine: Machine) -> bool:
-    """Return whether this machine should report a run that has ended: it had rank 0 in the last attempt that became
-    ready, or no other machine reports to the same server."""
+    """Return whether this machine should report a run that has ended: this machine had rank 0 in the last attempt that
+    became ready, or no other machine reports to the same server."""
     ready = [event for event in _read_events(journal) if event.kind == "worker_ready"]
     return not _is_shared(machine) or (bool(ready) and _has_rank_zero(ready[-1]))
 
@@ -168,7 +169,7 @@ class MetricPointExtractor:
 
     def __init__(self) -> None:
         self._utilization: dict[int, float] = {}
-        """Share of the devices' peak FLOP/s that one token/s takes, by attempt."""
+        """Share of the devices' peak FLOP/s that a speed of one token/s takes, by attempt."""
         self._network = {name: _RelativeCounter() for name in NETWORK}
 
     def extract(self, event: JournalEvent) -> list[MetricPoint]:
@@ -221,8 +222,8 @@ class _RelativeCounter:
 
     def __init__(self) -> None:
         self._samples: list[int] = []
-        """First sample of each offset. A new offset begins when the machine was rebooted or the run moved to another
-        machine."""
+        """Number of the first sample for each offset. A new offset begins when the machine was rebooted or the run
+        moved to another machine."""
         self._offsets: list[float] = []
         self._last = (0, 0.0)
 

@@ -1,4 +1,4 @@
-"""Stage base: resolve and pin the base model, or pre-train the tiny one. Its output is a Hugging Face directory."""
+"""Stage base: resolve and pin the base model, or pre-train the tiny base. Its output is a Hugging Face directory."""
 
 import re
 import shutil
@@ -21,7 +21,8 @@ from ratchet.storage.records.base import BaseCard
 SAMPLE_CONVERSATION = Conversation(
     [{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}]
 )
-"""Tests the chat template in this stage, so that an error in it does not appear minutes later in another stage."""
+"""Conversation that tests the chat template in this stage, so that its errors do not appear minutes later in another
+stage."""
 
 
 def base(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> BaseCard:
@@ -115,7 +116,7 @@ def _build_card(model: Path, settings: Base, revision: str | None, converted: bo
 
 
 def _compute_digest(file_digests: dict[str, str], added_tokens: tuple[str, ...]) -> str:
-    """Return the digest of files and added tokens: the same files with other tokens are another base."""
+    """Return the digest of files and added tokens, because the same files with other added tokens are another base."""
     files_digest = digests.hash_files(file_digests)
     return digests.hash_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
 

@@ -1,4 +1,4 @@
-"""Callbacks of a command: terminal, MLflow, Prometheus, webhook. None of them can slow or stop a training."""
+"""Callbacks of a command: terminal, MLflow, Prometheus, webhook. No callback can slow or stop a training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +62,8 @@ class TrainingCallbacks:
     def publish(self, run: RunPaths, page: Path) -> None:
         """Log the page of a finished run to MLflow, and its curves as an interactive page.
 
-        The timeout is the same as at the end of a training. The next `ratchet train` sends what is missing.
+        The timeout is `machine.tracking_timeout_s`, as at the end of a training. The next `ratchet train` sends the
+        data that did not arrive in time.
         """
         callback, grace_s = self._mlflow_callback(run), self._project.settings.machine.tracking_timeout_s
         if not tracking_payload.should_report(run.journal, self._project.settings.machine):
@@ -172,7 +173,7 @@ def notify_promotions(project: Project) -> Iterator[None]:
 
 
 def _read_promotions(layout: ProjectLayout) -> Sequence[Promotion]:
-    """Read the ledger. Returns no entries if it is damaged: the command itself reports that."""
+    """Read the ledger. Returns no entries if the ledger is damaged, because the command itself reports the damage."""
     try:
         return ledger.read_entries(layout.promotions)
     except DamagedFileError:

@@ -1,7 +1,7 @@
 """`ratchet chaos`: proves on this project that faults do not change the result of a training.
 
-A campaign trains an undisturbed reference, then runs trials: it starts a training, injects faults when they are due,
-restarts the training as a user would, and compares the result with the reference.
+A campaign trains an undisturbed reference, then runs trials. In each trial it starts a training, injects faults when
+they are due, restarts the training as a user would, and compares the result with the reference.
 """
 
 import os
@@ -50,19 +50,20 @@ from ratchet.tracking.mlflow.experiments import MlflowStore
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors")
 CHECKPOINT_EVERY_STEPS = 2
 VALIDATIONS = 3
-"""Validations in one training."""
+"""Number of validations in one training."""
 STALL_S = 10.0
-"""Timeout of a step in trials with a stalled worker; ten times the longest step if that is more."""
+"""Timeout of a step in trials with a stalled worker. As in every run, it is at least ten times the longest step."""
 STALL_FIRST_S = 45.0
-"""Timeout of loading and the first steps in these trials; five times the start-up of the reference if that is more."""
+"""Timeout of loading and the first steps in trials with a stalled worker, or five times the start-up time of the
+reference if that is longer."""
 MAX_ATTEMPTS = 3
-"""Attempts at a trial whose faults came too late because training was faster than the reference."""
+"""Maximum number of attempts at a trial whose faults came too late because training was faster than the reference."""
 SILENCE_S = 240.0
-"""A trial fails if its journal has no new line for this time plus ten times the duration of the reference."""
+"""A trial fails if its journal has no new line for a longer time than this plus ten times the reference's duration."""
 MIN_CROWDED_ROWS = 4
-"""Smallest micro-batch, in rows, for trials in which memory runs out: one row cannot be split."""
+"""Smallest micro-batch, in rows, for trials in which memory runs out, because a single row cannot be split."""
 MOVED_SUFFIX = " moved elsewhere"
-"""Added to the name of a project that is moved. It contains spaces, as many home directories do."""
+"""Text that is added to the name of a moved project. The text contains spaces, as many home directories do."""
 
 References = dict[tuple[object, ...], TrainingFingerprint]
 
@@ -72,13 +73,13 @@ class ChaosOptions:
     """Options of `ratchet chaos`."""
 
     kills: int = 5
-    """Kills with each kind of signal."""
+    """Number of kills with each kind of signal."""
     seed: int = 0
     """Seed of every schedule."""
     faults: tuple[str, ...] | None = None
-    """Categories of `plan.FAULT_CATEGORIES`; None: all."""
+    """Kinds of fault to inject, from `plan.FAULT_CATEGORIES`; None: all."""
     steps: int = 24
-    """Optimizer steps of each training."""
+    """Number of optimizer steps of each training."""
     keep: bool = False
     """Whether the projects of all trials are kept."""
     output: Path | None = None
@@ -86,7 +87,7 @@ class ChaosOptions:
 
 
 class ChaosReport(Record):
-    """Trainings under injected faults, compared with an undisturbed one."""
+    """Trainings under injected faults, compared with an undisturbed training."""
 
     seed: int
     rows: tuple[dict[str, Any], ...]
@@ -195,9 +196,9 @@ class FaultTrialLimits:
     """Time limits of a trial."""
 
     silence_s: float
-    """Longest time without a new line in the journal; then the trial is stopped and has failed."""
+    """Longest time without a new line in the journal. After that, the trial is stopped and counts as failed."""
     grace_s: float
-    """Longest time from a request to stop to the end of the worker: `machine.grace_period_s`."""
+    """Longest time from a stop request until the worker ends: `machine.grace_period_s`."""
 
 
 @dataclass
@@ -297,7 +298,7 @@ class _FaultTrialRunner:
         return _FaultTrigger(self.clock.find_moment(step, is_starting, fault.fraction), is_starting)
 
     def _inject(self, fault: ExternalFault, command: TrainCommandProcess) -> bool:
-        """Inject a fault. Returns whether it reached a running process."""
+        """Inject a fault. Returns whether the fault reached a running process."""
         if fault.action == "kill worker":
             was_injected = command.signal_worker(signal.SIGKILL)
         elif fault.action == "stop worker":
@@ -316,7 +317,7 @@ class _FaultTrialRunner:
         return was_injected
 
     def should_rerun(self, fault: ExternalFault | None, exit_code: int) -> bool:
-        """Return whether to run the command again; record a problem if it did not end as documented."""
+        """Return whether to run the command again; record a problem if the command did not end as documented."""
         if self.timeline.problems or exit_code == EXIT_OK:
             return False
         if fault is None:
@@ -388,9 +389,9 @@ class FaultTrialResult:
 
     trial: FaultTrial
     differences: tuple[str, ...]
-    """Differences from the undisturbed training; empty: exact."""
+    """Differences from the undisturbed training; empty if the trial is exact."""
     problems: tuple[str, ...]
-    """Deviations from documented behaviour, such as manual steps that were needed; empty: recovered."""
+    """Deviations from documented behaviour, such as a wrong exit code; empty if the trial recovered without help."""
     timeline: FaultTrialTimeline
     wall_s: float
     folder: Path | None
@@ -442,7 +443,7 @@ class FaultCampaign:
         return [self._run_trial(trial) for trial in plan]
 
     def _run_trial(self, trial: FaultTrial) -> FaultTrialResult:
-        """Run a trial; repeat it if its faults came too late and nothing failed."""
+        """Run a trial; repeat the trial if its faults came too late and nothing failed."""
         result = self._run_attempt(trial)
         for _ in range(MAX_ATTEMPTS - 1):
             if not (result.exact and result.recovered and result.timeline.missed):
@@ -475,7 +476,7 @@ class FaultCampaign:
         return result
 
     def _reference(self, trial: FaultTrial) -> TrainingFingerprint:
-        """Train the trial's reference, unless that was done before, and return its fingerprint."""
+        """Train the trial's reference, unless an earlier trial has the same one, and return its fingerprint."""
         key = trial.reference
         if key not in self._references:
             undisturbed = FaultTrial("reference", len(self._references), faults=key[0], guards=key[1])
@@ -519,7 +520,7 @@ class FaultCampaign:
         machine = self.settings.machine
         changes: dict[str, Any] = {
             "checkpoint_every": CHECKPOINT_EVERY_STEPS,
-            "replica": None,  # otherwise every trial would restore the result of the first one
+            "replica": None,  # otherwise every trial would restore the result of the first trial
             "keep_checkpoints": max(2, machine.keep_checkpoints),
             # There may be several faults without a step between them.
             "max_restarts": max(machine.max_restarts, len(trial.external_faults) + 2),
@@ -534,7 +535,11 @@ class FaultCampaign:
         return machine.model_copy(update=changes)
 
     def _crowded_rows(self) -> int:
-        """Return a micro-batch size that exceeds a budget of the longest row: median rows with twice its tokens."""
+        """Return a micro-batch size, in rows, that exceeds a memory budget for the longest row.
+
+        So many rows of median length have at least twice the tokens of the longest row. The batch size limits the
+        result.
+        """
         lengths = DatasetCard.load(self.project.dataset_card).lengths.values()
         longest, median = max(split.greatest for split in lengths), max(1, min(split.median for split in lengths))
         rows = max(MIN_CROWDED_ROWS, self.settings.machine.micro_batch_size, -(-2 * longest // int(median)))

@@ -29,7 +29,7 @@ from ratchet.storage import digests, files
 
 PROMPT, CONTINUATION_PROMPT = "> ", ". "
 FENCE = '"""'
-"""Begins and ends a question of several lines."""
+"""Text that begins and ends a question of several lines."""
 HELP = """/reset        start a new conversation; the system message stays
 /system TEXT  set the system message; without TEXT: show it
 /retry        remove the last answer and ask again
@@ -62,7 +62,7 @@ class ChatSession:
         return self._build_request()
 
     def regenerate(self) -> GenerationRequest | None:
-        """Remove the last answer and return a request for another one; None if there is no user message."""
+        """Remove the last answer and return a request for another answer; None if there is no user message."""
         if not self._message:
             return None
         if self._is_answered:
@@ -272,7 +272,7 @@ class _ChatLoop:
             self._finish_answer(partial)
 
     def _keep(self, partial: PartialAnswer) -> None:
-        """Keep a question in the conversation if it has an answer."""
+        """Keep the question and the partial answer in the conversation if the answer is not empty."""
         if partial.answer:
             self._session.add_answer(partial.answer)
 
@@ -333,7 +333,7 @@ class _ChatLoop:
             self._page.note(text)
 
     def _fail(self, error: RatchetError) -> None:
-        """Show the error; without a terminal, raise it."""
+        """Show the error; without a terminal, raise the error."""
         if not self._live:
             raise error
         self._page.note(f"! {error}")

@@ -11,7 +11,7 @@ from ratchet.storage.html import NONE
 from ratchet.storage.records.base import Record
 
 MAX_NAME_CHARACTERS = 80
-"""Longest name of a page, without its ending."""
+"""Length limit of the name of a page, in characters, without its ending."""
 
 
 class CompareResult(Record):

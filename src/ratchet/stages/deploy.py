@@ -1,7 +1,8 @@
 """`ratchet deploy`: copies a promoted model into a directory that a model server reads. No torch and no MLflow.
 
 The ledger names the model of every version, so MLflow's database is not needed. Before the link `current` moves, every
-byte and the signature of a release are checked, and a server answers from it. Until then servers see no change.
+byte and the signature of a release are checked, and a test server answers from the release (unless --no-smoke is set).
+Until then servers see no change.
 """
 
 import time
@@ -38,8 +39,8 @@ POLL_INTERVAL_S = 1.0
 RETRY_AFTER_S = 60.0
 """Delay before the next attempt after a temporary failure: a full disk, or a lock that another process holds."""
 MAX_DISAGREEMENTS = 3
-"""A disagreement between ledger and champion file is reported after this number of polls in a row: a promotion writes
-first one of them, then the other."""
+"""Number of polls in a row after which a disagreement between ledger and champion file is reported. A shorter
+disagreement is normal, because a promotion writes first the ledger and then the champion file."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class DeployOptions:
     """Format, version and checks of a deployment."""
 
     format: str | None = None
-    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`; None: the directory's present format; in a new
-    directory, the first GGUF file."""
+    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`. None: the directory's present format, or in
+    a new directory the first GGUF file."""
     version: int | None = None
     """A registered version; None: the champion."""
     rollback: bool = False
-    """Go back to the previous release instead."""
+    """Go back to the previous release instead of deploying a version."""
     smoke_test: bool = True
-    """Test with a server that the release answers, before it becomes current."""
+    """Start a server with the release and test that it answers, before the release becomes current."""
 
 
 class DeployResult(Record):
@@ -76,7 +77,7 @@ class DeployResult(Record):
 
 
 def deploy(project: Project, directory: Path, options: DeployOptions = DeployOptions()) -> DeployResult:
-    """Make a promoted model the current release of a directory. Repeating it changes nothing.
+    """Make a promoted model the current release of a directory. Repeating the call changes nothing.
 
     Raises:
         ChampionError: the version does not exist, its folder is missing, or its answers differ from those that stage
@@ -84,7 +85,8 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
         SettingsError: the directory contains something else, the model does not have the format, its signer is not
             trusted, or options contradict each other.
         DamagedFileError: a byte differs from the signed one, or there is no signature.
-        LockHeldError, StorageError, OSError: another process deploys into the directory, or it cannot be written.
+        LockHeldError, StorageError, OSError: another process deploys into the directory, or the directory cannot be
+            written.
     """
     layout, model_name = project.layout, project.settings.promote.model_name
     if options.rollback:
@@ -123,7 +125,7 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
 
 
 def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, str, str | None, str | None]:
-    """Return version and model to deploy, the ledger's event that made it champion, and a warning."""
+    """Return version and model to deploy, the ledger's event that made the version champion, and a warning."""
     entries, file = ledger.read_entries(layout.promotions), read_champion(layout.champion)
     ledger.check_champion(layout.promotions, entries, file)
     if version is None:
@@ -176,7 +178,10 @@ def _current_format(server_dir: DeploymentDirectory) -> str | None:
 
 
 def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | None, str | None]:
-    """Return an intact, signed release, or else its damage. (None, None) if only its signer is no longer trusted."""
+    """Return (release, None) if the release is intact and signed, otherwise (None, damage).
+
+    If only its signer is no longer trusted, return (None, None).
+    """
     try:
         return check_release(layout, folder), None
     except (DataError, DamagedFileError) as error:
@@ -188,7 +193,7 @@ def _inspect_release(layout: ProjectLayout, folder: Path) -> tuple[Release | Non
 def _keep_current(
     layout: ProjectLayout, server_dir: DeploymentDirectory, release: Release, warnings: list[str]
 ) -> DeployResult:
-    """Keep the current release. Adds the line to the history if a killed command did not write it."""
+    """Keep the current release. Adds the line to the history if a killed command did not write that line."""
     history = server_dir.read_history()
     if not history or history[-1].release != release.name:
         before = history[-1].release if history else None
@@ -212,7 +217,7 @@ def _stage_release(
 ) -> str | None:
     """Write the release and test it; returns the result of the smoke test. A release that fails the test is removed.
 
-    An existing release of this name is used only if it is intact and signed. A damaged one adds to `warnings`.
+    An existing release of this name is used only if it is intact and signed. A damaged release adds to `warnings`.
     """
     folder = server_dir.releases / release.name
     existing, damage = _inspect_release(layout, folder) if folder.exists() else (None, None)
@@ -353,7 +358,7 @@ class _ChampionWatcher:
         self._handled_state: object = None
         """State of ledger and champion file at the last deployment."""
         self._retry_s: float | None = None
-        """Time of the next attempt although nothing has changed (time.monotonic()); None: there is none."""
+        """Time (time.monotonic()) of the next attempt even if nothing changes; None: no attempt is planned."""
         self._disagreements = 0
         """Number of polls in a row at which ledger and champion file disagreed."""
         self._last_report: DeployResult | str | None = None
@@ -377,7 +382,7 @@ class _ChampionWatcher:
             self._report(f"not deployed, the current release stays: {error}")
 
     def _ledger_agrees(self) -> bool:
-        """Return whether ledger and champion file match. Between two steps of a promotion they do not."""
+        """Return whether ledger and champion file match. Between two steps of a promotion they do not match."""
         layout = self._project.layout
         try:
             file = read_champion(layout.champion)
@@ -402,7 +407,7 @@ class _ChampionWatcher:
 
 
 def _file_state(path: Path) -> object:
-    """Return a value that changes with the file: the file is always replaced, never edited."""
+    """Return a value that changes when the file is replaced; the file is never edited in place."""
     try:
         stat = path.stat()
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Stage distill: compute a teacher's probabilities for the training rows and seal them for stage train.
 
-If the teacher runs during training (train.distill.mode: online), this stage only checks it and reports its memory.
+If the teacher runs during training (train.distill.mode: online), this stage only checks the teacher, and with
+--forecast reports the memory that the teacher needs.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class DistillResult(Record):
     """Card of the sealed teacher outputs; None if nothing was computed."""
     was_computed_before: bool = False
     text: tuple[str, ...] = ()
-    """If nothing was computed: lines about the teacher's needs."""
+    """If nothing was computed: lines about the disk space and memory that the teacher needs."""
 
 
 def distill(
@@ -190,7 +191,7 @@ def _build_card(
 
 
 def _kept_top_k(settings: Settings) -> int:
-    """Return the number of tokens stored per position; the settings require it if the outputs are stored."""
+    """Return the number of tokens stored per position; 0 if train.distill.top_k is null (only in mode online)."""
     return settings.train.distill.top_k or 0
 
 
@@ -200,7 +201,7 @@ def _result_fields(card: DistillationCard | None) -> dict[str, Any]:
 
 
 def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
-    """Load the card of the sealed teacher outputs; None if there are none, or if they are damaged."""
+    """Load the card of the sealed teacher outputs; None if the outputs do not exist or are damaged."""
     try:
         files.verify_sealed(layout.distill, KIND)
         return DistillationCard.load(layout.distill / DISTILLATION_CARD)

@@ -30,14 +30,14 @@ from ratchet.training import microbatch_budget
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES = 3
-"""Numbers in a checkpoint for each trainable parameter: its value and two moments."""
+"""Count of numbers that a checkpoint stores for each trainable parameter: its value and two moments."""
 
 
 class DoctorReport(Record):
     """Result of `ratchet doctor`."""
 
     findings: tuple[tuple[str, str], ...]
-    """Subject and finding, such as ("disk", "40 GiB free")."""
+    """Pairs of subject and finding, such as ("disk", "40 GiB free")."""
     proposals: tuple[SettingProposal, ...]
     """Settings to change, with reasons and sources."""
     compared_with: str
@@ -49,7 +49,7 @@ class DoctorReport(Record):
     """Lines of a unified diff of params.yaml."""
     was_written: bool
     problems: tuple[str, ...]
-    """Reasons why a run cannot start on this machine; empty if it can."""
+    """Reasons why a run cannot start on this machine; empty if a run can start."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ def _report_machine(examination: _Examination) -> TorchDevice:
 
 
 def _load_base_spec(examination: _Examination, base: Path | None) -> ModelSpec | None:
-    """Load the shape of the base, without its weights. None if it is not known, with a finding or a problem."""
+    """Load the shape of the base, without its weights. If it is not known, return None and add a finding or problem."""
     if base is not None:
         if not base.exists():
             raise SettingsError(f"--base {base}: no such file; name a model directory or its config.json")
@@ -174,7 +174,7 @@ def _load_base_spec(examination: _Examination, base: Path | None) -> ModelSpec |
 
 
 def _locate_base(examination: _Examination) -> tuple[Path, bool] | None:
-    """Return the base's directory and whether its own code may run; None with a finding if that is not known."""
+    """Return the base's directory and whether its own code may run; None with a finding if there is no base yet."""
     layout, base = examination.layout, examination.settings.base
     if layout is None:
         examination.add("base", "not known: no project here; name a model directory or its config.json with --base")
@@ -201,7 +201,7 @@ def _load_data_card(examination: _Examination) -> DatasetCard | None:
 
 
 def _check_quantization(examination: _Examination, facts: RecommendationInputs, torch_device: TorchDevice) -> None:
-    """Test 4-bit quantization on this device with the widths of this base. If it fails, propose to turn it off."""
+    """Test 4-bit quantization on this device with the widths of this base. Propose `none` if that fails."""
     train = examination.settings.train
     if train.quantization == "none":
         return
@@ -216,7 +216,7 @@ def _check_quantization(examination: _Examination, facts: RecommendationInputs, 
     if fault is None:
         examination.add("4 bits", f"{train.quantization} works here")
         return
-    if not examination.write:  # otherwise it is fixed below
+    if not examination.write:  # with --write, the change below fixes it
         examination.problems.append(
             f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits"
         )
@@ -318,7 +318,7 @@ def _check_run_settings(examination: _Examination, facts: RecommendationInputs, 
 
 
 def _change_params(layout: ProjectLayout, text: str, proposals: list[SettingProposal], write: bool) -> list[str]:
-    """Return the change of params.yaml as a diff. Write it if `write` is set."""
+    """Return the change of params.yaml as a diff. Write the change if `write` is set."""
     new = params_file.amend_text(text, {proposal.key: proposal.value for proposal in proposals})
     name = layout.params.name
     if write:

@@ -52,7 +52,7 @@ class EvaluateResult(Record):
 
     report: EvaluationReport
     test_set_uses: int
-    """Models that have been evaluated on this test set, this one included."""
+    """Number of models that have been evaluated on this test set, the present one included."""
     max_test_set_uses: int
 
 
@@ -175,7 +175,7 @@ def _build_evaluator(
 def _evaluate_models(
     loader: EvaluationModelLoader, evaluator: Evaluator
 ) -> tuple[dict[ModelRole, EvaluationResult], list[str]]:
-    """Evaluate all models with the same batch size. If one runs out of memory, evaluate all again with half of it."""
+    """Evaluate all models with one batch size. If memory runs out for one, halve the size and evaluate all again."""
     notes: list[str] = []
     longest = max(map(len, evaluator.rows.input_ids)) + loader.settings.evaluate.max_new_tokens
     size = EvaluationBatchSize(loader.settings.machine.evaluation_batch_size, longest)
@@ -241,7 +241,8 @@ def _build_report(
 def summarize_scores(role: ModelRole, result: EvaluationResult) -> ModelScores:
     """Summarize the results of a model, without its samples.
 
-    JSON has no value for a figure that is not finite, so it is left out. The gate finds the cause in the samples.
+    JSON has no value for a figure that is not finite, so such figures are left out. The gate finds the cause in the
+    samples.
     """
     return ModelScores(
         model_digest=result.subject.model_digest,
@@ -255,7 +256,7 @@ def summarize_scores(role: ModelRole, result: EvaluationResult) -> ModelScores:
 
 
 def select_finite(metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-    """Return the finite metrics: JSON has no value for the others."""
+    """Return the metrics that are finite numbers, because JSON has no value for the others."""
     return {name: metric for name, metric in metrics.items() if is_finite(metric)}
 
 

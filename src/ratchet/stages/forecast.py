@@ -27,21 +27,21 @@ ACCURACY = "`python benchmarks/memory.py` compares such forecasts with measured 
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """Inputs of a forecast. For a value of None, the project's settings apply."""
+    """Inputs of a forecast. Where an input is None, the project's settings apply."""
 
     base: Path | None = None
     """A model directory, or a single config.json."""
     rows: int | None = None
-    """Rows of a micro-batch."""
+    """Number of rows of a micro-batch."""
     tokens: int | None = None
-    """Tokens of the longest row."""
+    """Number of tokens of the longest row."""
     device: Literal["cpu", "cuda"] | None = None
     memory_bytes: int | None = None
     """Memory of the device; None: the available memory of this machine."""
     html: Path | None = None
     """HTML page to write."""
     ranks: int | None = None
-    """Ranks that train together, each on a GPU; on CPUs, processes of one machine."""
+    """Number of ranks that train together: one per GPU, or processes of one machine on CPUs."""
 
 
 class ForecastReport(Record):
@@ -61,7 +61,7 @@ class ForecastReport(Record):
     """The largest size of each kind that fits while the other sizes stay the same."""
     packed: bool
     local_ranks: int
-    """Ranks that share the same memory."""
+    """Number of ranks that share the same memory."""
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -159,7 +159,7 @@ def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settin
 def _choose_fallback(
     spec: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
 ) -> MemoryFallback | None:
-    """Return the fallback that a run would choose if not even one row fits; None if one fits, or no fallback helps."""
+    """Return the fallback that a run would choose if not even one row fits; None if a row fits or no fallback helps."""
     train, machine = settings.train, settings.machine
     single_row = memory_forecast.forecast(spec, train, machine, work.single_row())
     if single_row.needed_bytes(work.local_ranks) <= available:

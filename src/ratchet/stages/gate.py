@@ -115,7 +115,8 @@ def _check_verdict(layout: ProjectLayout, settings: Settings) -> Verdict:
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     files.verify_sealed(layout.gate, "gate")
     verdict, current = Verdict.load(layout.verdict), read_champion(layout.champion)
-    is_champion = current.champion_digest == verdict.model_digest  # after this verdict, or already before it
+    # The model may have become champion after this verdict, or may have been champion before it.
+    is_champion = current.champion_digest == verdict.model_digest
     same_opponents = (current.champion_digest, current.anchor_digest) == (
         verdict.champion_digest,
         verdict.anchor_digest,

@@ -30,7 +30,7 @@ ENDS = {
     "invalid": "the model computed NaN or infinite numbers",
     "filtered": "the server's filter withholds the answer",
 }
-"""Descriptions of how an answer ended, unless the model itself ended it."""
+"""Descriptions of the ways in which an answer ends, except the end-of-turn token of the model."""
 
 
 class GenerateResult(Record):

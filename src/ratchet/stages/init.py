@@ -39,11 +39,12 @@ from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
 
 MAX_LABELS = 200
-"""A column contains labels if it has at most this number of different answers, each of them short and frequent."""
+"""Maximum number of different answers in a column that counts as labels (see `InitDataSummary.has_labels`)."""
 
 MARGINS = (0.02, 0.05)
 """Smallest and largest margin of a new project's gate, as a loss of accuracy. A smaller margin needs thousands of test
-rows; a larger one would accept a clearly worse model. Between the two, it is the loss that the test rows can detect."""
+rows; a larger margin would accept a clearly worse model. Between the two, the margin is the loss that the test rows can
+detect."""
 
 KEPT_FROM_DVC = (
     "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores",
@@ -52,7 +53,8 @@ KEPT_FROM_DVC = (
 """Paths that change while stages run, or that must stay on this machine."""
 
 MAX_CONVERSATION_SHARE = 0.01
-"""Largest share of rows with several questions: the harness task shows only the last question of a row."""
+"""Largest share of rows with several questions for which the project gets the harness task `answers`. This task shows
+only the last question of a row."""
 
 IGNORED = "".join(
     f"/{name}\n"
@@ -73,7 +75,7 @@ class InitDataSummary:
     responses: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
-    """Rows in which the user speaks more than once."""
+    """Number of rows with more than one user message."""
 
     def add(self, row: SourceRow, split: SplitSettings) -> None:
         """Count a row that has a prompt and a response."""
@@ -87,7 +89,7 @@ class InitDataSummary:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the responses are short and few, and occur repeatedly."""
+        """Whether the responses look like labels: at most 100 characters each, with at least 5 rows each on average."""
         short = max(map(len, self.responses)) <= 100
         return short and 2 <= len(self.responses) <= min(MAX_LABELS, self.rows // 5)
 
@@ -137,7 +139,7 @@ def init(
 
     Raises:
         DataError: the data cannot be read, or a column is missing.
-        SettingsError: the directory is not empty, or the columns are not two different ones.
+        SettingsError: the directory is not empty, or the two columns are not different.
         InputError: git or DVC failed.
     """
     target = directory.resolve()
@@ -258,7 +260,10 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
 
 
 def _export_settings(base: Base) -> Export:
-    """Export the tiny base to every format. For a real base the user chooses: each format takes time and disk space."""
+    """Export the tiny base to every format.
+
+    For a real base the user chooses formats, because each format takes time and disk space.
+    """
     if base.source != TINY:
         return Export()
     return Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
@@ -297,10 +302,11 @@ def _label_gate_settings(test_rows: int, base: Base) -> Gate:
 
 
 def _train_settings(base: Base, epochs: float) -> Train:
-    """Return the train settings: a tiny base needs a larger adapter and a higher learning rate than a real one.
+    """Return the train settings: a tiny base needs a larger adapter and a higher learning rate than a real base.
 
     On the bundled requests, a rate of 0.001 for 5 epochs gives 92 % accuracy and leaves the perplexity of general text
-    unchanged. A rate of 0.002 for 3 epochs gives 90 % and raises it by 12 %; 0.0005 for 3 epochs gives 34 %.
+    unchanged. A rate of 0.002 for 3 epochs gives 90 % accuracy and raises the perplexity by 12 %; 0.0005 for 3 epochs
+    gives 34 % accuracy.
     """
     if base.source == TINY:
         return Train(rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
@@ -345,7 +351,7 @@ metadata:
 
 
 def _set_up_version_control(root: Path) -> None:
-    """Create git and DVC repositories, with the data under DVC. Nothing is committed: that is left to the user."""
+    """Create git and DVC repositories, with the data under DVC. Nothing is committed: the user does that."""
     _run_command(root, ["git", "init", "-q"])
     _run_command(root, [sys.executable, "-m", "dvc", "init", "-q"])
     _run_command(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])

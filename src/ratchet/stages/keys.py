@@ -20,11 +20,11 @@ class KeysOptions:
     trust: Path | None = None
     """PEM file of a public key to trust."""
     revoke: str | None = None
-    """Fingerprint of a key (or its beginning), or an identity, to trust no longer."""
+    """Fingerprint of a key (or its beginning), or an identity, whose trust is revoked."""
     reason: str | None = None
     """Reason for the revocation."""
     trust_identity: str | None = None
-    """Identity to trust; it signs through sigstore."""
+    """Identity to trust, which signs through sigstore."""
     issuer: str | None = None
     """OpenID Connect issuer that certifies the identity."""
 
@@ -54,7 +54,7 @@ class KeyringReport(Record):
 
 
 def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> KeyringReport:
-    """Change the keyring, and return it.
+    """Change the keyring if the options require it, and return the keyring.
 
     Raises:
         SettingsError: options contradict each other, a file contains no public key, or a fingerprint is unknown.

@@ -46,22 +46,24 @@ OPTION = "--require"
 QUERY_TIMEOUT_S = 60.0
 """Timeout of the process that queries the GPUs."""
 RETRY_TIMEOUT_S, REQUEST_TIMEOUT_S = 30.0, 15.0
-"""Timeouts for the replica: a machine whose network needs longer is not suitable."""
+"""Timeouts of all attempts and of one request to the replica. A machine whose network needs longer is not suitable."""
 SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25)
-"""Bytes of each transfer; the next size follows if a transfer took less than MIN_TRANSFER_S: up to 32 MiB each way."""
+"""Sizes of the test transfers in bytes; each size is uploaded, then downloaded. The next size follows only if a
+transfer was shorter than MIN_TRANSFER_S and none took eight times as long."""
 MIN_TRANSFER_S = 1.0
+"""Duration from which the speed of a transfer can be measured."""
 
 _NAME_BYTES = 96
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _RATES = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9}
 """Bits per second in each unit."""
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_QUOTA_V1, _PERIOD_V1 = (Path("/sys/fs/cgroup/cpu", name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA_V1, _CPU_PERIOD_V1 = (Path("/sys/fs/cgroup/cpu", name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 _TEST_CONTENT = b"ratchet\n" * (1 << 16)
-"""Half a megabyte."""
+"""Content of the file that tests the disk: half a megabyte."""
 
 Amount = float | tuple[int, ...]
-"""Bytes, bits per second, or a count; for a version, its numbers."""
+"""A number of bytes, a number of bits per second, or a count; for a version, the tuple of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ class GpuInventory:
     driver: str = ""
     """Version of the driver; empty if it is not known."""
     problem: str = ""
-    """Why there are no devices."""
+    """Reason why there are no devices; empty if there are."""
 
 
 @dataclass(frozen=True)
 class TransferSpeed:
-    """Bits per second in both directions. An upload includes the time in which the store confirms its arrival."""
+    """Bits per second in both directions. The time of an upload includes the store's confirmation."""
 
     upload_bits_s: float
     download_bits_s: float
@@ -116,7 +118,7 @@ class RequirementResult(Record):
 
 
 class MachineCheckReport(Record):
-    """Result of a check. It is about one machine at one time, so it is not an output of a stage."""
+    """Result of a check. The result is about one machine at one time, so it is not an output of a stage."""
 
     machine: str
     """Host name."""
@@ -126,7 +128,7 @@ class MachineCheckReport(Record):
     admitted: bool
     findings: tuple[RequirementResult, ...]
     write_problems: tuple[str, ...] = ()
-    """Files of the record that could not be written."""
+    """Messages about the files to which this report could not be written."""
 
 
 def check_machine(
@@ -135,11 +137,11 @@ def check_machine(
     """Compare this machine with requirements, before it gets work. Loads no torch.
 
     Args:
-        layout: the project, which keeps the record as experiments/admission.json; None outside one.
+        layout: the project, whose experiments/admission.json receives the report; None outside a project.
         settings: the project's settings, or the defaults.
         required: such as `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps,upload=20Mbps`.
         replica: storage to measure the network with, in place of machine.replica.
-        target: another file for the record.
+        target: a further file for the report.
 
     Raises:
         SettingsError: a requirement is not valid, there is no storage to measure the network with, or the storage
@@ -181,7 +183,7 @@ def format_findings(report: MachineCheckReport) -> str:
 
 
 def _write_records(report: MachineCheckReport, paths: Iterable[Path | None]) -> Iterator[str]:
-    """Write the record; yield a problem for each file that cannot be written.
+    """Write the report; yield a message for each file that cannot be written.
 
     An unwritable file does not change the result of the check: the requirement `disk` tests the disk.
     """
@@ -211,8 +213,8 @@ def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if name not in KINDS:
-            near = difflib.get_close_matches(name.lower(), KINDS, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            similar = difflib.get_close_matches(name.lower(), KINDS, n=1)
+            hint = f" (did you mean {similar[0]}?)" if similar else ""
             raise SettingsError(f"{OPTION}: found {part.strip()!r}{hint}; expected one of {', '.join(KINDS)}")
         if not sign or not value:
             raise SettingsError(f"{OPTION}: {name} has no value; expected {name}=VALUE, as in vram=22GB,cuda=12.6")
@@ -257,7 +259,7 @@ KINDS: dict[str, Callable[[str, str], Amount]] = {
 
 
 def query_gpus(timeout_s: float = QUERY_TIMEOUT_S) -> GpuInventory:
-    """List the GPUs in a process of its own. If that fails, `GpuInventory.problem` has the cause."""
+    """List the GPUs with a separate process. If the process fails, `GpuInventory.problem` has the cause."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "ratchet.stages.machine_check"],
@@ -275,7 +277,7 @@ def query_gpus(timeout_s: float = QUERY_TIMEOUT_S) -> GpuInventory:
     return GpuInventory(**(inventory | {"devices": tuple(GpuDevice(**device) for device in inventory["devices"])}))
 
 
-def _query_in_process() -> GpuInventory:
+def _query_in_this_process() -> GpuInventory:
     """List the GPUs in this process."""
     driver = _read_driver_version()
     try:
@@ -343,8 +345,8 @@ def _read_driver_version() -> str:
 # CPUs, disk and network.
 
 
-def available_cpus(quota: Path = _QUOTA, quota_v1: Path = _QUOTA_V1, period_v1: Path = _PERIOD_V1) -> int:
-    """Count the CPUs that this process may use: those it is bound to, or fewer if its container has a quota."""
+def available_cpus(quota: Path = _CPU_QUOTA, quota_v1: Path = _CPU_QUOTA_V1, period_v1: Path = _CPU_PERIOD_V1) -> int:
+    """Count the CPUs that this process may use: those of its affinity mask, or fewer by the quota of its container."""
     bound = len(os.sched_getaffinity(0))
     for paths in ((quota,), (quota_v1, period_v1)):
         try:
@@ -375,7 +377,7 @@ def measure_transfer_speed(store: ReplicaStore) -> TransferSpeed:
     """Upload random bytes to a replica as checkpoints are uploaded, download them again, and remove them.
 
     Raises:
-        ReplicaError: the store cannot be reached, or not for long enough.
+        ReplicaError: the store cannot be reached, or stops answering during the measurement.
         SettingsError: the store cannot be used with these settings: bucket, credentials or clock.
     """
     store.check()
@@ -411,13 +413,13 @@ def _upload_sample(store: ReplicaStore, path: Path, size: int) -> Iterator[tuple
 
 class _Measurement(NamedTuple):
     amount: Amount | None
-    """None: the machine has nothing of this kind."""
+    """None: the machine has nothing of this kind, or the measurement failed."""
     text: str
 
 
 @dataclass
 class MachineProbe:
-    """Measures this machine: only the properties that are required, each of them once."""
+    """Measures the required properties of this machine, each of them once."""
 
     disk: Path
     """Directory for runs."""
@@ -429,7 +431,7 @@ class MachineProbe:
         """Check every requirement, also after one that is not met.
 
         Raises:
-            SettingsError: the replica's settings are wrong, so that no machine could use it.
+            SettingsError: the replica's settings are wrong, which is not a fault of this machine.
         """
         self._minimums = {requirement.name: requirement.minimum for requirement in requirements}
         return tuple(self._finding(requirement) for requirement in requirements)
@@ -443,14 +445,15 @@ class MachineProbe:
     # Each of KINDS has a method of the same name with an underscore.
 
     def _vram(self) -> _Measurement:
-        """Take as many GPUs as are required, those with the most free memory, and return the smallest free memory."""
+        """Select the required number of GPUs with the most free memory; return the least free memory of these."""
         if not self._inventory.devices:
             return self._no_gpu
         by_free_memory = sorted(self._inventory.devices, key=lambda device: device.free_bytes, reverse=True)
         count = self._minimums.get("gpus", 1.0)
-        last = by_free_memory[min(len(by_free_memory), int(count) if isinstance(count, float) else 1) - 1]
+        least_free = by_free_memory[min(len(by_free_memory), int(count) if isinstance(count, float) else 1) - 1]
         return _Measurement(
-            last.free_bytes, f"{format_bytes(last.free_bytes)} of {format_bytes(last.total_bytes)} free, {last.name}"
+            least_free.free_bytes,
+            f"{format_bytes(least_free.free_bytes)} of {format_bytes(least_free.total_bytes)} free, {least_free.name}",
         )
 
     def _gpus(self) -> _Measurement:
@@ -524,4 +527,4 @@ def _is_sufficient(measured: Amount, minimum: Amount) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_query_in_process())))
+    print(json.dumps(asdict(_query_in_this_process())))

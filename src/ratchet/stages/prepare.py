@@ -34,7 +34,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 
 LABEL_LIMIT = 500
-"""Largest number of labels: if there are more different responses, they are free text."""
+"""Maximum number of labels. With more different responses the stage fails, because they are probably free text."""
 
 
 def prepare(project: Project) -> DatasetCard:
@@ -42,7 +42,7 @@ def prepare(project: Project) -> DatasetCard:
 
     Raises:
         DataError: a source or template cannot be used, more rows are lost than the limits allow, a split is empty, or
-            no record has an extra column.
+            no record has a field of prepare.extra_fields.
         SettingsError: a task to check for leaks is not defined.
         BaseModelError: the pinned base model is missing.
         LockHeldError: another process runs this stage.

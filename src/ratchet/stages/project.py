@@ -1,4 +1,4 @@
-"""A project: its directory and its settings. Every stage takes one."""
+"""A project: its directory and its settings. Every stage takes a `Project`."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

@@ -1,8 +1,8 @@
 """`ratchet promote` and `ratchet rollback`: change which registered version is champion. Loads no torch.
 
-All checks come before the first change. Then the intent is written, and `registry.promotion` does the rest in steps
-that can each be repeated: version, alias `champion`, ledger, champion file, hooks. If a command is killed, the next one
-finishes or drops its promotion.
+All checks come before the first change. Then the intent is written, and `registry.promotion` makes the changes in
+steps, each of which can be repeated: version, alias `champion`, ledger, champion file, hooks. If a command is killed,
+the next one finishes or drops its promotion.
 """
 
 import subprocess
@@ -65,7 +65,7 @@ class PromotionResult(Record):
 
 
 def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> PromotionResult:
-    """Make the exported model champion. Repeating it changes nothing.
+    """Make the exported model champion. Repeating the call changes nothing.
 
     Raises:
         SettingsError: a hook cannot be called, only one of `force` and `reason` is set, or there is no trusted key to
@@ -172,8 +172,8 @@ def rollback(
     Raises:
         SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
         ChampionError: the version does not exist; its model is missing, damaged, not signed by a trusted key, or fails
-            the smoke test; the champion changed meanwhile; or champion file and registry name different versions, both
-            of them different from this one.
+            the smoke test; the champion changed meanwhile; or champion file and registry name different versions, and
+            neither is the version to restore.
         DamagedFileError: the ledger is damaged.
         LockHeldError: another promotion is running.
         TrackingError: MLflow's database cannot be used.
@@ -387,7 +387,8 @@ def _check_alias(
 
     Raises:
         ChampionError: champion file and alias name different versions, and neither is `target`, the version that will
-            be champion. (If one is `target`, the alias was moved by hand, and the command chooses one of the two.)
+            be champion. (If one of them is `target`, the alias was moved by hand, and the command decides for
+            `target`.)
     """
     champion, alias = file.champion, registry.champion()
     if champion is not None:
@@ -414,7 +415,7 @@ def _check_alias(
 
 
 def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: int) -> Champion:
-    """Load a registered version. Raises ChampionError if it is not registered."""
+    """Load a version from the registry. Raises ChampionError if this version is not registered."""
     registered = registry.version(number)
     if registered is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"

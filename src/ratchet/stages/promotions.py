@@ -101,7 +101,7 @@ def _find_disagreement(layout: ProjectLayout, settings: Settings, file: Champion
 
 
 def _deliver_events(layout: ProjectLayout, settings: Settings, retry_failed: bool) -> list[str]:
-    """Call hooks. Returns notes."""
+    """Call the hooks that wait for an event, and with `retry_failed` also hooks that failed. Returns notes."""
     notes = []
     if retry_failed:
         count = outbox.retry_failed(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0

@@ -136,7 +136,7 @@ def _plots_folder(target: Path) -> Path:
 
 @contextmanager
 def _remove_old_plots(target: Path, plots: Collection[Path] = ()) -> Iterator[None]:
-    """If the block replaces a page, remove the old page's pictures after it, except those in `plots`."""
+    """If the block replaces a page, remove the old page's pictures after the block, except those in `plots`."""
     is_replaced = target.is_file()
     yield
     if is_replaced and (folder := _plots_folder(target)).is_dir():

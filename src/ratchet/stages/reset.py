@@ -1,4 +1,4 @@
-"""`ratchet reset RUN`: removes a run directory, or a run from a replica, after the caller has confirmed it."""
+"""`ratchet reset RUN`: removes a run directory, or a run from a replica, after the caller has confirmed the removal."""
 
 import secrets
 import shutil
@@ -28,14 +28,14 @@ class ResetTarget(Record):
     run_id: str
     kind: Literal["training", "generation"]
     step: int
-    """Optimizer steps done; answers for a generation."""
+    """Number of completed optimizer steps; for a generation, number of completed answers."""
     planned_steps: int | None
     size_bytes: int
     has_result: bool
     is_train_output: bool
     """Whether the present output of stage train comes from this run."""
     champion: Literal["current", "earlier"] | None
-    """Whether the champion, or an earlier one, comes from this run."""
+    """Whether the present champion, or an earlier champion, comes from this run; None if neither does."""
 
 
 class ResetResult(Record):
@@ -60,7 +60,7 @@ def reset(
     Args:
         layout: the project.
         run: run id, or its first characters; None is refused.
-        confirm: called with the run before it is removed; False keeps it. The run is locked meanwhile.
+        confirm: called with the run before it is removed, while the run is locked; False keeps it.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -124,7 +124,7 @@ def reset_replica(
     try:
         objects = store.list(names.root)
         claims = [name for name in objects if name.startswith(f"{names.folder('claims')}/")]
-        # Checkpoints go before the objects that they consist of: a reader finds no checkpoint, not a broken one.
+        # Checkpoints are removed before their files (objects), so that a reader never finds an incomplete checkpoint.
         for kind in ("result", "checkpoints", "journal"):
             store.remove([name for name in objects if name.startswith(f"{names.folder(kind)}/")])
         store.remove([name for name in objects if name not in claims])
@@ -141,11 +141,11 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
         is_train_output = TrainReport.load(layout.train_report).run_id == run_id
     except RatchetError:  # no report, or a damaged one
         is_train_output = False
-    file = read_champion(layout.champion)
+    champions = read_champion(layout.champion)
     champion: Literal["current", "earlier"] | None = None
-    if file.champion is not None and file.champion.run_id == run_id:
+    if champions.champion is not None and champions.champion.run_id == run_id:
         champion = "current"
-    elif any(previous.run_id == run_id for previous in file.previous):
+    elif any(previous.run_id == run_id for previous in champions.previous):
         champion = "earlier"
     return ResetTarget(
         run_id=run_id, kind="generation" if is_generation(paths) else "training", step=progress.step,
@@ -155,13 +155,13 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
 
 
 def remove_leftovers(runs: Path) -> None:
-    """Remove the directories that a killed `reset` had renamed."""
+    """Remove leftovers of a killed `reset`, whose renamed directory has a name that ends with the process id."""
     for path in runs.glob(f"{files.PARTIAL}*-doomed-*"):
         if not Path("/proc", path.name.rsplit("-", 1)[1]).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _size_bytes(root: Path) -> int:
-    """Return the space on disk. A file with several names counts once."""
+    """Return the space on disk in bytes. A file with several names counts once."""
     stats = (path.lstat() for path in root.rglob("*"))
     return sum({stat.st_ino: stat.st_blocks * 512 for stat in stats}.values())

@@ -27,9 +27,9 @@ class RunStatus(Record):
     """`stopped`: the user stopped the run. `not_running`: never started, crashed or killed. The command that started a
     run resumes it in both states."""
     step: int
-    """Optimizer steps done; answers for a generation."""
+    """Number of completed optimizer steps; for a generation, number of completed answers."""
     planned_steps: int | None
-    """None until a worker knows it."""
+    """Total number of steps (or answers); None until a worker knows it."""
     loss: float | None = None
     learning_rate: float | None = None
     validation_loss: float | None = None
@@ -39,13 +39,13 @@ class RunStatus(Record):
     checkpoint_step: int = 0
     """Step of the newest checkpoint."""
     steps_per_s: float | None = None
-    """Recent speed in steps; in answers for a generation."""
+    """Recent speed in optimizer steps per second; for a generation, in answers per second."""
     tokens_per_s: float | None = None
     remaining_s: float | None = None
-    """Estimated time left; None if unknown or not running."""
+    """Estimated time left, in seconds; None if it is not known or the run is not running."""
     attempts: int = 0
     lost_steps: int = 0
-    """Steps that were repeated after interruptions."""
+    """Number of steps that were repeated after interruptions."""
     alerts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     description: str

@@ -1,7 +1,7 @@
 """`ratchet sweep`: runs many supervised trainings, whose hyperparameters an Optuna study chooses. Loads no torch.
 
 Worker processes (tuning/worker_pool.py) share the study, on this machine and on others. This module starts and monitors
-them, reports the trials to the terminal and MLflow, and writes the report.
+the workers, reports the trials to the terminal and MLflow, and writes the report.
 """
 
 import subprocess
@@ -44,9 +44,9 @@ from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerKillInjector, 
 
 POLL_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
-"""Seconds between two kills of workers (`--chaos`), drawn from this range."""
+"""Range, in seconds, from which the time between two kills of workers (`--chaos`) is drawn."""
 DATA_WAIT_S = 3600.0
-"""Longest time that a second `ratchet sweep` waits while the first one prepares the data."""
+"""Longest time that a second `ratchet sweep` waits while the first `ratchet sweep` prepares the data."""
 PAGE = "page.html"
 
 
@@ -81,7 +81,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
 
     Args:
         project: the project; section sweep of its settings has the search space.
-        workers: trials that run at the same time.
+        workers: number of trials that run at the same time.
         fork: start a new study from the trials of the old study, after a change of sweep settings.
         engine: `local`: worker processes on this machine; `ray`: on the Ray cluster of machine.ray.
         chaos: number of workers to kill at random times, as a test.

@@ -86,7 +86,7 @@ def train(
 
 
 def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtocol | None:
-    """Create the replicator of the run, if it has a replica. The storage library is imported only then."""
+    """Create the replicator of the run; None without a replica, so that no storage library is imported."""
     if machine.replica is None:
         return None
     if machine.active_rendezvous is not None:
@@ -99,7 +99,7 @@ def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtoco
 
 
 def profile_training(project: Project, steps: int) -> str:
-    """Measure the first steps of the run in a directory of its own. Returns the page as text.
+    """Measure the first steps of the run in a separate run directory. Returns the page as text.
 
     The run, MLflow and the stage's output do not change. An earlier profile of the run is replaced.
 
@@ -163,7 +163,10 @@ def _remove_profile(work: RunPaths, run: RunDirectory | None = None) -> None:
 
 
 def write_page(paths: RunPaths) -> None:
-    """Write the page of a finished run: loss, modules, memory. It has data of this machine, so no stage outputs it."""
+    """Write the page of a finished run: loss, modules, memory.
+
+    The page has data of this machine, so it is not an output of a stage.
+    """
     report, analysis = (
         TrainReport.load(paths.result / "train.json"),
         AdapterAnalysis.load(paths.result / "analysis.json"),

@@ -21,8 +21,8 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
     """Replace this process by MLflow's server. The store is created if it does not exist.
 
     First, the function ends runs and sweeps that MLflow shows as RUNNING although no process works on them. If runs are
-    tracked on a server (machine.tracking_uri), it prints the server's views too: only the project's own store has
-    registered models.
+    tracked on a server (machine.tracking_uri), the function prints the server's views too: only the project's own store
+    has registered models.
 
     Args:
         project: the project.
@@ -62,7 +62,7 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
 
 
 def _require_free_port(port: int) -> None:
-    """Raise SettingsError if the port is in use. MLflow would report that only in its log, and exit with 0."""
+    """Raise SettingsError if the port is in use. MLflow would report this only in its log, and exit with 0."""
     with socket.socket() as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1

@@ -70,8 +70,8 @@ class SignatureTrust:
     def keyring(self, folder: Path) -> Keyring | None:
         """Return the keys that count for a folder; None if there are none.
 
-        The first of these that exists: the key of `--public-key`, the keys of `--project`, those of the project that
-        contains the folder, those of the project in the current directory.
+        These are tried in order: the key of `--public-key`, the keys of the project of `--project`, the keys of the
+        project that contains the folder, and the keys of the project in the current directory.
         """
         if self.key is not None:
             return self.key
@@ -227,7 +227,7 @@ def _build_signature_problem(path: Path, verdict: SignatureVerdict) -> VerifyFin
 
 
 def _strip_path(path: Path, text: str) -> str:
-    """Remove the path at the beginning of a message: the finding has it already."""
+    """Remove the path at the beginning of a message, because the finding has the path already."""
     return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
@@ -264,7 +264,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """Check a run. Nothing in it is signed."""
+    """Check the spec, journal, checkpoints and result of a run, none of which is signed."""
     run = RunPaths(root)
     spec: dict[str, Any] | None = None
     try:

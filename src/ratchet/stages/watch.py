@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 DRAW_INTERVAL_S = 0.5
 SEARCH_INTERVAL_S = 3.0
-"""Time between two searches for new runs: there may be hundreds of directories."""
+"""Time between two searches for new runs, because a search may read hundreds of directories."""
 REPLICA_INTERVAL_S = 10.0
 """Time between two reads of a replica, which cost requests. Runs upload journals every machine.replica_interval_s."""
 MIN_PANEL_LINES = 14
-"""If the screen has this number of lines for each run, each run has a panel; otherwise they share a table."""
+"""Minimum number of screen lines per run for which several runs are shown as panels; with fewer lines, as one table."""
 FILE_SIZE = ScreenSize(100, 40)
-"""Size of the screen when the output is not a terminal."""
+"""Columns and lines of the screen if the output is not a terminal; the variable COLUMNS sets another width."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class WatchSource(Protocol):
     """The runs to show."""
 
     interval_s: float
-    """Time between two calls of `refresh`."""
+    """Time between two calls of `refresh`, in seconds."""
     empty_text: str
     """Text to show while the list of runs is empty."""
 
     def refresh(self) -> Sequence[RunSource]:
-        """Read new events, and return the runs. A run that was returned once stays in the list."""
+        """Read new events, and return the runs. A run that was returned before stays in the list."""
 
 
 def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions, stream: TextIO) -> None:
@@ -69,7 +69,7 @@ def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions,
         layout: the project; None outside one, where only a replica can be watched.
         machine: settings of the project, or the defaults.
         options: which runs to show, and from where.
-        stream: the output. If it is not a terminal, a line is printed for each change.
+        stream: the output. If the output is not a terminal, a line is printed for each change.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -206,7 +206,7 @@ def _print_once(source: WatchSource, stream: TextIO) -> None:
 
 
 class _WatchScreen:
-    """Redraws on the terminal's alternate screen, and leaves the last picture on the normal one."""
+    """Redraws on the terminal's alternate screen, and leaves the last picture on the normal screen."""
 
     def __init__(self, source: WatchSource, stream: TextIO) -> None:
         self._source, self._terminal = source, TerminalConsole(stream)

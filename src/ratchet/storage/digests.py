@@ -18,7 +18,7 @@ from typing import Any
 DISTRIBUTION = "ratchet-llm"
 
 SHORT = 12
-"""Number of hex digits in messages and directory names (48 bits)."""
+"""Number of hex digits of a digest in messages and directory names (48 bits)."""
 
 # MD5 of a stage's first output. DVC always indents dvc.lock in the same way.
 _FIRST_OUTPUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"

@@ -3,8 +3,8 @@
 Use this module for every file that must survive a crash. A sealed directory is complete or absent: it is written under
 a temporary name, every file and folder is fsynced, the manifest (SHA-256 and size of each file) is written last, and
 one rename publishes the directory. `verify_sealed` checks all of its contents. The order follows T. S. Pillai et al.,
-"All File Systems Are Not Created Equal" (OSDI 2014): a file is not renamed before its contents are durable, and not
-removed before the rename that replaces it is durable.
+"All File Systems Are Not Created Equal" (OSDI 2014): a file is not renamed before its contents are durable, and an old
+file is not removed before the rename that replaces it is durable.
 
 Fault injection replaces `before`, which is called before each operation that changes a disk. The replacement may raise
 OSError, wait, or kill the process (runs/fault_injection/injection.py).
@@ -31,7 +31,7 @@ from ratchet.errors import DamagedFileError, LockHeldError, SettingsError
 from ratchet.storage import digests
 
 RESERVE_BYTES = 16 * 2**20
-"""Space that stays free on a disk, for journals and logs."""
+"""Number of bytes that stay free on a disk, for journals and logs."""
 
 PARTIAL = ".partial-"
 """Prefix of files that are being written or removed; readers ignore them."""
@@ -39,7 +39,7 @@ PARTIAL = ".partial-"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 FOREIGN = "registered_model_meta"
-"""File that MLflow adds to the folder of a model version. It is not in the manifest."""
+"""File that MLflow adds to the folder of a model version. The manifest does not list this file."""
 DISPLACED = ".displaced-"
 """Prefix of a directory that is being replaced, on file systems that cannot exchange two names atomically."""
 
@@ -47,7 +47,7 @@ Operation = Literal["mkdir", "write", "fsync", "link", "rename", "unlink"]
 Entry = tuple[str, int]
 """SHA-256 and size in bytes of a file."""
 Block = Iterable[bytes | memoryview]
-"""Data that is written by one call."""
+"""Pieces of data that one call writes."""
 
 LOCK_POLL_S = 0.05
 
@@ -208,7 +208,8 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
     Args:
         directory: directory to seal.
         kind: kind of the contents, for `verify_sealed`.
-        known: digests of durable files that need not be read again, such as links to sealed files.
+        known: SHA-256 and size, by name, of files that are already durable and need not be read again, such as links to
+            sealed files.
     """
     entries: dict[str, Entry] = {}
     for name in _list_files(directory):
@@ -249,7 +250,7 @@ def publish_directory(scratch: Path, target: Path) -> None:
         except BaseException:
             old.rename(target)
             raise
-    fsync_directory(target.parent)  # a crash must not undo the exchange but keep the removal
+    fsync_directory(target.parent)  # otherwise a crash could undo the exchange, but not the removal
     _remove_tree(old)
 
 
@@ -316,7 +317,7 @@ def link_file(source: Path, target: Path) -> bool:
     before("link", target)
     try:
         os.link(source, target)
-    except OSError:  # another file system, no hard links, too many links; the caller copies, and other errors recur
+    except OSError:  # another file system, no hard links, too many links; any other error recurs in the caller's copy
         return False
     return True
 
@@ -342,7 +343,8 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def remove_sealed(directory: Path) -> None:
-    """Remove a sealed directory. It is renamed first, so a crash never leaves a part of it under its name."""
+    """Remove a sealed directory. The directory is renamed first, so a crash never leaves a part of it under its
+    name."""
     doomed = directory.parent / f"{PARTIAL}{directory.name}-doomed-{os.getpid()}"
     if doomed.exists():
         _remove_tree(doomed)
@@ -511,7 +513,8 @@ class FileLock:
         """Acquire the lock; wait up to `wait_s` seconds. Raises LockHeldError with the process id of the holder."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + wait_s
+        # A process that asks `is_held` has a shared lock for a moment, so one refusal is not enough.
+        deadline = time.monotonic() + max(wait_s, 2 * LOCK_POLL_S)
         while not _try_lock(fd):
             if time.monotonic() >= deadline:
                 holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
@@ -529,7 +532,8 @@ class FileLock:
         return self
 
     def is_held(self) -> bool:
-        """Return whether a process holds the lock. Does not acquire it."""
+        """Return whether a process holds the lock. The exclusive lock is not acquired; a shared lock is, for a
+        moment."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

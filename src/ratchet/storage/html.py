@@ -17,24 +17,24 @@ from ratchet.errors import SettingsError
 from ratchet.storage import digests, files
 
 FILES_SHOWN, FILES_OPEN = 40, 3
-"""Maximum number of files named in a list, and of files in a list that is not collapsed."""
+"""Maximum number of files that a list names, and maximum number of files in a list that is not collapsed."""
 
 NONE = "\u2013"
 """Text of an empty cell."""
 
 FIGURE_PX = 130
-"""Height of a histogram: two lines of labels, the bars, the axis."""
+"""Height of a histogram in pixels, for two lines of labels, the bars and the axis."""
 
 BARS_TOP_PX, BARS_BOTTOM_PX = 34, 110
 
 MIN_BAR_PX = 2
-"""Minimum height of a bar, so that a single row is visible."""
+"""Minimum height of a bar in pixels, so that a single row is visible."""
 
 LABELS_PX = (12, 27)
-"""Vertical positions of the labels of marks, in two lines so that they never overlap."""
+"""Vertical positions in pixels of the two lines of mark labels. Each mark has its own line, so labels never overlap."""
 
 TICKS = 5
-"""Approximate number of ticks on an axis: as many as fit on a phone."""
+"""Approximate number of ticks on an axis; this many fit on a phone."""
 
 ENDING = ".html"
 
@@ -89,7 +89,7 @@ def document(title: str, style: str, *body: Html, images: bool = False, script: 
         body = (*body, tag("script", Html(script)))
     head = (
         Html('<meta charset="utf-8" /><meta name="viewport" content="width=device-width, initial-scale=1" />'),
-        # Even unescaped data could not run or access the network.
+        # With this policy, even unescaped data could not run as a script or access the network.
         Html(
             '<meta http-equiv="Content-Security-Policy" '
             f"""content="default-src 'none'; {allowed}style-src 'unsafe-inline'" />"""

@@ -157,7 +157,7 @@ class ProjectLayout:
 
     @property
     def evidence(self) -> Path:
-        """Evaluation results that contain rows of the data, of promoted models: a folder per model."""
+        """Evaluation results of promoted models, with rows of the data; one folder per model."""
         return self.mlruns / "evidence"
 
     @property
@@ -172,7 +172,8 @@ class ProjectLayout:
 
     @property
     def objectives(self) -> Path:
-        """Samples that select models and must not be in the test set: a JSON file (`ObjectiveSet`) per set."""
+        """Sets of samples that select models and must not be in the test set; one JSON file (`ObjectiveSet`) per
+        set."""
         return self.experiments / "objectives"
 
     @property

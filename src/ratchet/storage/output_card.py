@@ -62,7 +62,7 @@ def is_output_current(
         spec: everything that determines its content.
         kind: class of its card.
         command: command of Ratchet that writes it.
-        select_keys: selects the keys to report (at least one), given the card and all keys that differ.
+        select_keys: receives the card and all keys that differ; returns the keys to report, at least one.
 
     Raises:
         SettingsError: the file exists, but has another specification, was changed, or is not an output of the command.

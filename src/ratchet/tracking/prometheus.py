@@ -29,9 +29,9 @@ from ratchet.storage import files
 from ratchet.storage.records.gate import Verdict
 
 WRITE_EVERY_S = 15.0
-"""Interval of writing the file: the usual scrape interval of Prometheus."""
+"""Seconds between two writes of the file, which is the usual scrape interval of Prometheus."""
 CLIENT_TIMEOUT_S = 10.0
-"""A client that neither reads nor writes for this long is disconnected."""
+"""Seconds after which a client that neither reads nor writes is disconnected."""
 
 
 class RunMetricsCollector(Collector):
@@ -58,7 +58,7 @@ class RunMetricsCollector(Collector):
                 self._series.update(event)
 
     def on_end(self, status: Status) -> None:
-        """Set the final values. Return when they were scraped, or when no scrape is expected."""
+        """Set the final values, then call `on_last_values`, which may wait until they are scraped."""
         with self._mutex:
             self._series.end(status)
         self._on_last_values(status)
@@ -116,9 +116,9 @@ class PrometheusExporter:
             self._writer.end()
 
     def _export_last_values(self, status: Status) -> None:
-        """Write the last values. If there were scrapes before, wait until the last values are scraped.
+        """Write the last values. Then wait for a scrape of them, at most `machine.metrics_scrape_wait_s`.
 
-        After a request to stop, do not wait.
+        There is no wait after a request to stop, or if there was no recent scrape.
         """
         if self._writer:
             self._writer.write()
@@ -218,7 +218,8 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         """Do nothing: the client has closed the connection."""
 
     def wait_for_fetch(self, wait_s: float) -> None:
-        """If there was a scrape within the last `wait_s` seconds, wait as long for a scrape of the last values."""
+        """Wait up to `wait_s` seconds for a scrape of the last values. Return at once if the last scrape is older than
+        that."""
         self._has_ended = True
         if self._fetched_s is not None and time.monotonic() - self._fetched_s <= wait_s:
             self._last_values_sent.wait(wait_s)
@@ -265,7 +266,7 @@ class _MetricsFileWriter(threading.Thread):
             self.write()
 
     def write(self) -> None:
-        """Write the file now. The first failure is printed."""
+        """Write the file now. Only the first failure of this process is printed."""
         with self._mutex:
             try:
                 files.write_atomic(self._path, generate_latest(self._registry))

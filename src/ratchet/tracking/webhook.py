@@ -1,8 +1,8 @@
 """Sends webhook notifications, one POST per event: a run has ended or stalled, the gate has decided, a champion was
 promoted.
 
-The address comes from the environment, because addresses of chat services contain a secret. No file and no message has
-it. The body is JSON: chat services show `text`, and programs read the other fields.
+The address comes from the environment, because addresses of chat services contain a secret. No file and no message
+contains the address. The body is JSON: chat services show `text`, and programs read the other fields.
 """
 
 import json
@@ -24,7 +24,7 @@ VARIABLE = "RATCHET_WEBHOOK_URL"
 MAX_TRIES = 4
 TRY_TIMEOUT_S = 5.0
 MAX_TEXT = 1000
-"""Most characters of `text`."""
+"""Maximum number of characters of `text`, before mark-up is escaped."""
 
 Field = str | int | float | None
 
@@ -36,7 +36,7 @@ class Webhook:
     address: str
     events: tuple[WebhookEvent, ...]
     wait_s: float
-    """Maximum time for sending an event, all attempts included."""
+    """Maximum time in seconds for sending an event, all attempts included."""
     project: str
     """Name of the project."""
 
@@ -55,7 +55,8 @@ class Webhook:
         return cls(address, machine.webhook_events, machine.webhook_timeout_s, project)
 
     def send(self, event: WebhookEvent, text: str, **fields: Field) -> None:
-        """Send an event if it is enabled. Ends within `wait_s`; a failure is printed on standard error. Never raises.
+        """Send an event if it is enabled. Return within `wait_s` seconds. Print a failure on standard error; never
+        raise.
 
         Args:
             event: kind of event.
@@ -105,13 +106,14 @@ class WebhookCallback:
         self._is_own_attempt = False
         """Whether the last attempt belongs to this process."""
         self._has_rank_zero = True
-        """Whether this machine has rank 0. Of several machines, that one reports the end of the run."""
+        """Whether this machine has rank 0. Of several machines, only the machine with rank 0 reports that the run has
+        finished; every machine reports a failure."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Process the next events, and report a stalled worker."""
         for event in events:
             self._progress.update(event)
-            if event.kind == "attempt_started":  # in a container, an earlier process may have had the same number
+            if event.kind == "attempt_started":  # in a container, an earlier process may have had the same pid
                 self._is_own_attempt = event.data.get("pid") == os.getpid() and event.t >= self._began_t
             elif event.kind == "worker_ready":
                 self._has_rank_zero = bool(event.data.get("has_rank_zero", True))

@@ -8,8 +8,9 @@ between machines.
 Effective rank: exponential of the Shannon entropy of the singular values divided by their sum (Roy and Vetterli, "The
 effective rank: a measure of effective dimensionality", EUSIPCO 2007).
 
-The thresholds of the advice are Ratchet's own: a healthy training gets little advice. The cited papers give the
-relations behind them. Every sentence contains its numbers, so that you can judge it yourself.
+The thresholds of the advice are Ratchet's own, chosen so that a healthy training gets little advice. The cited papers
+give the relations behind the thresholds. Every sentence of the advice contains its numbers, so that you can judge it
+yourself.
 """
 
 import math
@@ -32,31 +33,34 @@ from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, pa
 from ratchet.training.train_state import TrainState
 
 GRID_POINTS = 50
-"""Maximum number of steps of a run at which gradient norms of modules are recorded."""
+"""Maximum number of steps per run at which gradient norms of modules are recorded."""
 DIGITS = 6
 """Significant digits of every number."""
 
 STILL_FACTOR = 10.0
-"""A module barely moved if its update is below the median divided by this factor, and ..."""
+"""First condition for a module that barely moved: its ratio of update to weights is below the median ratio divided by
+this factor."""
 STILL_DEVIATIONS = 3.5
-"""... in logarithms, this many scaled median absolute deviations below it (Iglewicz and Hoaglin 1993)."""
+"""Second condition: the logarithm of the ratio is more than this number of scaled median absolute deviations below the
+logarithm of the median (Iglewicz and Hoaglin 1993)."""
 NORMAL_MAD = 1.4826
-"""Standard deviation of a normal distribution, in median absolute deviations."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 MOST_MODULES = 0.75
-"""Share of the modules for which a finding counts as general."""
+"""Share of the modules that must have the same finding before advice is given."""
 LOW_RANK_SHARE, HIGH_RANK_SHARE = 0.5, 0.9
-"""Shares of the rank that the effective rank uses, below and above which advice is given."""
+"""Limits of the effective rank divided by the rank: below the first, advice suggests a smaller rank; from the second
+on, a larger rank."""
 MIN_SPREAD = 10.0
-"""Smallest reported factor between two kinds of modules, in their median of update over weight."""
+"""Smallest factor that is reported between two kinds of modules, in their median ratios of update to weights."""
 MIN_UPDATE = 1e-3
-"""Median of update over weight below which a training has changed almost nothing."""
+"""Median ratio of update to weights below which a training has changed almost nothing."""
 MIN_GROWTH = 3.0
-"""Smallest reported growth of gradient norms from the first to the last third of the run."""
+"""Smallest factor that is reported by which gradient norms grew from the first to the last third of the run."""
 MIN_STEPS = 12
-"""Smallest number of steps with gradient norms that shows a trend."""
+"""Minimum number of steps with recorded gradient norms before a trend is reported."""
 MAX_NAMES = 4
-"""Module names that a sentence lists."""
+"""Maximum number of module names that a sentence lists."""
 
 Modules = Mapping[str, ModuleAnalysis]
 
@@ -66,7 +70,8 @@ Modules = Mapping[str, ModuleAnalysis]
 
 @lru_cache(maxsize=8)
 def analysis_steps(steps: int) -> frozenset[int]:
-    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, with first and last."""
+    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, first and last
+    included."""
     if steps <= GRID_POINTS:
         return frozenset(range(1, steps + 1))
     gaps = GRID_POINTS - 1
@@ -81,7 +86,7 @@ def is_due(step: int, steps: int) -> bool:
 def compute_module_norms(model: Model) -> dict[str, float]:
     """Return the L2 norm of the gradient of each module's trainable parameters, by name of the module in the base.
 
-    Call it when the gradient of the step is complete, before clipping. The call waits for the device once.
+    Call this function when the gradient of the step is complete, before clipping. It waits for the device once.
     """
     gradients = [
         (name, parameter.grad)
@@ -108,14 +113,15 @@ def record_norms(state: TrainState, step: int, norms: Mapping[str, float]) -> Tr
 
 
 def _trainable_by_module(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
-    """Yield the name of each module with an adapter, and that adapter's trainable parameters."""
+    """Yield the name of each module with an adapter, and the trainable parameters of its adapter."""
     for name, layer in model.get_base_model().named_modules():
         if isinstance(layer, BaseTunerLayer) and (parameters := _own_parameters(layer)):
             yield name_in_base(name, layer).removesuffix(".token_adapter"), parameters
 
 
 def _own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trainable parameters of a peft layer, without those of its base layer, which may have an adapter."""
+    """Return the trainable parameters of a peft layer. Parameters of its base layer, which may have an adapter of its
+    own, are left out."""
     inner = {id(parameter) for parameter in layer.base_layer.parameters()}
     return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in inner]
 
@@ -129,8 +135,9 @@ def analyse(model: Model, state: TrainState, settings: Train) -> AdapterAnalysis
     `update_norm` is the norm of the effective change of the weights; for DoRA it includes the magnitudes. Singular
     values and effective rank are those of scale·B·A alone. `rank` is the number of directions of the update: twice
     train.rank for PiSSA, the allocated rank for AdaLoRA. For fused experts, norms are over all experts, singular values
-    are root mean squares over the experts, and the effective rank is their mean. `weight_norm` is 0 if the weights
-    cannot be read. Rows of added tokens have gradient norms in the state, but no rank, and are left out.
+    are root mean squares over the experts, and the effective rank is the mean of the experts' effective ranks.
+    `weight_norm` is 0 if the weights cannot be read. Rows of added tokens are left out: the state has their gradient
+    norms, but they have no rank.
 
     Args:
         model: model with the weights that the run keeps; one layer at a time is dequantised.
@@ -170,7 +177,7 @@ def _analyse_module(factors: LoraFactors, state: TrainState) -> ModuleAnalysis:
 def compute_singular_values(factors: LoraFactors) -> Tensor:
     """Return the singular values of scale·B·A, [experts, rank] (a layer is one expert), descending, float64, CPU.
 
-    Their number is the rank, or the smaller side of the weights if that is less.
+    The number of values is the rank, or the smaller side of the weights if this side is less than the rank.
     """
     a, b = (factor.double().cpu() for factor in (factors.a, factors.b))
     a, b = (factor if factor.ndim == 3 else factor.unsqueeze(0) for factor in (a, b))
@@ -200,7 +207,8 @@ def _read_frozen_weight(layer: torch.nn.Module) -> Tensor | None:
 
 
 def _compute_row_norms(weight: Tensor) -> Tensor:
-    """Return the L2 norm of each row in float64. Rows are summed in float32, so that the weight is not copied."""
+    """Return the L2 norm of each row in float64. The sums are in float32, because float64 would need a copy of the
+    weight."""
     return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
 
 
@@ -217,7 +225,8 @@ def _dora_magnitude(layer: torch.nn.Module) -> Tensor | None:
 def _dora_update_norm(weight: Tensor, factors: LoraFactors, magnitude: Tensor) -> float:
     """Return ‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
 
-    With c = m / ‖W + U‖, a row has changed by (c - 1) W + c U. Its square needs only products with the thin A and B.
+    With c = m / ‖W + U‖, a row has changed by (c - 1) W + c U. The square of this change needs only products with the
+    thin matrices A and B.
     """
     a, b = factors.a.double().cpu(), factors.scale * factors.b.double().cpu()
     weight_squares = _compute_row_norms(weight).square()
@@ -237,18 +246,19 @@ def _round_value(value: float) -> float:
 
 
 def find_still_modules(modules: Modules) -> tuple[str, ...]:
-    """Return the names of modules that barely moved: their update, relative to their weights, is far below the median.
+    """Return the names of modules that barely moved: their ratio of update to weights is far below the median ratio.
 
-    The update must be below both limits, STILL_FACTOR and STILL_DEVIATIONS. Logarithms are compared, because ratios
-    span orders of magnitude. If most modules barely moved, none is returned. Small gradients alone are no sign of it:
-    Adam scales every update to about the learning rate.
+    The ratio must be below both limits, STILL_FACTOR and STILL_DEVIATIONS. Logarithms are compared, because ratios span
+    orders of magnitude. If most modules barely moved, the median is small, too, and no module is returned. Gradients
+    are not considered: a module with small gradients may still move, because Adam scales every update to about the
+    learning rate.
     """
     ratios = {name: module.update_ratio for name, module in modules.items()}
     if not ratios or (median := statistics.median(ratios.values())) <= 0:
         return ()
     centre = math.log(median)
     logarithms = {name: math.log(value) if value > 0 else -math.inf for name, value in ratios.items()}
-    # If half or more of the modules are equal, the deviation is 0 and the factor alone decides.
+    # If half or more of the modules have the same ratio, the deviation is 0, and STILL_FACTOR alone decides.
     deviation = NORMAL_MAD * statistics.median(abs(value - centre) for value in logarithms.values())
     limit = centre - max(math.log(STILL_FACTOR), STILL_DEVIATIONS * deviation)
     return tuple(sorted(name for name, value in logarithms.items() if value < limit))
@@ -281,10 +291,10 @@ def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
 
 
 def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
-    """Suggest a rank by how much of it is used.
+    """Suggest another rank if most modules use little of their rank, or almost all of it.
 
     A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2). If an update uses all
-    directions equally, the rank may limit it.
+    directions equally, the rank may limit the update.
     """
     moved = [module for module in modules.values() if module.singular_values and module.update_norm]
     if not moved or settings.adapter == "adalora":  # AdaLoRA allocates its ranks itself

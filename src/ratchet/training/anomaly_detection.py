@@ -1,7 +1,7 @@
 """Rules of `train.guards` for a step whose loss or gradient is abnormal, as pure functions.
 
-They run before the optimizer step, so a number that is not finite never changes a weight. A decision depends only on
-numbers of the run itself, so a repeated step gets the same decision.
+The rules run before the optimizer step, so a number that is not finite never changes a weight. A decision depends only
+on numbers of the run itself, so a repeated step gets the same decision.
 """
 
 import math
@@ -15,7 +15,8 @@ MAD_SCALE = 1.4826
 """Standard deviation of normal samples divided by their median absolute deviation (Rousseeuw & Croux, "Alternatives to
 the Median Absolute Deviation", JASA 88, 1993: b = 1.4826)."""
 MIN_DEVIATION = 0.05
-"""Smallest deviation, as a share of the median: otherwise every step is a spike when norms hardly vary."""
+"""Smallest deviation that is used, as a share of the median. When norms hardly vary, their deviation is almost 0, and
+without this limit every step would be a spike."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class GradientSpike:
     median: float
     """Median gradient norm of the previous steps."""
     deviations: float
-    """Distance of the norm from the median, in scaled median absolute deviations."""
+    """Distance of the norm from the median, divided by the scaled median absolute deviation, or by MIN_DEVIATION times
+    the median if that is larger."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def judge_step(
         rules: `train.guards`.
         state: state before the step.
         loss: loss of the step, in nats per answer token.
-        norm: L2 norm of its gradient before clipping.
+        norm: L2 norm of the step's gradient before clipping.
         learning_rate: learning rate of the step.
-        repeated: whether the step was computed before.
+        repeated: whether the step is computed again because of a StepRepeat.
     """
     problem = _describe_non_finite(loss, norm)
     if problem:
@@ -99,8 +101,8 @@ def record_good_step(state: TrainState, rules: GuardSettings, norm: float) -> Tr
 def record_bad_step(state: TrainState, rules: GuardSettings, rollback_to: TrainState | None = None) -> TrainState:
     """Return the state after a skipped step, which is counted as done but not applied.
 
-    Counters and histories continue, also after a rollback. The gradient norms of undone steps stay, because their
-    median is typical of this stage of the training unless more than half of the window was bad.
+    Counters and histories continue, also after a rollback. The gradient norms of undone steps stay in the history,
+    because their median is typical of this stage of the training unless more than half of the window was bad.
 
     Args:
         state: state before the step.
@@ -108,7 +110,8 @@ def record_bad_step(state: TrainState, rules: GuardSettings, rollback_to: TrainS
         rollback_to: state of the snapshot whose weights are restored; None when the weights do not change.
     """
     step = state.step + 1
-    # Steps skipped before the snapshot stay skipped. Steps after it are no longer in the weights, so all of them count.
+    # Steps skipped before the snapshot stay skipped. All steps after the snapshot count as skipped, too, because the
+    # restored weights do not contain them.
     skipped = state.skipped_steps + 1 if rollback_to is None else rollback_to.skipped_steps + step - rollback_to.step
     return replace(
         state,
@@ -132,7 +135,7 @@ def _describe_non_finite(loss: float, norm: float) -> str:
 
 
 def _detect_spike(rules: GuardSettings, state: TrainState, norm: float) -> GradientSpike | None:
-    """Return how far the norm is above the previous norms; None if it is normal, or if too few norms are known."""
+    """Return how far the norm is above the previous norms; None if the norm is normal, or if too few are known."""
     norms = state.grad_norms[-rules.window_steps :]
     if len(norms) < rules.window_steps // 2:
         return None

@@ -1,9 +1,9 @@
 """Decides when a checkpoint is due, and saves checkpoints in a background thread.
 
-Only taking a snapshot blocks training; writing it to disk does not. At most one save is in progress. During a save, no
-snapshot is taken because of the interval, so the interval grows to the duration of a save. A snapshot that must be kept
-(a new best, the end) waits in memory. A failing disk (full, I/O errors, read-only) is reported once, and saving is
-tried again until it works.
+Only taking a snapshot blocks training; writing the snapshot to disk does not. At most one save is in progress. During a
+save, the interval causes no further snapshot, so the real interval is never shorter than a save. A snapshot that must
+be kept (a new best validation loss, the end) waits in memory. A failing disk (full, I/O errors, read-only) is reported
+once, and saving is tried again until it works.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from ratchet.training import checkpoint
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 PRIOR_S = 6 * 3600.0
-"""Prior of the failure rate: one failure in six hours, with the weight of six hours of observation."""
+"""Seconds of observation that the prior of the failure rate is worth: the prior assumes one failure in six hours."""
 FIRST_INTERVAL_S = 30.0
-"""Interval until the cost of a checkpoint is known."""
+"""Interval of `auto` until the first save shows the cost of a checkpoint."""
 MAX_INTERVAL_S = 30 * 60.0
-"""Longest interval, so that a failure costs at most half an hour however rare failures are."""
+"""Longest interval of `auto`: a failure costs at most half an hour, even if failures are rare."""
 MAX_COST_SHARE = 0.01
-"""Share of the wall clock that checkpoints may cost."""
+"""Share of the wall-clock time that checkpoints may cost. This limit takes precedence over MAX_INTERVAL_S."""
 BACKGROUND_SHARE = 0.1
-"""Training time that a background save is assumed to cost, as a share of its duration: it hashes and writes on other
-processors. If this is too high, checkpoints are rarer than necessary."""
+"""Assumed training time that a background save costs, as a share of the duration of the save. The share is small,
+because the save hashes and writes on other processors. If it is too high, checkpoints are rarer than necessary."""
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 POLL_S = 0.05
@@ -49,8 +49,12 @@ def checkpoint_cost_s(blocked_s: float, save_s: float) -> float:
 def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
     """Return the mean time between failures in seconds, estimated from the run itself.
 
-    Failures are a Poisson process, and their rate has a Gamma(1, PRIOR_S) prior. The result is the inverse of the
-    rate's posterior mean.
+    Failures are assumed to be a Poisson process, and the failure rate has a Gamma(1, PRIOR_S) prior. The result is the
+    inverse of the posterior mean of the failure rate.
+
+    Args:
+        deaths: number of failures of this run so far.
+        observed_s: training time in which they occurred.
     """
     return (observed_s + PRIOR_S) / (deaths + 1)
 
@@ -58,9 +62,10 @@ def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
 def optimal_interval_s(cost_s: float, failure_s: float) -> float:
     """Return the time between two checkpoints that loses the least, in seconds; 0 if a checkpoint costs nothing.
 
-    sqrt(2 C M) - C: Young, "A first order approximation to the optimum checkpoint interval" (CACM 17(9), 1974) with
-    the first term of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22(3),
-    2006), which is within 4 % of his full estimate as long as C is below a fiftieth of M.
+    sqrt(2 C M) - C, where C is `cost_s` and M is `failure_s`: Young, "A first order approximation to the optimum
+    checkpoint interval" (CACM 17(9), 1974) with the first term of Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps" (FGCS 22(3), 2006), which is within 4 % of his full estimate as long as C is
+    below a fiftieth of M.
     """
     return max(0.0, math.sqrt(2 * cost_s * failure_s) - cost_s)
 
@@ -68,8 +73,9 @@ def optimal_interval_s(cost_s: float, failure_s: float) -> float:
 def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: float) -> float:
     """Return the interval of `auto`, in seconds.
 
-    It is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time. That share
-    makes it at least ten times the duration of a save, so a save ends before the next one begins.
+    The interval is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time.
+    Because of this share, the interval is at least ten times the duration of a save, so a save ends before the next
+    save begins.
 
     Args:
         blocked_s: time that one checkpoint blocks training.
@@ -120,8 +126,8 @@ class CheckpointInterval:
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a checkpoint of `step` is due: the step is new, and the interval is over.
 
-        An interval of n steps is over at each multiple of n, whatever was saved in between, and stays over until the
-        next checkpoint.
+        An interval of n steps is over at every multiple of n, even if a checkpoint was taken shortly before, and stays
+        over until the next checkpoint is taken.
         """
         if step <= self._last_step:
             return False
@@ -155,7 +161,7 @@ def _parse_interval(setting: str | int) -> int | float | None:
 
 @dataclass(frozen=True)
 class _PendingSnapshot:
-    """A snapshot to be saved, and the time for which taking it blocked training."""
+    """A snapshot to be saved, and the seconds for which taking the snapshot blocked training."""
 
     snapshot: TrainSnapshot
     blocked_s: float
@@ -179,9 +185,9 @@ class AsyncCheckpointer:
         self.sealed = sealed
         """State of the newest checkpoint on disk."""
         self.save_s = 0.0
-        """Duration of the last save."""
+        """Duration of the last save in seconds; 0 before the first."""
         self.outage = ""
-        """Why saving currently fails; empty while it works."""
+        """Error because of which saving currently fails; empty while saving works."""
         self.progress = 0
         """Counter that grows while a save makes progress."""
         self._waiting: dict[int, _PendingSnapshot] = {}
@@ -280,7 +286,8 @@ class AsyncCheckpointer:
         )
 
     def _free_disk_space(self, error: OSError) -> None:
-        """Remove old checkpoints from a full disk, even if the replica lacks them: newer checkpoints replace them."""
+        """Remove old checkpoints from a full disk, even if the replica lacks them, because newer checkpoints replace
+        them."""
         if error.errno in DISK_FULL:
             required = {self.sealed.best_step, self.sealed.rollback_step} | replication_protocol.find_steps_in_flight(
                 self._paths

@@ -46,15 +46,15 @@ RESIDUALS = "residuals.safetensors"
 STATE = "state.json"
 IDENTITY = "identity.json"
 QUARANTINE_PREFIX = "damaged-"
-"""Prefix of checkpoints that a run did not resume from, although they were newer."""
+"""Prefix of the directory names of damaged checkpoints: the run has resumed from an older checkpoint."""
 CHUNK_BYTES = 16 * 2**20
-"""Bytes written at once."""
+"""Maximum number of bytes that are written at once."""
 
 _CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
 _DEFAULT_ENVIRONMENT = {"ranks": "1"}
-"""Values of environment entries that a checkpoint leaves out."""
+"""Values of those entries of the environment that a checkpoint leaves out."""
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that parsing invalid JSON content may raise."""
+"""Exceptions that parsing the JSON files of a checkpoint may raise if their content is invalid."""
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
     torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
@@ -91,7 +91,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[
     Equal tensors give equal bytes. The tensors are not copied in memory. Format (README of huggingface/safetensors): 8
     bytes, the length N of the header as a little-endian integer; N bytes of JSON with the dtype, shape and offsets of
     each name; the tensors' bytes, row-major and little-endian, without gaps. The library's own writer is not used,
-    because it can neither inject faults nor hash.
+    because it can neither inject faults nor compute the digest of the file.
 
     Args:
         path: the file.
@@ -102,10 +102,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[
 
 
 def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
-    """Yield the file in blocks of at most CHUNK_BYTES, each a list of pieces."""
+    """Yield the bytes of the file in blocks of at most CHUNK_BYTES. A block is a list of pieces."""
     if sys.byteorder != "little":
         raise RuntimeError("this machine is big-endian; checkpoints need a little-endian machine")
-    # The largest elements first, so that each tensor begins at a multiple of its element size, as readers require.
+    # Tensors with the largest elements come first, so that each tensor begins at a multiple of its element size, as
+    # readers require.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     block: list[bytes | memoryview] = [_build_header(tensors, order)]
     left = CHUNK_BYTES - len(block[0])
@@ -155,7 +156,7 @@ class CheckpointMetadata:
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """Read state and identity of a checkpoint. Their bytes are not compared with the manifest.
+    """Read state and identity of a checkpoint. The bytes of the two files are not compared with the manifest.
 
     Raises:
         DamagedFileError: a file is invalid or has another format.
@@ -256,7 +257,7 @@ class CheckpointWriteStats:
     """Bytes of all files of the checkpoint."""
     bytes_written: int
     bytes_linked: int
-    """Bytes of files that are hard links to an earlier checkpoint: they take no space."""
+    """Bytes of files that are hard links to files of an earlier checkpoint, and so take no space."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,9 @@ def write(
 ) -> CheckpointWriteStats:
     """Write and seal a checkpoint. A failed write leaves no files.
 
-    A file that is equal in the second-newest checkpoint is linked to that file instead of written. It is never linked
-    to the newest checkpoint, so every file is on the disk twice, and one flipped bit cannot damage all checkpoints.
+    A file that is equal in the second-newest checkpoint is linked to that file instead of written. A file is never
+    linked to the newest checkpoint. So every file is on the disk twice, and one flipped bit cannot damage all
+    checkpoints.
 
     Args:
         paths: the run.
@@ -347,13 +349,13 @@ def _looks_sealed(paths: RunPaths, step: int) -> bool:
 
 
 def _find_second_newest(paths: RunPaths, saving_step: int) -> Path | None:
-    """Return the second-newest sealed checkpoint, apart from the one that is being saved."""
+    """Return the second-newest sealed checkpoint; a checkpoint of step `saving_step` does not count."""
     sealed = [step for step in paths.checkpoint_steps() if step != saving_step and _looks_sealed(paths, step)]
     return paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
 
 
 def _has_entry(path: Path, entry: files.Entry) -> bool:
-    """Return whether the file has exactly this size and digest, so that a damaged file is never linked."""
+    """Return whether the file has exactly this size and digest, which excludes damaged files from being linked."""
     with suppress(OSError):  # an unreadable file is not linked
         return path.stat().st_size == entry[1] and digests.hash_file(path) == entry[0]
     return False
@@ -398,8 +400,8 @@ def _verify_and_read(path: Path) -> CheckpointMetadata:
 def _refuse_newer(path: Path) -> None:
     """Raise DamagedFileError for an intact checkpoint of a newer format.
 
-    One flipped bit can turn the format number into a newer one, so the manifest must match the files, or must itself
-    have a newer format.
+    One flipped bit can turn the format number into a larger number. So a larger number alone is not enough: the
+    manifest must also match the files, or must itself have a newer format than this version knows.
     """
     version = _read_format(path / STATE)
     if version <= FORMAT:
@@ -426,7 +428,7 @@ def _read_format(path: Path) -> int:
 def quarantine_newer(paths: RunPaths, newest_valid: Path | None) -> None:
     """Rename checkpoints newer than `newest_valid` (all, if None) to `damaged-step-…`, for a person to inspect.
 
-    A checkpoint of the same step that is quarantined later replaces them.
+    If a checkpoint of the same step is quarantined again later, it replaces the first one.
     """
     last = "" if newest_valid is None else newest_valid.name
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
@@ -474,14 +476,16 @@ def _split_by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
 
 
 def _load_optional_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file that not every checkpoint has; return none if the manifest does not list it."""
+    """Load the tensors of a file that not every checkpoint has; return no tensors if the manifest does not list the
+    file."""
     return _load_tensors(path, name) if name in files.read_manifest(path).files else {}
 
 
 def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file, and hash them in memory, because the file may change after its verification.
+    """Load the tensors of a file, and compare their digest with the manifest.
 
-    The tensors are copied, because `load_file` maps the file.
+    The digest is computed from the tensors in memory, because the file may change after it was verified. The tensors
+    are copied, because `load_file` maps the file.
     """
     try:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
@@ -499,7 +503,7 @@ def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimiz
         DamagedFileError: the snapshot has other parameters than this model trains, or another optimizer.
     """
     _load_into_model(snapshot.weights, snapshot.adapter_tensors, model, f"the checkpoint of step {snapshot.state.step}")
-    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # torch would not copy them
+    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # torch would not copy
     optimizers.restore(optimizer, tensors, deepcopy(snapshot.optimizer_values))
 
 

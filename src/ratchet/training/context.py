@@ -35,13 +35,14 @@ class TrainingContext:
     heartbeat: Heartbeat
     shutdown: GracefulShutdown
     environment: dict[str, str]
-    """Versions of libraries and device, saved with every checkpoint: results are bit-exact only if they are equal."""
+    """Versions of libraries, device and related settings. Every checkpoint contains them, because a resumed run is
+    bit-exact only if they are equal."""
     batch_plan: BatchPlan
     memory_monitor: MemoryMonitor
     suggest_memory_changes: Callable[[int], str]
     """Takes the tokens of a single row that does not fit into memory; returns advice for the user."""
     initial_micro_batch_tokens: int | None = None
-    """Limit of padded tokens per micro-batch at the first step; None: only `machine.micro_batch_size` limits it."""
+    """Limit of padded tokens per micro-batch at the first step; None: only the settings limit a micro-batch."""
     initial_loss_scale: float = 1.0
     """Loss scale of the first step (optimizer.py)."""
     faults: FaultInjector = field(default_factory=FaultInjector)
@@ -52,8 +53,8 @@ class TrainingContext:
     )
     """All processes that train this run."""
     is_base_sharded: bool = False
-    """Whether layers of the base are gathered from all ranks (sharding.py), so that every rank must run every forward
-    pass."""
+    """Whether the base is sharded (sharding.py). Then layers are gathered from all ranks, and every rank must take part
+    in every forward pass."""
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
     """Source of the distillation targets; None without distillation."""
 

@@ -5,9 +5,10 @@ safetensors, which training maps into memory. With `online`, a worker loads the 
 micro-batch.
 
 A shard contains consecutive rows of the training split: `tokens` int32 [positions, k], `log_probabilities` float16
-[positions, k + 1] (the last: all other tokens together), `offsets` int64 [rows + 1] (index of each row's first position
-in the shard) and `sums` float64 [2] (negative log-likelihood of the references, and the probability outside of the k
-tokens). Only trained positions are stored. The division into shards depends on the rows alone.
+[positions, k + 1] (the last value is that of all other tokens together), `offsets` int64 [rows + 1] (index of each
+row's first position in the shard) and `sums` float64 [2] (sums over all positions: negative log-likelihood of the
+references, and probability outside of the k tokens). Only trained positions are stored. The division into shards
+depends on the rows alone.
 """
 
 import time
@@ -45,9 +46,11 @@ KIND = "distill"
 SHARD = "distill-shard"
 """Kind of the sealed directory of a single shard."""
 SHARD_POSITIONS = 2**16
-"""Positions per shard, which is the work that a kill can lose; 12.7 MB for 32 tokens."""
+"""Number of positions per shard. A killed process loses at most the work of one shard. With 32 tokens per position, a
+shard has 12.7 MB."""
 MAX_SHARDS = 256
-"""Limit of the files that training keeps open; with more positions, shards are larger."""
+"""Maximum number of shards, because training keeps all of them open. If there are more positions than MAX_SHARDS times
+SHARD_POSITIONS, shards are larger."""
 REPORT_EVERY_S = 30.0
 
 Progress = Callable[[str], None]
@@ -197,7 +200,7 @@ class TeacherShardWriter:
         return entries
 
     def reuse(self, directory: Path) -> None:
-        """Link the shards of a sealed distillation that differs only in its card."""
+        """Link the missing shards from a sealed distillation that differs from this one only in its card."""
         files.verify_sealed(directory, KIND)
         for name, _ in self.list_missing():
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
@@ -238,7 +241,10 @@ class TeacherShardWriter:
 def _compute_predictions(
     teacher: TeacherModel, rows: TokenRows, piece: list[int]
 ) -> list[tuple[list[int], TeacherPredictions]]:
-    """Compute rows at once, or in halves if they do not fit into memory; return the rows and outputs of each part."""
+    """Compute the rows of a piece at once, or in halves if they do not fit into memory.
+
+    Return the rows and the outputs of each part that was computed at once.
+    """
     try:
         return [(piece, teacher.predict(rows, piece))]
     except Exception as error:
@@ -283,7 +289,7 @@ def find_teacher(spec: RunSpec, launch: TrainingLaunchSpec, rows: TokenRows) -> 
 
     Args:
         spec: the run.
-        launch: paths of base and teacher.
+        launch: its paths of base and teacher are used.
         rows: the training split.
 
     Raises:

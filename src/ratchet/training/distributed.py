@@ -2,9 +2,10 @@
 
 Every rank has the same weights, optimizer and state. Each rank computes some micro-batches of a step, and gradients are
 summed once per step. In addition, ranks exchange only the loss, and events that a single rank notices (a stop request,
-out of memory). They exchange these over gloo, on the CPU, whatever backend carries the gradients.
+out of memory). The loss and the events are exchanged over gloo, on the CPU, even if NCCL carries the gradients.
 
-A waiting rank sends heartbeats, so only the rank that the others wait for is silent, and its supervisor detects it.
+A waiting rank sends heartbeats. So only the rank for which the others wait is silent, and the supervisor of that rank
+detects it.
 """
 
 import json
@@ -36,11 +37,12 @@ T = TypeVar("T")
 POLL_S = 0.0005
 HEARTBEAT_S = 0.25
 NEVER = timedelta(days=7)
-"""Timeout for torch's operations: `RankGroup.wait` has its own timeout, and sends heartbeats while it waits."""
+"""Timeout that torch's own operations get, so long that it never applies: `RankGroup.wait` has a timeout of its own."""
 BLOCK_BYTES = 2**26
-"""Bytes of a checkpoint that are broadcast at once."""
+"""Maximum number of bytes of a checkpoint that are broadcast at once."""
 REPORT_EVERY_S = 5.0
-"""Shortest time between two events of the straggler monitor; they are also at least two steps apart."""
+"""Shortest time in seconds between two events of the straggler monitor. Two events are also at least two steps
+apart."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environment(cls) -> "RankEnvironment":
-        """Return the position of this process; that of a single rank if no agent has started the process."""
+        """Return the position of this process. A process that no agent has started is a single rank."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
@@ -67,7 +69,8 @@ class RankEnvironment:
 
 
 class RankGroup:
-    """All ranks of an attempt. All ranks must call the same methods (not properties), in the same order."""
+    """All ranks of an attempt. Every rank must call the same methods as the others, in the same order; properties may
+    be read at any time."""
 
     def __init__(
         self, environment: RankEnvironment, device: torch.device, beat: Callable[[], None], timeout_s: float
@@ -113,7 +116,7 @@ class RankGroup:
     # Numbers.
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, by rank. All ranks pass the same number of values."""
+        """Return the values of every rank, in the order of ranks. All ranks pass the same number of values."""
         if self.is_single:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
@@ -163,7 +166,7 @@ class RankGroup:
     # Waiting.
 
     def run_in_turns(self, work: Callable[[], T]) -> T:
-        """Run `work` on one rank of each machine at a time, because it takes much of the machine's memory."""
+        """Run `work` on one rank of each machine at a time, because `work` takes much of the machine's memory."""
         if self.is_single:
             return work()
         group = dist.new_group(backend="gloo", timeout=NEVER)
@@ -176,7 +179,7 @@ class RankGroup:
 
     @contextmanager
     def collective_section(self, is_needed: bool) -> Iterator[None]:
-        """Wrap work that communicates by itself, through DTensors. All ranks begin it together.
+        """Wrap work that exchanges data between ranks by itself, through DTensors. All ranks begin the work together.
 
         Raises:
             PeersLostError: another rank was lost during the work.
@@ -251,7 +254,8 @@ def _first_error_line(error: Exception) -> str:
 def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[int]]:
     """Assign micro-batches to ranks: the largest first, each to the rank with the least work.
 
-    Every rank gets the same result. The longest processing time first is within 4/3 of the optimum (Graham 1969).
+    Every rank gets the same result. With this rule (longest processing time first), the rank with the most work has at
+    most 4/3 of the optimum (Graham 1969).
 
     Args:
         padded_tokens: size of each micro-batch.
@@ -269,8 +273,8 @@ def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[in
 
 
 # Start of an attempt: ranks check that they train the same run, and agree on a checkpoint. Every machine has a complete
-# run directory. A new or returning machine gets the newest checkpoint from a rank that has it, so no shared disk is
-# needed, and any of the machines can continue alone.
+# run directory. A new or returning machine gets the newest checkpoint from a rank that has this checkpoint. So no
+# shared disk is needed, and any of the machines can continue alone.
 
 
 def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
@@ -278,7 +282,7 @@ def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
 
     Args:
         ranks: all ranks.
-        properties: JSON for `rendezvous.describe_difference`.
+        properties: JSON object of this rank, as `rendezvous.describe_difference` takes it.
     """
     by_rank = ranks.gather_json({"host": socket.gethostname(), "properties": properties})
     first = by_rank[0]
@@ -293,7 +297,7 @@ def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
 def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> Path | None:
     """Copy the newest checkpoint of all ranks to every machine, and return its path; None if no rank has one.
 
-    The checkpoints that its state requires are copied, too.
+    The checkpoints that the state of the newest checkpoint requires are copied, too.
 
     Args:
         ranks: all ranks.
@@ -319,7 +323,7 @@ def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> 
 
 
 def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, is_missing: bool) -> None:
-    """Copy a sealed directory of rank `source` to the ranks where it is missing."""
+    """Copy a sealed directory of rank `source` to the ranks with `is_missing`. All ranks take part in the transfer."""
     is_source = ranks.environment.rank == source
     manifest = {name: list(entry) for name, entry in files.read_manifest(folder).files.items()} if is_source else {}
     source_manifest = ranks.gather_json(manifest)[source]
@@ -352,7 +356,7 @@ def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: in
 
 
 def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
-    """Return the names of all machines' replicators, which are the owners of their leases on the replica.
+    """Return the names of all machines' replicators; a replicator's name is the owner of its lease on the replica.
 
     Args:
         ranks: all ranks.
@@ -363,7 +367,8 @@ def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
 
 
 def merge_decisions(ranks: RankGroup, own: RunDecisions) -> RunDecisions:
-    """Return the decisions of earlier attempts from the rank with the most, because a new machine has no journal."""
+    """Return the decisions of earlier attempts from the rank that has the most, because a new machine has no
+    journal."""
     by_rank = ranks.gather_json(
         {
             "budgets": [[phase, step, data] for (phase, step), data in own.budgets.items()],
@@ -380,7 +385,7 @@ class StragglerMonitor:
 
     Args:
         journal: gets the events `rank_timings`.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 LAST_CALL_S = 3
-"""Seconds in which further machines may join after the minimum is reached."""
+"""Seconds in which further machines may join after the minimum number of machines has joined."""
 KEEP_ALIVE_S, KEEP_ALIVE_ATTEMPTS = 1, 5
 """Seconds between keep-alive messages of an agent, and the number of missed messages after which it counts as lost."""
 CONNECT_TIMEOUT_S = 60
 RETRY_S = 1.0
 REPORT_AFTER_S = 10.0
-"""Delay of the rendezvous after which it is reported."""
+"""Seconds of waiting for the rendezvous or for other machines after which the journal gets a notice."""
 RUN_KEY = "ratchet/run"
 """Key under which the first machine stores the spec of the run, so that other machines notice a different run."""
 HEARTBEAT_S = 0.5
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
     machine = TrainingLaunchSpec.load(paths.launch).machine
     log.capture_output(paths.logs, machine, attempt, None, "agent")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Otherwise the agent of rank 0 publishes its address only in the first rendezvous (torch 2.13), and machines that
-    # join later wait for it.
+    # Without this variable, the agent of rank 0 publishes its address only in the first rendezvous (torch 2.13), and
+    # machines that join later wait for that address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -96,7 +96,7 @@ def _describe_failure(machine: Machine, failure: FailureClass, error: Exception)
 
 
 def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> "RendezvousHandler":
-    """Connect to the rendezvous; wait until its store is served.
+    """Connect to the rendezvous. If no process serves its store yet, try again until one does.
 
     Raises:
         RendezvousConnectionError: the rendezvous is not reachable within `machine.rendezvous_timeout_s`.
@@ -134,7 +134,7 @@ def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> 
 class _RendezvousRegistration(threading.Thread):
     """Stores the spec of the run at the rendezvous, or reads the spec that another machine stored.
 
-    It is a thread, because torch (2.13) waits for an answer without a timeout after a connection is accepted.
+    A thread does this, because torch (2.13) waits without a timeout for an answer after a connection is accepted.
     """
 
     def __init__(self, paths: RunPaths, address: str) -> None:
@@ -187,7 +187,10 @@ def _create_rendezvous(paths: RunPaths, machine: Machine) -> "RendezvousHandler"
 def _run_ranks(
     rendezvous: "RendezvousHandler", machine: Machine, arguments: list[str], count: int, heartbeat: "_AgentHeartbeat"
 ) -> list[int]:  # fmt: skip
-    """Return the exit codes of failed ranks in the order of their failures; none if all ranks completed."""
+    """Run all ranks of this machine until they end.
+
+    Return the exit codes of failed ranks in the order of their failures; an empty list if all ranks completed.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -197,7 +200,7 @@ def _run_ranks(
         rdzv_handler=rendezvous, max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT"
-    # Ranks write to this process's output; otherwise torch creates a directory of logs under /tmp.
+    # With os.devnull, ranks write to this process's output, and torch creates no directory of logs under /tmp.
     agent = LocalElasticAgent(
         spec,
         DefaultLogsSpecs(log_dir=os.devnull),
@@ -211,7 +214,8 @@ def _run_ranks(
 
 
 class _AgentHeartbeat(threading.Thread):
-    """Sends heartbeats for the ranks while they do not run, because their machine waits for other machines."""
+    """Sends heartbeats in place of the ranks while no rank runs, which is while this machine waits for other
+    machines."""
 
     def __init__(self, address: str, count: int, machine: Machine) -> None:
         super().__init__(name="agent heartbeat", daemon=True)
@@ -221,7 +225,7 @@ class _AgentHeartbeat(threading.Thread):
         self.agent: LocalElasticAgent | None = None
         """The agent that starts the ranks; None before it exists."""
         self.journal: Journal | None = None
-        """Gets a notice if the machine waits long at the rendezvous; None before the machine is connected to it."""
+        """Gets a notice if this machine waits long at the rendezvous; None before this machine has connected."""
         self.start()
 
     def run(self) -> None:
@@ -250,7 +254,10 @@ class _AgentHeartbeat(threading.Thread):
 
 
 def _combine_exit_codes(codes: list[int]) -> int:
-    """Return the exit code of the first rank that failed by itself, not because another rank was lost."""
+    """Return the exit code of the first rank that failed by itself, not because another rank was lost.
+
+    If a signal ended that rank, end this process by the same signal.
+    """
     own_failures = [code for code in codes if code != EXIT_PEERS]
     if not codes:
         return EXIT_OK
@@ -262,7 +269,7 @@ def _combine_exit_codes(codes: list[int]) -> int:
 
 
 def _die_of_signal(number: int) -> NoReturn:
-    """End this process by the same signal as the rank."""
+    """End this process by a signal."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,6 +1,7 @@
 """Turns the exception that ends a worker into an exit code, a journal event and a log record.
 
-It imports torch only for exceptions that are not RatchetErrors, because a worker that calls a server needs no torch.
+The module imports torch only for exceptions that _FAILURE_CLASSES does not list, because a worker that calls a server
+needs no torch.
 """
 
 import logging
@@ -26,7 +27,7 @@ from ratchet.runs.journal import Journal
 from ratchet.runs.restart_policy import FailureClass
 
 MAX_TEXT_LENGTH = 2000
-"""Characters of an error message in the journal."""
+"""Maximum number of characters of an error message in the journal."""
 
 _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (StorageError, "storage"),  # the worker has already waited; another attempt would not help
@@ -38,7 +39,7 @@ _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (NonFiniteStateError, "hardware"),
     (PeersLostError, "peers"),
 )
-"""Failure class by type of exception; the first match counts."""
+"""Failure class by type of exception. The first match counts, so a subclass is listed before its base class."""
 
 
 def report_worker_end(error: BaseException, journal: Journal, memory_advice: str) -> int:

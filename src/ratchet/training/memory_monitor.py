@@ -19,9 +19,11 @@ from ratchet.runs.journal import Journal
 from ratchet.storage.records.training import MemoryForecast, Phase
 
 REPORT_AGAIN_RATIO = 1.02
-"""A phase that is entered again is reported again only if its peak grew by this factor."""
+"""Growth of a phase's peak that is reported: a phase that is entered again is reported again only if its peak is more
+than this factor times the reported peak."""
 SAFE_SHARE = 0.9
-"""Share of the available memory that a fitting micro-batch may take: forecasts have been up to a tenth too low."""
+"""Share of the available memory that the chosen micro-batch may need by the forecast, because forecasts have been up to
+a tenth too low."""
 
 
 @dataclass
@@ -29,6 +31,7 @@ class PhaseMemoryPeaks:
     """Peaks of one phase, in bytes."""
 
     peak_bytes: int = 0
+    """On a GPU, all memory in use on the device, including other processes; on a CPU, the same as `host_bytes`."""
     allocated_bytes: int = 0
     """Bytes of tensors on a GPU."""
     host_bytes: int = 0
@@ -36,7 +39,7 @@ class PhaseMemoryPeaks:
 
 
 class MemoryMonitor:
-    """Divides the time of a worker into consecutive phases, and writes the peak of each to the journal."""
+    """Divides the time of a worker into consecutive phases, and writes the memory peak of each phase to the journal."""
 
     def __init__(self, journal: Journal, device: torch.device, warnings: Sequence[float]) -> None:
         self.journal = journal
@@ -108,7 +111,8 @@ class MemoryMonitor:
 def compute_largest_work(
     plan: BatchPlan, train: TokenRows, validation: TokenRows, machine: Machine, device: torch.device
 ) -> MemoryWorkload:
-    """Return the largest micro-batches that these rows can form: those of the longest sequences."""
+    """Return the largest micro-batches that these rows can form, which are the micro-batches of the longest
+    sequences."""
     sequences = _limit_to_micro_batch(_longest_sequences(plan, train, machine.micro_batch_size), train, machine)
     validation_sequences = _limit_to_micro_batch(
         _longest_rows(validation, machine.micro_batch_size), validation, machine
@@ -134,7 +138,8 @@ def _longest_sequences(plan: BatchPlan, rows: TokenRows, count: int) -> list[lis
 
 
 def _limit_to_micro_batch(sequences: list[list[int]], rows: TokenRows, machine: Machine) -> list[list[int]]:
-    """Return as many of the sequences, longest first, as may be computed at once, all padded to the first."""
+    """Return as many sequences as a micro-batch may contain. The first one must be the longest; all are padded to
+    it."""
     limit = machine.micro_batch_tokens
     if limit is None or not sequences:
         return sequences
@@ -157,14 +162,14 @@ class InitialMemoryPlan:
     micro_batch_tokens: int | None = None
     """Limit of padded tokens per micro-batch on a CPU, if the configured micro-batch does not fit; None: no limit.
 
-    A GPU needs no limit: an allocation that does not fit fails, and the micro-batch is made smaller. On a CPU, Linux
-    overcommits memory, and later the OOM killer kills a process.
+    A GPU needs no limit, because an allocation that does not fit fails, and then the micro-batch is made smaller. On a
+    CPU, such an allocation succeeds, because Linux overcommits memory, and later the OOM killer kills a process.
     """
     recompute: bool = False
     """Whether activations are recomputed in the backward pass."""
     shard_base: bool = False
-    """Whether the base is sharded among all ranks. Ranks with different memory may choose differently; they must then
-    agree."""
+    """Whether the base is sharded among all ranks. This is the choice of one rank by its own memory; if any rank
+    chooses to shard, all ranks do (worker.py)."""
 
 
 def require_memory(
@@ -173,8 +178,8 @@ def require_memory(
     """Write the forecast to the journal once per run, and refuse a training that does not fit even row by row.
 
     Smaller micro-batches are chosen first, because they cost the least time. If even a single row would not fit,
-    activations are recomputed (machine.activation_checkpointing), the base is sharded (machine.shard_base), or both,
-    where these settings are `auto`.
+    activations are recomputed (machine.activation_checkpointing), the base is sharded (machine.shard_base), or both.
+    Only a setting that is `auto` is changed in this way.
 
     Raises:
         InsufficientMemoryError: the training does not fit, and `machine.on_insufficient_memory` is `refuse`.
@@ -230,7 +235,8 @@ def _make_initial_plan(
 
 
 def _apply_forecast_options(machine: Machine, known: MemoryForecast) -> Machine:
-    """Return the machine settings with the options of the run's forecast, which earlier attempts may have chosen."""
+    """Return the machine settings with the options that are in the run's forecast; an earlier attempt may have chosen
+    them."""
     options = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
     return machine.model_copy(update={name: True for name, value in options.items() if value})
 
@@ -243,7 +249,10 @@ def _minimum_bytes(base: ModelSpec, settings: Train, machine: Machine, work: Mem
 def _find_fitting_rows(
     base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available: int
 ) -> int | None:
-    """Halve the rows until they fit safely; return None on a GPU, where an allocation that does not fit fails."""
+    """Halve the number of rows until the forecast is below SAFE_SHARE of the memory, or a single row is left.
+
+    Return None on a GPU, where an allocation that does not fit fails and the micro-batch is then made smaller.
+    """
     if work.device == "cuda":
         return None
     rows = work.rows
@@ -273,7 +282,7 @@ def suggest_memory_changes(
 def _get_forecast(
     paths: RunPaths, base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, journal: Journal
 ) -> MemoryForecast | None:
-    """Return the forecast of the first attempt with this workload, or make it; None if no forecast is possible."""
+    """Return the saved forecast of this workload, or make and save one; None if no forecast is possible."""
     path = paths.forecast
     if path.exists():
         try:
@@ -287,7 +296,7 @@ def _get_forecast(
         new_forecast = forecast.forecast(base, settings, machine, work)
     except RatchetError:
         raise
-    except Exception as error:  # the forecast may fail for an unknown kind of model that trains well
+    except Exception as error:  # for an unknown kind of model, the forecast may fail although training works
         journal.append("notice", text=f"no memory forecast for this model ({type(error).__name__}: {str(error)[:300]})")
         return None
     new_forecast.save(path)

@@ -1,8 +1,8 @@
 """One pass over a batch in micro-batches that fit into memory, divided among the ranks.
 
 Each rank computes its own micro-batches. Then all ranks add up their losses, and check whether any rank ran out of
-memory or must stop. With a sharded base, every rank takes part in every forward pass, so a rank without further
-micro-batches runs a pass over one row and drops its gradient.
+memory or must stop. With a sharded base, every rank must take part in every forward pass. So a rank that has no
+micro-batches left runs a pass over one row, and drops the gradient of that pass.
 """
 
 import time
@@ -31,17 +31,22 @@ class MicroBatch:
     sequences: list[list[int]]
     """Row numbers of each sequence."""
     padded_tokens: int
-    """Number of sequences times the length of the longest."""
+    """Number of sequences times the length of the longest sequence."""
     is_own: bool = True
-    """False for a pass that only serves other ranks; its loss and gradient do not count."""
+    """False for a micro-batch that is computed only because other ranks need this rank; its loss and gradient do not
+    count."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a pass over a batch; the same on every rank."""
+    """Result of a pass over a batch; the same on every rank.
+
+    Exception: if the base is sharded and this rank ran out of memory, the result has only the values of this rank.
+    """
 
     loss: float
-    """Sum over all micro-batches of all ranks."""
+    """Sum of the losses of all micro-batches of all ranks, in nats. In training, the sum is divided by the number of
+    trained tokens of the batch."""
     is_stopped: bool
     """Whether a rank was asked to stop, so that the pass is incomplete."""
     failed_rows: int
@@ -49,7 +54,7 @@ class PassResult:
     failed_tokens: int
     """Padded tokens of that micro-batch."""
     busy_s: list[float]
-    """Seconds that each rank spent on its own micro-batches."""
+    """Seconds that each rank spent on its own micro-batches, by rank."""
 
 
 class BatchPass:
@@ -88,8 +93,11 @@ class BatchPass:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of a micro-batch's gradient: its loss is normalised by the tokens of the whole step, so that the size
-        of micro-batches changes memory and nothing else."""
+        """Factor of the gradient of every micro-batch.
+
+        The factor divides by the trained tokens of the whole step, so the size of micro-batches changes the memory and
+        nothing else.
+        """
         return self.loss_factor / self.trained_tokens
 
     def micro_batches(self) -> Iterator[MicroBatch]:
@@ -120,7 +128,8 @@ class BatchPass:
 
     @contextmanager
     def catch_out_of_memory(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Wrap the computation of a micro-batch. When memory runs out, the pass ends, and its gradient is dropped."""
+        """Wrap the computation of a micro-batch. When memory runs out, the pass ends, and all its gradients are
+        dropped."""
         try:
             yield
         except Exception as error:
@@ -146,7 +155,7 @@ class BatchPass:
             return teacher.get_targets(micro_batch.sequences, batch)
 
     def add_loss(self, micro_batch: MicroBatch, loss: ChunkedLoss) -> None:
-        """Add the loss of a micro-batch, once the device has computed it."""
+        """Wait until the device has computed the loss of a micro-batch, and add the loss to the sum."""
         if self._context.is_base_sharded:  # send heartbeats, because the device may wait long for other ranks
             self._context.ranks.wait_for_device(self._context.device)
         value = loss.item()

@@ -1,6 +1,6 @@
-"""The size limit of micro-batches: how it changes when memory runs out, and what it means for hypothetical settings.
+"""The size limit of micro-batches, which shrinks when memory runs out, and the largest micro-batches of given settings.
 
-A budget depends only on its history of failures and good steps. So a run that is replayed from its journal gets the
+A budget depends only on the history of failures and good steps. So a run that is replayed from its journal gets the
 same micro-batches, and sums are rounded the same way.
 """
 
@@ -23,26 +23,28 @@ SHRINK = 0.8
 """New budget after the first failure in a step, as a share of the padded tokens that did not fit. Each further failure
 in the same step halves the budget."""
 GROW = 1.25
-"""Factor by which a shrunk budget grows."""
+"""Factor by which a shrunk budget grows after enough good steps."""
 GROW_AFTER_STEPS = 50
-"""Good steps before a shrunk budget grows; doubled each time that the larger budget fails."""
+"""Number of good steps before a shrunk budget grows. It doubles each time that a grown budget fails."""
 MAX_WAIT_STEPS = 10_000
+"""Upper limit of the number of good steps before a budget grows."""
 DEFAULT_TRAINED_SHARE = 0.5
-"""Share of a row's tokens that are trained, if no data is known."""
+"""Assumed share of a row's tokens that are trained, if stage prepare has not run."""
 
 
 @dataclass(frozen=True)
 class MicrobatchBudget:
-    """Limit of a micro-batch in padded tokens (rows x longest). A single row is computed whatever its length."""
+    """Limit of a micro-batch in padded tokens (number of rows times the longest row). A single row is computed even if
+    it is longer than the limit."""
 
     tokens: int | None = None
     """The limit; None: only `machine.micro_batch_size` limits a micro-batch."""
     failed_tokens: int = 0
     """Padded tokens of the micro-batch that did not fit when the budget last shrank."""
     good_steps: int = 0
-    """Steps since the budget last changed."""
+    """Number of good steps since the budget last changed."""
     wait_steps: int = GROW_AFTER_STEPS
-    """Good steps before the budget grows."""
+    """Number of good steps before the budget grows."""
     grown: bool = False
     """Whether the last change enlarged the budget. If so, a failure doubles `wait_steps`."""
 
@@ -69,9 +71,9 @@ class MicrobatchBudget:
     def record_good_step(self) -> "MicrobatchBudget":
         """Return the budget after a step that fitted.
 
-        The budget grows after `wait_steps`. When it reaches the size that failed, the limit is removed (None): that
-        size is tried again, because another process may have used the memory. Another failure costs one repeated
-        micro-batch, and doubles the wait.
+        The budget grows after `wait_steps` good steps. When the budget reaches the size that failed, the limit is
+        removed (None), so that this size is tried again: when it failed, another process may have used the memory.
+        Another failure costs one repeated step, and doubles the wait.
         """
         good_steps = self.good_steps + 1
         if self.tokens is None or good_steps < self.wait_steps:
@@ -88,8 +90,8 @@ def make_work_estimator(
 ) -> Callable[[Settings], MemoryWorkload]:
     """Return a function that computes the largest micro-batches under given settings.
 
-    The micro-batches consist of the prepared rows, or without data of rows as long as the settings allow. The number of
-    ranks is `machine.gpus` of this machine times the fewest machines that `machine.nodes` allows.
+    The micro-batches consist of prepared rows or, without data, of rows that are as long as the settings allow. The
+    number of ranks is `machine.gpus` of this machine times the fewest machines that `machine.nodes` allows.
 
     Args:
         data: output of stage prepare; None if the stage has not run.
@@ -126,7 +128,7 @@ def _divide_among_ranks(work: MemoryWorkload, settings: Settings) -> MemoryWorkl
 
 
 def _cut_to_max_length(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
-    """Return the workload without rows that are longer than the settings allow."""
+    """Return the workload with row lengths cut to the maximum of the settings."""
     limit, validation_limit = _longest_sequence_tokens(settings), settings.prepare.max_tokens
     share = min(1.0, limit / work.row_tokens)
     validation_share = min(1.0, validation_limit / work.validation_tokens)

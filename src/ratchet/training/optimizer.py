@@ -1,11 +1,11 @@
-"""Optimizers, their state as plain tensors and JSON (no pickle), and the numbers that each step has of its own.
+"""Optimizers, their state as plain tensors and JSON (no pickle), and the learning rate and seed of each step.
 
 Learning rate and seed are pure functions of the step, so no checkpoint has to save them.
 
-Training in float16 scales the loss, so that small gradients do not vanish in the narrow range of the type. An overflow
-of the gradient halves the scale, and GROW_AFTER_STEPS steps without overflow double it (Micikevicius et al., "Mixed
-Precision Training", 2018, section 3.2). Unlike in that paper, an overflow does not skip the step: the same step is
-computed again. Powers of two scale floating-point numbers exactly, so the scale itself changes no result.
+Training in float16 multiplies the loss by a scale, so that small gradients do not vanish in the type's narrow range. An
+overflow of the gradient halves the scale, and GROW_AFTER_STEPS steps without overflow double it (Micikevicius et al.,
+"Mixed Precision Training", 2018, section 3.2). Unlike in that paper, an overflow does not skip the step: the same step
+is computed again. Powers of two scale floating-point numbers exactly, so the scale itself changes no result.
 """
 
 import math
@@ -26,10 +26,11 @@ from ratchet.training.train_state import TrainState
 INITIAL_SCALE = 2.0**16
 MAX_SCALE = 2.0**24
 GROW_AFTER_STEPS = 2000
-"""Steps without overflow before the loss scale doubles."""
+"""Number of steps without overflow before the loss scale doubles."""
 
 _MATRICES = ("lora_A", "lora_B", "lora_E", "lora_embedding_")
-"""Parts of names of an adapter's matrices. Other trainable parameters are DoRA's magnitudes and rows of new tokens."""
+"""Parts of the names of an adapter's matrices. The other trainable parameters are DoRA's magnitudes and the rows of new
+tokens."""
 
 Optimizer = Any
 """torch.optim.Optimizer, or a subclass of bitsandbytes."""
@@ -51,8 +52,8 @@ def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the random numbers (dropout) of one optimizer step, on every device of a rank.
 
-    Each step has its own seed, so resuming needs no saved generator state, and numbers drawn between steps (by
-    validation, by a repeated step) do not change the numbers of later steps.
+    Each step has its own seed, so resuming needs no saved state of a random generator. Random numbers that are drawn
+    between two steps, or by a repeated step, do not change the random numbers of later steps.
     """
     key = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(digests.hash_json(key)[:15], 16))
@@ -61,7 +62,7 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
     """Return the optimizer of `train.optimizer` for the trainable parameters of `model`.
 
-    `loraplus_lr_ratio` of each parameter group is the factor of its learning rate.
+    The entry `loraplus_lr_ratio` of each parameter group is the factor of the group's learning rate.
 
     Raises:
         SettingsError: a paged optimizer has no GPU, or the optimizer would compute in float16.
@@ -88,8 +89,8 @@ def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
 def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
     """Return at most three groups: matrices, matrices B with a higher rate (LoRA+), other parameters.
 
-    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Only matrices have weight decay, which pulls them towards "no change".
-    It would pull DoRA's magnitudes and the rows of new tokens towards zero.
+    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Only matrices have weight decay, which pulls an update towards "no
+    change". Weight decay would pull DoRA's magnitudes and the rows of new tokens towards zero.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in adapters.trainable_parameters(model):
@@ -103,7 +104,7 @@ def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group of an optimizer from `build`."""
+    """Set the learning rate of every parameter group of an optimizer from `build`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["loraplus_lr_ratio"]
 

@@ -50,22 +50,24 @@ Shape = list[int]
 WARM_SHARE, TRACED_STEPS = 0.1, 3
 """Share of the steps that only warm up, and number of steps that run under torch's profiler."""
 SNAPSHOTS = 3
-"""Snapshots whose median duration counts, because another process may disturb one of them."""
+"""Number of snapshots. Their median duration counts, because another process may disturb one of them."""
 MAX_OPERATORS = 10
-"""Operators in the profile."""
+"""Maximum number of operators in the profile."""
 BLOCK_S, BLOCKS = 0.02, 5
-"""A rate is the median of BLOCKS blocks of at least BLOCK_S seconds."""
+"""Minimum duration in seconds of a block of calls, and number of blocks. The median of the blocks counts."""
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""Bytes copied to measure bandwidth: much more than caches hold, but at most an eighth of the available memory."""
+"""Number of bytes that are copied to measure the bandwidth, by type of device: much more than caches hold. At most an
+eighth of the available memory is used."""
 SQUARE_SIDE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices whose product shows the practical peak."""
+"""Number of rows and of columns of the square matrices whose product shows the practical peak rate, by type of
+device."""
 
 
 # The limits of the machine.
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the duration of one call in a series of calls, in seconds."""
+    """Return the seconds that one call takes within a series of calls: the median of BLOCKS blocks of calls."""
 
     def run_block(calls: int) -> float:
         _synchronize(device)
@@ -90,7 +92,13 @@ def _synchronize(device: torch.device) -> None:
 def measure_product_flops_per_s(
     shapes: Counter[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the operations per second of products [rows, inputs] x [inputs, outputs], weighted by their counts."""
+    """Return the operations per second of matrix products, over all products.
+
+    Args:
+        shapes: number of products [rows, inputs] x [inputs, outputs], by (rows, inputs, outputs).
+        dtype: dtype of the matrices.
+        device: the device to measure.
+    """
     flops = spent_s = 0.0
     for (rows, inputs, outputs), count in shapes.items():
         left = torch.randn(rows, inputs, device=device).to(dtype)
@@ -101,7 +109,7 @@ def measure_product_flops_per_s(
 
 
 def measure_square_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of a large square product, which is the practical peak of the machine."""
+    """Return the operations per second of a product of large square matrices, the practical peak rate of the device."""
     side = SQUARE_SIDE[device.type]
     return measure_product_flops_per_s(Counter([(side, side, side)]), dtype, device)
 
@@ -141,7 +149,7 @@ class StepWorkload:
     peak_saved_bytes: int = 0
     """Largest size of the saved tensors at any time."""
     _references: Counter[int] = field(default_factory=Counter)
-    """Number of saved tensors, by address of their storage."""
+    """Number of saved tensors that use a storage, by address of the storage."""
     _current_bytes: int = 0
 
     def save(self, tensor: Tensor) -> "_SavedTensor":
@@ -172,9 +180,9 @@ class _SavedTensor:
 def count_workload(model: Model) -> Iterator[StepWorkload]:
     """Count the operations of products and attention in the context, and the tensors saved for the backward pass.
 
-    The model's own tensors do not count as saved. torch counts attention as if every position attended to every other;
-    causal kernels skip up to half of that. With activation checkpointing, only tensors outside of the recomputed blocks
-    are counted.
+    The model's own tensors do not count as saved. torch counts attention as if every position attended to every other
+    position; causal kernels skip up to half of these operations. With activation checkpointing, only tensors outside of
+    the recomputed blocks are counted.
     """
     workload = StepWorkload()
     own_storages = {tensor.untyped_storage().data_ptr() for tensor in parameters.list_unique_tensors(model)}
@@ -228,7 +236,7 @@ def estimate_moved_bytes(
     layer_weights = {id(module.weight) for module in layers}
     embeddings = {
         id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)
-    } - layer_weights  # few rows are read
+    } - layer_weights  # left out: a step reads few of their rows
     stored = sum(tensor.nbytes for tensor in parameters.list_unique_tensors(model) if id(tensor) not in embeddings)
     dequantized = sum(
         m.in_features * m.out_features * (m.compute_dtype or torch.float32).itemsize
@@ -321,7 +329,8 @@ class _TrainingProfiler:
         return self._build_profile(measured, periodic, workload, limits, (warm, traced))
 
     def _measure_steps(self, count: int) -> list[StepMeasurement]:
-        """Measure steps. On a GPU, every second step is not synchronised at its spans, because that costs time."""
+        """Measure steps. On a GPU, only every second step is synchronised at its spans, because synchronising costs
+        time."""
         measured = []
         for number in range(count):
             self.timer.synchronizes_spans = self.context.device.type == "cuda" and number % 2 == 0
@@ -400,7 +409,7 @@ class _TrainingProfiler:
         mean_tokens = _compute_mean(measured, lambda step: step.timings.padded_tokens)
         context.heartbeat.beat("load")  # the measurements may take long
         return RooflineLimits(
-            # Steps differ in size: the count of one step is scaled to the average number of tokens.
+            # Steps differ in size, so the operations of the typical step are scaled to the average number of tokens.
             flops=workload.flops * mean_tokens / timings.padded_tokens,
             model_flops_per_s=measure_product_flops_per_s(shapes, dtype, context.device),
             square_flops_per_s=measure_square_flops_per_s(dtype, context.device),
@@ -452,9 +461,9 @@ class _TrainingProfiler:
         )
 
     def _compute_intervals(self, periodic: PeriodicCosts, step_s: float) -> dict[PartName, float]:
-        """Return the steps between two validations and between two snapshots.
+        """Return the numbers of steps between two validations and between two snapshots.
 
-        Snapshots are counted at least as often as validations, because a new best validation takes a snapshot, too.
+        Snapshots count at least as often as validations, because every new best validation loss causes a snapshot.
         """
         context = self.context
         validation = min(context.settings.validate_every_steps, context.batch_plan.steps)
@@ -479,7 +488,13 @@ def _compute_mean(measured: Sequence[StepMeasurement], value: Callable[[StepMeas
 def _build_parts(
     measured: Sequence[StepMeasurement], periodic: PeriodicCosts, intervals: dict[PartName, float]
 ) -> tuple[StepPart, ...]:
-    """Return the duration of each part, and its share of the training time; `intervals`: steps between occurrences."""
+    """Return the duration of each part, and its share of the training time.
+
+    Args:
+        measured: measured steps with known spans.
+        periodic: costs of parts that do not occur at every step.
+        intervals: steps between two occurrences of these parts.
+    """
     durations_s: dict[PartName, float] = {
         name: statistics.median(step.timings.spans.get(name, 0.0) for step in measured) for name in PARTS
     }
@@ -498,7 +513,7 @@ def _build_parts(
 
 
 def _list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTime, ...]:
-    """Return the operators that took the most time, without spans (`record_function`)."""
+    """Return the operators that took the most time. Spans, which `record_function` adds to the trace, are left out."""
 
     def self_s(event: Any) -> float:
         return float(event.self_device_time_total if is_gpu else event.self_cpu_time_total) * 1e-6

@@ -1,9 +1,9 @@
 """Shards the base: each rank stores a share of every decoder layer's frozen matrices.
 
 torch's FSDP2 (`fully_shard`; Zhao et al. 2023, arXiv 2304.11277) gathers a layer when its forward or backward pass
-begins, and frees it when the pass ends. Only frozen weights are sharded. Trainable parameters are small and complete on
-every rank, so gradients are summed, compressed and resumed as without sharding, and a checkpoint fits any number of
-ranks. The gathered bytes equal the bytes of the base, so the adapter is the same, bit for bit, as without sharding.
+begins, and frees it when the pass ends. Only frozen weights are sharded. Trainable parameters are small, and every rank
+has all of them. So gradients are summed, compressed and resumed as without sharding, and a checkpoint fits any number
+of ranks. The gathered bytes equal the bytes of the base, so the adapter is the same, bit for bit, as without sharding.
 
 Every rank also has the complete embedding, head and vectors, and the quantisation constants of each 4-bit matrix (1/8
 of its bytes, 1/32 with double quantisation).
@@ -31,11 +31,11 @@ from ratchet.training.distributed import RankGroup
 
 
 def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
-    """Keep this rank's share of the base on its device, and gather each layer when it is needed.
+    """Keep this rank's share of the base on the rank's device, and gather each layer when it is needed.
 
     Args:
-        model: model with its adapter, in the host's memory; everything but the adapter is frozen. It is changed in
-            place: afterwards, all ranks must run the same forward and backward passes together.
+        model: model with its adapter, in the host's memory; everything but the adapter is frozen. The model is changed
+            in place: afterwards, all ranks must run the same forward and backward passes together.
         ranks: two or more ranks.
         device: device of this rank.
 
@@ -55,7 +55,8 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
         layer.set_custom_all_gather(all_gather)
         weights.trim_heap()  # otherwise the C library keeps the memory of the unsharded layer
     _move_outer_modules(model, layers, device)
-    # The module that runs the layers has no shards of its own. As FSDP's root it gathers layers ahead, in one stream.
+    # The module that runs the layers has no shards of its own. As FSDP's root, this module gathers the next layers in
+    # advance, in one stream.
     body = model.get_submodule(name.rpartition(".")[0])
     fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
     if device.type == "cuda":
@@ -105,7 +106,8 @@ def _shard_linear4bit(layer: Linear4bit) -> None:
 
 
 class _LayerAllGather:
-    """Gathers a layer. Over gloo it sends heartbeats while it waits, so that only a stopped rank is silent."""
+    """Gathers a layer. Over gloo (on a CPU), a rank sends heartbeats while it waits, so that only a stopped rank is
+    silent."""
 
     def __init__(self, ranks: RankGroup, device: torch.device) -> None:
         self._ranks, self._waits = ranks, device.type == "cpu"
@@ -118,7 +120,7 @@ class _LayerAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather a layer. On a GPU, this only starts the operation, and the stream waits for it."""
+        """Gather a layer. On a GPU, this only starts the operation, and the GPU's stream waits for its end."""
         work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self._waits or async_op)
         if not self._waits:
             return work
@@ -127,10 +129,10 @@ class _LayerAllGather:
         return None
 
     def _trim_heap(self, count: int) -> None:
-        """Return freed memory to the system from time to time. Each layer was in memory twice.
+        """Return freed memory to the system from time to time. `count` is the bytes of a gathered layer.
 
-        glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so it would keep
-        the memory of every layer that was ever gathered.
+        glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so glibc would keep
+        the memory of every layer that was ever gathered. A layer counts twice, because it was in memory twice.
         """
         self._gathered_bytes += 2 * count
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:

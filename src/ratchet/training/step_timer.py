@@ -21,23 +21,25 @@ from transformers.pytorch_utils import Conv1D
 from ratchet.models.device import Model
 
 SHEETS: tuple[tuple[str, float], ...] = (
-    (r"H100 (PCIe|NVL)", 0.0),  # clocks differ from the SXM module and between variants: unknown
-    (r"H[12]00\b", 989e12),  # H100 and H200 Tensor Core GPU data sheets, SXM: 1,979 with sparsity
+    (r"H100 (PCIe|NVL)", 0.0),  # unknown: clocks differ from the SXM module and between variants
+    (r"H[12]00\b", 989e12),  # H100 and H200 Tensor Core GPU data sheets, SXM; with sparsity 1,979e12
     (r"A100\b", 312e12),  # A100 Tensor Core GPU data sheet
-    (r"L4\b", 121e12),  # L4 Tensor Core GPU data sheet: 242 with sparsity
+    (r"L4\b", 121e12),  # L4 Tensor Core GPU data sheet; with sparsity 242e12
     (r"A10\b", 125e12),  # A10 Tensor Core GPU data sheet; the A10G of cloud providers is a different GPU
-    (r"RTX 4090\b", 165e12),  # NVIDIA Ada GPU architecture, appendix A: 165.2, accumulated in float32
-    (r"T4\b", 65e12),  # T4 data sheet; float16, it has no bfloat16
+    (r"RTX 4090\b", 165e12),  # NVIDIA Ada GPU architecture, appendix A: 165.2e12, accumulated in float32
+    (r"T4\b", 65e12),  # T4 data sheet, float16; the T4 has no bfloat16
 )
-"""Dense products in bfloat16 or float16 by NVIDIA's data sheets, in operations per second, by name of the GPU."""
+"""Pattern of a GPU's name, and the GPU's peak rate in NVIDIA's data sheet, in operations per second of dense matrix
+products in bfloat16 or float16. A rate of 0 is unknown."""
 
 MAX_UNKNOWN_SHARE = 0.1
-"""The operations are unknown if the matrices of unknown layers (such as experts in one tensor) have more than this
-share of the elements of the known layers."""
+"""Largest acceptable ratio of elements in unknown layers (such as experts in one tensor) to elements in known layers.
+Above it, the operations of a model are unknown."""
 
 
 def datasheet_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak rate of a GPU in a 16-bit dtype by its data sheet; None if it is unknown."""
+    """Return a GPU's peak rate for a 16-bit dtype in its data sheet; None if the rate is unknown or for other
+    dtypes."""
     if dtype.itemsize != 2:
         return None
     rates = (rate for pattern, rate in SHEETS if re.search(rf"(?<![A-Z0-9]){pattern}", name))
@@ -63,22 +65,22 @@ def flops_per_token(model: Model, trained_share: float, passes: Literal[1, 2] = 
 
     Args:
         model: model with its adapter.
-        trained_share: share of trained tokens; the head computes only these.
-        passes: 2: forward and backward; 1: forward only, for a model without trainable parameters.
+        trained_share: share of the input tokens that are trained on; the output head computes only these.
+        passes: number of passes. 2: forward and backward; 1: forward only, for a model without trainable parameters.
 
     Returns:
-        The operations; None if too many elements are in unknown layers, such as experts in one tensor.
+        The operations; None if too many elements are in unknown layers (MAX_UNKNOWN_SHARE).
     """
     head = model.get_output_embeddings()
-    elements, counted, flops = 0, set[int](), 0.0
+    known_elements, counted, flops = 0, set[int](), 0.0
     for module, inputs, outputs in iterate_matrices(model):
-        elements += inputs * outputs
+        known_elements += inputs * outputs
         counted.add(id(module.weight))
         flops += 2.0 * passes * inputs * outputs * (trained_share if module is head else 1.0)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     excluded = counted | embeddings
     unknown = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and id(p) not in excluded]
-    if sum(p.numel() for p in unknown) > MAX_UNKNOWN_SHARE * elements:
+    if sum(p.numel() for p in unknown) > MAX_UNKNOWN_SHARE * known_elements:
         return None
     trainable = sum(int(p.numel()) for p in model.parameters() if p.requires_grad)
     return flops + 6.0 * trainable
@@ -95,7 +97,11 @@ class StepSpans:
         return _UNTIMED
 
     def count_micro_batch(self, padded_tokens: int) -> None:
-        """Count a micro-batch that is about to be computed; `padded_tokens`: sequences x longest."""
+        """Count a micro-batch that is about to be computed.
+
+        Args:
+            padded_tokens: its number of sequences times the length of the longest.
+        """
 
 
 @dataclass
@@ -119,9 +125,9 @@ class StepTimer(StepSpans):
     """Measures spans.
 
     Args:
-        device: device of the training. A GPU works asynchronously: the timer waits for it at `start` and `stop`, and if
-            `synchronizes_spans` is set also at the edges of every span.
-        clock: monotonic seconds.
+        device: device of the training. A GPU works asynchronously, so the timer waits for the GPU at `start` and
+            `stop`, and also at the edges of every span if `synchronizes_spans` is set.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -17,17 +17,17 @@ class TrainState:
     """Validation loss by step, in nats per answer token."""
     best_step: int = 0
     bad_validations: int = 0
-    """Validations since the best validation."""
+    """Number of validations since the best validation."""
     train_loss: float = 0.0
     """Loss of the last applied step."""
     trained_tokens: int = 0
     input_tokens: int = 0
     skipped_steps: int = 0
-    """Steps that were skipped, or undone by a rollback."""
+    """Number of steps that were skipped, or undone by a rollback."""
     grad_norms: tuple[float, ...] = ()
     """Gradient norms, before clipping, of the last `guards.window_steps` good steps."""
     bad_steps: tuple[int, ...] = ()
-    """Bad steps among the last `guards.window_steps`."""
+    """Numbers of the bad steps among the last `guards.window_steps` steps."""
     learning_rate_scale: float = 1.0
     """Factor by which the guards have multiplied the learning rate."""
     rollback_step: int = 0
@@ -35,7 +35,7 @@ class TrainState:
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass; 1 except in float16."""
     loss_scale_steps: int = 0
-    """Steps since the loss scale last changed."""
+    """Number of steps without overflow since the loss scale last changed."""
     module_norm_steps: tuple[int, ...] = ()
     """Steps at which the gradient norm of each module was recorded."""
     module_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class TrainSnapshot:
     weights: dict[str, Tensor]
     """Trainable matrices, by parameter name."""
     optimizer_tensors: dict[str, Tensor]
-    """The optimizer's tensors by path (optimizer.py)."""
+    """The optimizer's tensors, by path (`optimizer.flatten_state`)."""
     optimizer_values: dict[str, Any]
-    """The optimizer's other values, as JSON."""
+    """The optimizer's values that are not tensors, as JSON."""
     adapter_tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that this kind of adapter needs in addition to its matrices (adapters.extra_tensors)."""
     residuals: tuple[dict[str, Tensor], ...] = ()

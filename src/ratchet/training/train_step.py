@@ -37,9 +37,9 @@ from ratchet.training.microbatch_budget import MicrobatchBudget
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 INITIAL_BUDGET_STEPS: tuple[tuple[Phase, int], ...] = (("train", 1), ("validation", 0))
-"""Phase and step under which the journal lists the first budgets of a run."""
+"""Phase and step of the journal events that contain the first budgets of a run."""
 NEVER_GROW = 10**9
-"""`wait_steps` of a budget that the memory forecast has set, so that it never grows."""
+"""Value of `wait_steps` for a budget that the memory forecast has set: such a budget never grows."""
 
 
 class StepExecutor:
@@ -61,7 +61,8 @@ class StepExecutor:
         """Decisions of earlier attempts, from the journal."""
         self._straggler_monitor = StragglerMonitor(context.journal)
         self._reducer: GradientReducer | None = None
-        """Sums gradients over ranks. A single rank also needs it if earlier attempts with more ranks left residuals."""
+        """Sums gradients over ranks. A single rank also has a reducer if gradients are compressed, because earlier
+        attempts with more ranks may have left residuals."""
         compression = context.settings.gradient_compression
         if not context.ranks.is_single or compression.method != "none":
             warmup_steps = compression.uncompressed_steps(self.plan.steps)
@@ -91,7 +92,7 @@ class StepExecutor:
         self._apply_recorded_budget("train", number)
         learning_rate = self._compute_learning_rate()
         is_repeated = has_shrunk = False
-        while True:  # repeat after out of memory, an overflow of the loss scale, or a loss that is not finite
+        while True:  # repeat after out of memory, an overflow of the loss scale, or a loss or norm that is not finite
             self.optimizer.zero_grad(set_to_none=True)
             optimizer.seed_step(context.settings.seed, number - 1, context.ranks.environment.rank)
             model.train()
@@ -181,7 +182,7 @@ class StepExecutor:
             (self.context.settings.adalora.orth_reg_weight * penalty).backward()
 
     def _measure_module_norms(self, number: int) -> dict[str, float]:
-        """Return the gradient norm of each module before clipping; none at steps that the analysis leaves out."""
+        """Return the gradient norm of each module before clipping; empty at steps that the analysis leaves out."""
         is_due = analysis.is_due(number, self.plan.steps)
         return analysis.compute_module_norms(self.context.model) if is_due else {}
 
@@ -270,7 +271,8 @@ class StepExecutor:
     # Validation.
 
     def validate(self) -> bool | None:
-        """Compute the loss of the validation rows; return whether it is the best so far, None if a stop is requested.
+        """Compute the loss of the validation rows; return whether this loss is the best so far; None if a stop is
+        requested.
 
         Raises:
             DivergenceError: the loss is not finite.
@@ -369,7 +371,7 @@ class StepExecutor:
             self._reducer.restore(snapshot.residuals)
 
     def _discard_residuals(self) -> None:
-        """Restore the residuals from before the last sum, because its gradient is not applied."""
+        """Restore the residuals from before the last sum of gradients, because that sum is not applied."""
         if self._reducer:
             self._reducer.undo()
 
@@ -394,7 +396,7 @@ class StepExecutor:
         for phase, step in phases:
             budget = self._budget(phase)
             failed_tokens = min(budget.tokens or largest, largest)
-            if failed_tokens > int(self.context.train_rows.lengths.max()):  # a single row cannot be divided
+            if failed_tokens > int(self.context.train_rows.lengths.max()):  # a micro-batch of one row cannot be divided
                 self._set_budget(phase, budget.shrink(failed_tokens, repeated=True))
                 self._log_budget(phase, step, "shrink", failed_tokens)
                 self.recorded.budgets.pop((phase, step), None)
@@ -410,7 +412,8 @@ class StepExecutor:
 
         Raises:
             MemoryExhaustedError: a single row does not fit.
-            PeersLostError: the base is sharded, so all ranks must restart the step.
+            PeersLostError: micro-batches were made smaller, but the base is sharded, so all ranks must restart the
+                step.
         """
         rows, tokens, is_sharded = result.failed_rows, result.failed_tokens, self.context.is_base_sharded
         self.optimizer.zero_grad(set_to_none=True)
@@ -432,7 +435,9 @@ class StepExecutor:
             )
 
     def _enable_activation_checkpointing(self, phase: Phase, step: int, tokens: int) -> bool:
-        """Recompute activations from now on, if `machine.activation_checkpointing` is `auto`; return whether it is new.
+        """Recompute activations from now on, if `machine.activation_checkpointing` is `auto`.
+
+        Return whether this call has changed anything.
 
         A validation pass stores no activations, so recomputing them saves no memory.
         """
@@ -462,7 +467,8 @@ class StepExecutor:
     def _log_budget(
         self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int, rank: int | None = None
     ) -> None:
-        """Write a budget to the journal; `rank`: the rank that changed it alone, None if all ranks did."""
+        """Write a budget to the journal. `rank` is the rank that alone has changed its budget; None if all ranks
+        have."""
         self.context.journal.append(
             "microbatch_budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
             budget=asdict(self._budget(phase)), **({} if rank is None else {"rank": rank}),

@@ -1,6 +1,6 @@
 """The training loop of one attempt: steps, validation, checkpoints and the end.
 
-Starting is resuming from step 0: an attempt always begins with the newest valid checkpoint, if any.
+An attempt always begins with the newest valid checkpoint; without a checkpoint, it begins at step 0.
 """
 
 import math
@@ -62,7 +62,7 @@ class TrainingLoop:
         """State of the last snapshot that was submitted for saving."""
         self._is_checkpoint_due = False
         self._exit_lock = threading.Lock()
-        """Lock that the thread which seals the run after a stop request takes and never releases."""
+        """After a stop request, the thread that seals the run takes this lock and never releases it."""
         context.faults.watch_disk(lambda: self.state.step + 1)
 
     @property
@@ -83,7 +83,8 @@ class TrainingLoop:
 
         Raises:
             InterruptedRunError: a stop was requested; the state is sealed.
-            PeersLostError: other ranks have ended, or were asked to stop; the state is sealed.
+            PeersLostError: other ranks have ended, or were asked to stop. The state is sealed, unless other ranks have
+                ended and a snapshot needs all ranks (`StepExecutor.has_residuals`).
             DivergenceError, NonFiniteStateError, MemoryExhaustedError: see `StepExecutor.step`.
             SettingsError: rows are packed, but the model would mix them; no step was done.
             StorageError: the final state could not be saved within `machine.storage_timeout_s`.
@@ -96,7 +97,8 @@ class TrainingLoop:
         try:
             return self._train()
         except PeersLostError:
-            # If the ranks have sealed together, or if a snapshot needs all ranks, the previous checkpoint counts.
+            # Nothing is sealed here if the ranks have already sealed the state together (`_stop`), or if a snapshot
+            # needs all ranks. In the second case, the next attempt resumes from the previous checkpoint.
             if not context.shutdown.is_handled and not self.executor.has_residuals:
                 self._seal("interrupted_by_peer")
             raise
@@ -127,7 +129,10 @@ class TrainingLoop:
             monitor.leave("first_step")
 
     def _synchronize_ranks(self) -> bool:
-        """Return whether any rank was asked to stop; let rank 0, whose clock counts, decide if a checkpoint is due."""
+        """Return whether any rank was asked to stop.
+
+        Rank 0 decides by its clock whether a checkpoint is due, and all ranks get this decision.
+        """
         ranks = self.context.ranks
         is_saving = self.checkpointer.is_saving
         is_due = ranks.is_first and self.interval.is_due(self.state.step, time.monotonic()) and not is_saving
@@ -150,7 +155,7 @@ class TrainingLoop:
         )
         if context.ranks.environment.is_writer:
             checkpoint.quarantine_newer(context.paths, path)
-        context.ranks.any(False)  # a barrier: all checkpoints are copied and renamed before any rank reads or writes
+        context.ranks.any(False)  # a barrier: checkpoints are copied and renamed before any rank reads or writes one
         if path is None:
             return
         for difference in checkpoint.list_environment_differences(path, identity):
@@ -164,9 +169,9 @@ class TrainingLoop:
     def _is_submitted(self) -> bool:
         """Return whether the current state was submitted for saving.
 
-        Comparing steps is not enough: a state that was saved before its validation must be saved again after it,
-        because the best step may differ. The budget is not compared: it may have shrunk in a step that was then
-        interrupted, and the journal contains it.
+        Comparing steps is not enough: a state that was saved before its validation must be saved again after the
+        validation, because the best step may differ. The budget is not compared, because it may have shrunk in a step
+        that was then interrupted, and the journal contains the new budget.
         """
         return replace(self.state, budget=self._submitted.budget) == self._submitted
 
@@ -195,7 +200,7 @@ class TrainingLoop:
     def _stop(self) -> None:
         """Seal the last completed step, then end the attempt."""
         self.context.shutdown.acknowledge()
-        self._exit_lock.acquire()  # blocks forever if the signal thread is already sealing, which ends the process
+        self._exit_lock.acquire()  # blocks forever if the signal thread has the lock: that thread ends the process
         is_requested = self.context.shutdown.is_requested
         self._seal("interrupted" if is_requested else "interrupted_by_peer")
         if not is_requested:
@@ -210,7 +215,10 @@ class TrainingLoop:
         os._exit(EXIT_INTERRUPTED)
 
     def _seal(self, kind: Literal["interrupted", "interrupted_by_peer"], without_peers: bool = False) -> None:
-        """Save the state, and write the event `kind`; with `without_peers`, do not save if that needs other ranks."""
+        """Save the state, and write the event `kind`.
+
+        With `without_peers`, the state is not saved if a snapshot needs the other ranks.
+        """
         if not self._is_submitted() and not (without_peers and self.executor.has_residuals):
             self._submit_checkpoint()
         context, grace_period_s = self.context, self.context.machine.grace_period_s

@@ -45,12 +45,12 @@ MEMORY_ADVICE = (
     "in memory, train.distill.quantization: nf4, or train.distill.mode: offline"
 )
 SAMPLE_ROWS = 1000
-"""Approximate number of rows that are sampled to estimate the share of trained tokens."""
+"""Approximate number of training rows from which the share of trained tokens is estimated."""
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of weights; each weight counts once, however it is stored."""
+    """Numbers of weights. A weight counts as one, whatever its number of bits."""
 
     trainable: int
     total: int
@@ -83,8 +83,8 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     hidden_size = base_model.read_hidden_size(Path(launch.base_path))
     loading.use_threads(launch.machine.threads, RankEnvironment.from_environment().local_world_size, hidden_size)
     torch.use_deterministic_algorithms(True)
-    # Otherwise torch fills every new tensor with NaN, 2,000 times per step. This takes 1 to 5 % of the step's time, and
-    # no kernel reads these values.
+    # By default, torch's deterministic mode fills every new tensor with NaN, 2,000 times per step. This takes 1 to 5 %
+    # of the step's time, and no kernel reads these values.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     heartbeat.beat("load")
@@ -119,7 +119,10 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
 
 
 def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
-    """Return the operations per token, and the total peak rate of all devices in operations per second."""
+    """Return the operations per token, and the total peak rate of all devices in operations per second.
+
+    A value that is unknown is None.
+    """
     rows = context.train_rows
     sample = range(len(rows))[:: max(1, len(rows) // SAMPLE_ROWS)]
     trained_share = rows.count_trained(sample) / rows.count_tokens(sample)
@@ -179,7 +182,7 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
     is_sharded = ranks.any(memory_plan.shard_base)
     if is_sharded and (obstacle := targets.sharding_obstacle(spec.train)):
         raise SettingsError(f"machine.shard_base: {obstacle}; set it to false")
-    # All ranks take part in every pass over a sharded base: if one recomputes activations, all do.
+    # All ranks take part in every pass over a sharded base. So if one rank must recompute activations, all ranks do.
     recompute = ranks.any(memory_plan.recompute) if is_sharded else memory_plan.recompute
     services.heartbeat.beat("load")
     if online_teacher:
@@ -255,7 +258,7 @@ def _load_model(
         device: device of this rank.
         steps: planned optimizer steps.
         monitor: gets the phases of loading.
-        on_host: load into the host's memory, because a base must be complete there before it is sharded.
+        on_host: whether the base is loaded into the host's memory. A base must be complete there before it is sharded.
     """
     path = Path(launch.base_path)
     monitor.enter("loaded")
@@ -268,7 +271,7 @@ def _load_model(
 
 
 def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine, world_size: int) -> dict[str, str]:
-    """Return the environment that results depend on besides the run's spec: they are bit-exact only if it is equal."""
+    """Return the environment of a training: two runs of one spec are bit-exact only if their environments are equal."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
@@ -283,7 +286,10 @@ def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine,
 
 
 def _seal_with_retry(context: TrainingContext, seal_result: Callable[[], str]) -> str:
-    """Seal the result; if the disk fails, try again for up to `machine.storage_timeout_s`, because training is done."""
+    """Seal the result and return the adapter's digest.
+
+    If the disk fails, try again for up to `machine.storage_timeout_s`, because the training is already complete.
+    """
     started_s, delay_s = time.monotonic(), 1.0
     while True:
         context.heartbeat.beat("save")
@@ -336,7 +342,7 @@ def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
     for step in {state.best_step, state.step}:
         try:
             files.verify_sealed(context.paths.checkpoint(step), CHECKPOINT)
-        except DamagedFileError as error:  # the next attempt skips this checkpoint and trains its steps again
+        except DamagedFileError as error:  # the next attempt resumes from an older checkpoint
             raise NonFiniteStateError(str(error)) from None
     checkpoint.load_weights(context.paths.checkpoint(_select_kept_step(loop)), context.model)
     return analysis.analyse(context.model, state, context.settings)

@@ -1,8 +1,9 @@
-"""Decides from a study's history: is the budget used up, does a failure repeat, which trials are best, what is next?
+"""Decides whether a sweep must end, which of its trials are best, and which step of the final round is next.
 
-The final round trains the best trials (the finalists) with further seeds. It trains each seed for all finalists that
-are not dropped, so that they have the same seeds when they are compared. All functions are pure except
-`write_objective`: after a kill, or on another machine, the same history gives the same next step.
+A sweep must end if its budget is used up, or a failure repeats. The final round trains the best trials (the finalists)
+with further seeds. It trains each seed for all finalists that are not dropped, so that all of them have the same seeds
+when they are compared. All functions except `write_objective` are pure functions of the study's history: after a kill,
+or on another machine, the same history gives the same next step.
 """
 
 import math
@@ -30,13 +31,14 @@ from ratchet.storage.records.evaluation import (
 from ratchet.storage.records.sweep import Finalist, FinalRound, SweepObjective, Trial
 
 STOPPED = "stopped"
-"""Note of a study that was stopped because of failures: the diagnosis; empty after the sweep was resumed."""
+"""Key of the note of a study with the reason why failures stopped it; the note is empty after the sweep was resumed."""
 
 FORGIVEN = "forgiven"
-"""Note: failures before this trial number do not count any more, because the user has resumed the sweep."""
+"""Key of the note of a study with a trial number. Failures of trials before this number do not count any more, because
+the user has resumed the sweep."""
 
 ALL_INFEASIBLE = 3
-"""If no trial is feasible, a sweep stops after this number times `sweep.max_repeated_failures` trials."""
+"""A sweep without any feasible trial stops after this number times `sweep.max_repeated_failures` trials."""
 
 SEED = "train.seed"
 """Dotted key of the seed."""
@@ -46,7 +48,7 @@ SEED = "train.seed"
 
 
 def count_trials(history: Iterable[Trial]) -> int:
-    """Count trials for the budget; a trial that continues a pruned one does not count."""
+    """Count trials for the budget; a trial that continues an earlier (pruned or failed) trial does not count."""
     return sum(trial.continues is None for trial in history)
 
 
@@ -65,7 +67,7 @@ def check_budget(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 
 
 def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Return the limit of hours or tokens that is reached; None if none is. It also ends continuations of trials."""
+    """Return the limit of hours or tokens that is reached, after which no trial is continued; None if none is."""
     hours, tokens = sum_costs(history)
     if sweep.max_hours is not None and hours >= sweep.max_hours:
         return f"{hours:.2f} hours trained of {sweep.max_hours:g}"
@@ -112,7 +114,7 @@ def sweep_objectives(sweep: Sweep) -> tuple[SweepObjective, ...]:
 
 
 def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials that can be the best: complete, with finite objectives, one for each training."""
+    """Return the trials that can be the best: complete, with finite objectives, and only one trial for each run."""
     by_run: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         is_finite = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
@@ -154,7 +156,7 @@ def _minimized_values(trial: Trial, objectives: Sequence[SweepObjective]) -> tup
 
 
 def _dominates(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether the first values are at most the second ones, and not equal to them."""
+    """Return whether no first value is above its second value, and at least one is below it."""
     return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 
@@ -171,7 +173,8 @@ class FinalistTraining:
     """Index of the seed, from 1; 0 is the trial's own run."""
     run_id: str
     failed: str = ""
-    """Reason of a failure, for example that it diverged; the finalist is then dropped. Empty: successful."""
+    """Reason of a failure, for example that the training diverged; the finalist is then dropped. Empty if the training
+    succeeded."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,8 @@ class FinalistTrainingBatch:
 
 
 Step = FinalistTrainingBatch | ValidationJob | FinalRound
-"""The next step. The runs of a ValidationJob are scored (scheduler.score_runs), and the results are added to the
-scores."""
+"""The next step of the final round. If it is a ValidationJob, the caller scores its runs (`scheduler.score_runs`), and
+passes the results as `scores` in the next call of `plan_next_step`."""
 
 
 def plan_next_step(
@@ -195,7 +198,7 @@ def plan_next_step(
     Args:
         sweep: its objectives and finalists are used.
         trials: trials of the search, all of them over.
-        trainings: completed trainings of finalists with further seeds.
+        trainings: completed and failed trainings of finalists with further seeds.
         scores: scores of finalists' runs, by run id.
 
     Raises:
@@ -213,7 +216,7 @@ def plan_next_step(
 
 
 def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepObjective]:
-    """Return the metric that compares finalists: the first objective if it is measured by row, else the loss."""
+    """Return the objective that compares finalists: the first one if it is measured by row, else validation loss."""
     first = sweep.objectives[0]
     for metric in VALIDATION_METRICS:
         if metric == first.metric:
@@ -294,7 +297,7 @@ class _FinalRound:
         }
 
     def _run(self, trial: Trial, index: int) -> str | None:
-        """Return the run of a finalist with a seed index; None if it was not trained."""
+        """Return the run id of a finalist with a seed index; None if this training is missing or failed."""
         if index == 0:
             return trial.run_id
         training = self.trainings.get((trial.number, index))
@@ -306,7 +309,7 @@ class _FinalRound:
     def _find_missing_step(
         self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
     ) -> FinalistTrainingBatch | ValidationJob | None:
-        """Return the step that a comparison of these trials by their first `seeds` seeds needs first; None if none."""
+        """Return the next step before these trials can be compared by their first `seeds` seeds; None if they can."""
         if missing:
             return FinalistTrainingBatch(tuple(missing))
         metric, _ = select_comparison_objective(self.sweep)
@@ -323,7 +326,7 @@ class _FinalRound:
 
     @cached_property
     def _scored_rows(self) -> list[int]:
-        """Indices of rows with trained tokens; other rows have no loss."""
+        """Indices of validation rows with trained tokens; other rows have no loss."""
         return [row for row, tokens in enumerate(self._first.tokens) if tokens]
 
     @cached_property

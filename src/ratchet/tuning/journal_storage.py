@@ -5,8 +5,9 @@ process remains for 30 s. Here the lock ends with its process, and each line has
 Optuna's replay ignores this key, so Optuna's own backend and optuna-dashboard can read the file. They write lines
 without the key (for example a note in the dashboard). Such a line is accepted if it is an operation of a journal.
 
-A killed writer leaves a torn last line. Readers ignore it, and the next writer cuts it off. A crash cannot damage an
-earlier line. If an earlier line is damaged, all processes stop until `repair`.
+A killed writer leaves a torn last line. Readers ignore this line, and the next writer cuts it off. A crash cannot
+damage an earlier line. If an earlier line is damaged all the same, all processes stop with an error until the file is
+repaired (`repair`).
 """
 
 import json
@@ -30,13 +31,14 @@ from ratchet.storage.files import FileLock
 FORMAT = 1
 """Format of lines; a newer Ratchet writes a higher one."""
 APPEND_WAIT_S = 30.0
-"""Maximum wait for another append, which takes milliseconds unless its process was stopped."""
+"""Maximum number of seconds to wait while another process appends. An append takes milliseconds, unless its process was
+stopped."""
 _OPERATIONS = range(11)
 """Codes of operations in Optuna 5.0."""
 _SEAL = re.compile(rb',"ratchet":"(\d{1,9})-([0-9a-f]{8})"\}\n\Z')
 _SEAL_INSIDE = re.compile(rb'"ratchet":"\d{1,9}-[0-9a-f]{8}"\}[^\n]')
 _SEAL_BYTES = 64
-"""More bytes than a seal can have."""
+"""Number of bytes at the end of a line in which its seal (format and checksum) is searched; no seal is longer."""
 
 
 def make_study_lock(path: Path) -> FileLock:
@@ -49,7 +51,7 @@ def _make_append_lock(path: Path) -> FileLock:
 
 
 def encode_operation(log: dict[str, Any]) -> bytes:
-    """Return an operation as a line: Optuna's JSON, with the format and the CRC-32 of this JSON as the last entry."""
+    """Return an operation as a line: Optuna's JSON, with a seal (format, and CRC-32 of this JSON) as the last entry."""
     body = json.dumps(log, separators=(",", ":")).encode()
     return b'%s,"ratchet":"%d-%08x"}\n' % (body[:-1], FORMAT, zlib.crc32(body))
 
@@ -108,14 +110,14 @@ def _scan_lines(data: bytes, start: int) -> _JournalScan:
         scan.starts.append(start + at)
         at = newline + 1
         scan.end = start + at
-    # A seal inside of the last line: the end of this line and the start of the next one were lost.
+    # A seal inside of the last line shows that the end of this line and the start of the next line were lost.
     if not scan.damage and _SEAL_INSIDE.search(data, at):
         scan.damage = "it is two lines in one"
     return scan
 
 
 def _raise_scan_error(path: Path, number: int, scan: _JournalScan) -> None:
-    """Raise DamagedFileError if a scan stopped at line `number` for another reason than a torn last line."""
+    """Raise DamagedFileError if a scan stopped at line `number`, unless this line is the last one and is torn."""
     if scan.newer:
         raise DamagedFileError(
             f"{path}:{number}: written by a newer version of Ratchet (format {scan.newer}, this one knows {FORMAT}); "
@@ -143,8 +145,9 @@ class StudyJournalBackend(BaseJournalBackend):
 
     All methods may raise:
         StorageError: the disk fails or is full, or the file was replaced, removed or cut while this process had it
-        open. DamagedFileError: a line before the last one is damaged, or a newer Ratchet wrote a line. LockHeldError:
-        another process has held the lock for appending for APPEND_WAIT_S.
+            open.
+        DamagedFileError: a line before the last one is damaged, or a newer Ratchet wrote a line.
+        LockHeldError: another process has held the lock for appending for APPEND_WAIT_S.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,7 +173,11 @@ class StudyJournalBackend(BaseJournalBackend):
         return self._read(log_number_from, is_locked=False)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write operations durably, or leave the file unchanged."""
+        """Write operations durably.
+
+        If a write fails, the file is left unchanged, or with a torn last line. If only the fsync fails, the operations
+        stay in the file, because other processes may have read them.
+        """
         lines = b"".join(map(encode_operation, logs))
         with self._append_lock():
             self._read(len(self._starts), is_locked=True)
@@ -236,13 +243,13 @@ class StudyJournalBackend(BaseJournalBackend):
         except OSError as error:
             failure = self._storage_error(error, "; the lines were not stored")
             try:
-                # If the file is longer, a dashboard has written after the part of a line: that line is then damaged.
+                # If the file is longer, a dashboard has written after the incomplete line, which is then damaged.
                 if count and os.fstat(self._fd).st_size == self._end + count:
                     os.ftruncate(self._fd, self._end)
             except OSError as second:
                 failure.add_note(f"its end has {count} bytes of a torn line, which the next writer cuts off: {second}")
             raise failure from error
-        with self._convert_os_errors():  # the lines are complete, and stay if this fails: others may have read them
+        with self._convert_os_errors():  # if this fails, the complete lines stay: other processes may have read them
             files.before("fsync", self.path)
             os.fsync(self._fd)
 
@@ -271,7 +278,7 @@ class StudyJournalBackend(BaseJournalBackend):
 def repair(path: Path) -> str:
     """Cut a journal at its first damaged line, and write the rest to another file.
 
-    No worker should run. If one runs, it detects that its file was replaced.
+    No worker should run. A worker that still runs detects that its file was replaced.
 
     Returns:
         A description of the result for the user.

@@ -1,10 +1,10 @@
-"""Leases of trials: they record which worker runs a trial, and show other workers that it has stopped.
+"""Leases of trials: a lease records which worker runs a trial, and shows other workers when this worker has stopped.
 
-The lease of a running trial lists all workers that have held the trial, with one execution for each. The holder stores
-heartbeats: a counter under the key of its execution, so that a replaced holder cannot change the counter of its
-successor. Workers on the same machine check the holder's process directly. A worker on another machine may take over
-the trial when the counter has not changed for the duration of the lease, by the worker's own clock, because clocks of
-machines differ.
+The lease of a running trial lists all workers that have held the trial, with one execution for each worker. The holder
+stores heartbeats: it increases a counter under the key of its execution. Each execution has its own key, so that a
+replaced holder cannot change the counter of its successor. Workers on the same machine check the holder's process
+directly. A worker on another machine may take over the trial when the counter has not changed for the duration of the
+lease. It measures this time by its own clock, because clocks of machines differ.
 """
 
 import errno
@@ -20,7 +20,7 @@ from ratchet.errors import RatchetError
 from ratchet.storage.records.sweep import TrialExecution
 
 LEASE = "lease"
-"""Attribute of a trial with its lease."""
+"""Key of the attribute of a trial that contains its lease."""
 Heartbeat = tuple[int, int]
 """Index of the execution, and the counter of its heartbeats."""
 
@@ -60,7 +60,7 @@ class SweepWorker:
     """Boot and process namespace; workers with the same value can compare process ids."""
     pid: int
     started: int
-    """Start of the process in clock ticks after boot; it distinguishes processes, because ids are reused."""
+    """Start of the process in clock ticks after boot; it distinguishes processes with the same id, which is reused."""
 
     @classmethod
     def current(cls) -> "SweepWorker":
@@ -73,7 +73,7 @@ class SweepWorker:
         return f"{self.host}/{self.pid}"
 
     def is_gone(self, seen_from: "SweepWorker") -> bool:
-        """Return whether its process has certainly ended; False if the observing worker cannot check it."""
+        """Return whether the worker's process has certainly ended; False if the worker `seen_from` cannot check it."""
         if self.boot != seen_from.boot:
             return False
         try:
@@ -131,7 +131,7 @@ class TrialLease:
 
     @property
     def heartbeat_key(self) -> str:
-        """Attribute with the holder's heartbeat."""
+        """Key of the attribute that contains the holder's heartbeat."""
         return _heartbeat_key(len(self.workers) - 1)
 
     def heartbeat(self, attributes: Mapping[str, Any]) -> Heartbeat:
@@ -158,7 +158,7 @@ def next_heartbeat(heartbeat: Heartbeat) -> tuple[int, float]:
 
 
 class TrialLeaseMonitor:
-    """Observer of heartbeats, which measures by its own clock for how long each has not changed."""
+    """Observer of heartbeats, which measures by its own clock for how long each heartbeat has not changed."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[Heartbeat, float]] = {}

@@ -1,7 +1,8 @@
 """Stores studies in a Postgres database: Optuna's tables, and an advisory lock (Postgres 17 docs, 13.3.5).
 
-The lock belongs to a session: the server releases it when the connection ends with its process or machine. So the
-address must be that of the server itself, or of a pool that keeps sessions (PgBouncer's `session` mode).
+The lock belongs to a session: the server releases the lock when the connection ends, also if the client's process or
+machine dies. So the address must be that of the server itself, or of a pool that keeps sessions (PgBouncer's `session`
+mode).
 """
 
 import re
@@ -31,7 +32,7 @@ _SESSION = {
     "statement_timeout": "120s",  # above the wait for the advisory lock
 }
 FAILURES = (StorageInternalError, SQLAlchemyError, psycopg.Error)
-"""Exceptions of Optuna's storage if the server does not answer."""
+"""Exceptions that Optuna's storage raises if the server does not answer."""
 _OTHERS = {
     "sqlite": "SQLite locks the whole file for each writer; 5 of 8 workers on one file died of it",
     "mysql": "only Postgres is tested",
@@ -73,7 +74,7 @@ def format_address(address: URL) -> str:
 
 
 def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
-    """Return a function that opens connections. Client and server detect within a minute that the other is gone."""
+    """Return a function that opens connections. Client and server detect the loss of the other side within a minute."""
     own = address.query.get("options", "")
     options = [own if isinstance(own, str) else " ".join(own), *(f"-c {k}={v}" for k, v in _SESSION.items())]
     return partial(
@@ -90,7 +91,8 @@ def make_connector(address: URL) -> "Callable[[], psycopg.Connection[Any]]":
 
 
 class AdvisoryLock:
-    """Lock of all processes that use the database. It has its own session; the server releases it when that ends.
+    """Lock that all processes of the database share. It has a session of its own, and the server releases it when this
+    session ends.
 
     Args:
         connect: opens a connection to the database.
@@ -103,7 +105,7 @@ class AdvisoryLock:
         self._session: psycopg.Connection[Any] | None = None
 
     def acquire(self, wait_s: float) -> None:
-        """Acquire the lock. Raises LockHeldError with the holder, StorageError if the server does not answer."""
+        """Acquire the lock. Raises LockHeldError that names the holder; StorageError if the server does not answer."""
         with self._convert_errors():
             self._close_dead_session()
             session = self._open_session()
@@ -198,7 +200,7 @@ class PostgresDatabase:
 
 
 def open_database(url: str, wait_s: float) -> PostgresDatabase:
-    """Connect, and create Optuna's tables if they are missing. One process creates them while others wait.
+    """Connect, and create Optuna's tables if they are missing. One process creates them; other processes wait.
 
     Raises:
         SettingsError: see `parse_address`.

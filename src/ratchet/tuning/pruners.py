@@ -1,12 +1,13 @@
 """Pruners: asynchronous successive halving (Li et al. 2020, Algorithm 2), Hyperband and the median rule.
 
 A rung is a number of processed rows at which trainings are compared. In the paper, workers pause each training at a
-rung, and promote the best of the paused ones. Here, a training that is among the best when it reaches a rung continues
-at once, so that the model stays in memory. Any other training is paused, and promoted later if enough worse ones have
-reached the rung. As in the paper, one of `reduction` trainings continues, so the first ones are paused until others
-have reached the rung. (Optuna's pruner promotes no training later. So it lets the best training continue while fewer
-than `reduction` have reached the rung. In a simulated search with TPE, which keeps finding new bests, ten of 24
-trainings then ran to the end, and the search cost twice as much.)
+rung, and promote the best paused trainings. Here, a training that is among the best when it reaches a rung continues at
+once, so that the model stays in memory. Any other training is paused (its trial is "pruned"), and promoted later if
+enough worse trainings have reached the rung. As in the paper, one of `reduction` trainings continues, so the first
+trainings at a rung are paused until `reduction` trainings have reached it. (Optuna's pruner promotes no training later.
+So it lets the best training continue while fewer than `reduction` trainings have reached the rung. TPE keeps finding
+new bests: in a simulated search with TPE and Optuna's pruner, ten of 24 trainings ran to the end, and the search cost
+twice as much.)
 """
 
 import math
@@ -29,11 +30,12 @@ from ratchet.tuning.samplers import (
 )
 
 LAST_RUNG = 0.9
-"""Share of the longest training above which there is no rung, because pruning there would save almost nothing. (Without
-this limit, a first rung at 0.11 with reduction 3 would end two of three trainings after 99 % of their rows.)"""
+"""Share of the longest training from which on there is no rung, because pruning there would save almost nothing.
+(Without this limit, a first rung at 0.11 with reduction 3 would lead to a rung at 0.99, which would end two of three
+trainings after 99 % of their rows.)"""
 
 DECIMALS = 6
-"""Decimals of rungs, in rows and in shares of the longest training."""
+"""Number of decimals to which rungs are rounded, both in rows and in shares of the longest training."""
 
 BRACKETS_OF = "ratchet"
 """Text that is hashed with a trial's number to choose its bracket."""
@@ -42,8 +44,8 @@ BRACKETS_OF = "ratchet"
 def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Trial, longest_rows: int) -> str | None:
     """Return the reason to prune this training now; None to continue it. Call this function after each validation.
 
-    The same history gives the same result. A complete training is not pruned: it has processed `longest_rows`, or done
-    all of its `cost.planned_steps`.
+    The same history gives the same result. A training that has processed `longest_rows`, or done all of its
+    `cost.planned_steps`, is complete, and is not pruned.
 
     Args:
         pruner: section sweep.pruner.
@@ -71,7 +73,7 @@ def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Tria
 
 
 def find_promotable(pruner: PrunerSettings, history: Sequence[Trial], longest_rows: int) -> int | None:
-    """Return the number of a pruned trial to continue, because it is now among the best at its rung; None without one.
+    """Return the number of a pruned trial to continue, because it is now among the best at its rung; None if none is.
 
     A continued trial is not returned again. The median rule promotes no trial.
     """
@@ -84,7 +86,9 @@ def find_promotable(pruner: PrunerSettings, history: Sequence[Trial], longest_ro
 
 
 def find_most_promising(history: Sequence[Trial]) -> int | None:
-    """Return the number of a pruned trial to continue as a last resort: the most rows, then the best; None without one.
+    """Return the number of a pruned trial to continue as a last resort; None if there is no pruned trial.
+
+    It is the trial with the most processed rows; of several trials, the one with the lowest loss after these rows.
 
     If the continuation of a trial has failed, the trial is not returned again.
     """
@@ -130,9 +134,9 @@ class RungPosition:
     count: int
     """Number of trainings that reached the rung."""
     loss: float
-    """Validation loss there, in nats per token."""
+    """Loss of the training's first validation at or after the rung, in nats per token."""
     rows: int
-    """Rows processed when it was measured."""
+    """Number of processed rows at this validation."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,11 @@ class HyperbandBracket:
     """Rungs, and the trainings that are compared at them."""
 
     rungs: tuple[float, ...]
-    """Processed rows, ascending."""
+    """Rungs in processed rows, ascending."""
     reduction: int
-    """One of this number of trainings continues."""
+    """One of this number of trainings continues at each rung."""
     field: tuple[TrialLineage, ...]
-    """The trainings."""
+    """Trainings that are compared at the rungs."""
 
     def rank(self, line: TrialLineage, rung: float) -> RungPosition:
         """Return the rank of a training that has reached a rung.
@@ -165,9 +169,9 @@ class HyperbandBracket:
         return RungPosition(rank, count, own[1], own[0])
 
     def find_losing_position(self, trial: Trial) -> RungPosition | None:
-        """Return the position because of which to prune a trial: at a rung that it just reached, not among the best.
+        """Return the position because of which a trial must be pruned; None if it is among the best at all its rungs.
 
-        None if there is none. Rungs from which the trial was promoted do not count again.
+        Only rungs that the trial has just reached count, not those from which it was promoted.
         """
         line = self._line(trial.number)
         for rung in self._just_reached(line, trial):
@@ -177,7 +181,10 @@ class HyperbandBracket:
         return None
 
     def find_promotable(self) -> int | None:
-        """Return the pruned trial that is now among the best at its rung; of several, the best at the highest rung."""
+        """Return the number of a pruned trial that is now among the best at its rung; None if there is none.
+
+        Of several trials, it is the best one at the highest rung.
+        """
         promotable = []
         for line in self.field:
             last = line.trials[-1]
@@ -191,7 +198,7 @@ class HyperbandBracket:
         return next(line for line in self.field if number in line.numbers)
 
     def _just_reached(self, line: TrialLineage, trial: Trial) -> list[float]:
-        """Return the rungs between the trial's last two validations, without those from which it was promoted."""
+        """Return the rungs between the trial's last two validations, without rungs from which it was promoted."""
         before = [rows for earlier in line.trials if earlier.number < trial.number for rows in earlier.curve]
         now = max(trial.curve, default=0)
         past = max([*before, *(rows for rows in line.curve if rows < now)], default=0)
@@ -201,8 +208,8 @@ class HyperbandBracket:
 def compute_rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
     """Return the rows at which trainings are compared: `first` x `longest`, times `reduction` from rung to rung.
 
-    All are below `LAST_RUNG`. They are rounded, because 3 x 0.05 x 15,000 is 2250.0000000000005 in floating point, and
-    a validation after 2,250 rows would be too early.
+    All rungs are below `LAST_RUNG` x `longest`. They are rounded, because 3 x 0.05 x 15,000 is 2250.0000000000005 in
+    floating point, and a validation after 2,250 rows would be too early.
     """
     shares = [first]
     while round(shares[-1], DECIMALS) < LAST_RUNG:
@@ -257,10 +264,11 @@ def _first_validation_at(curve: Mapping[int, float], rung: float) -> tuple[int, 
 
 
 def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: Trial, longest_rows: int) -> str | None:
-    """Prune by Optuna's median rule: the best loss is worse than the median of complete trainings after as many rows.
+    """Return the reason to prune a trial by Optuna's median rule; None to continue it.
 
-    Optuna compares only equal steps, but the rows of a validation depend on the batch size, so the curves of the other
-    trainings are interpolated linearly.
+    A trial is pruned if its best loss is worse than the median loss of complete trainings after the same number of
+    rows. Optuna compares only losses at equal steps, but the rows at which a training is validated depend on its batch
+    size, so the curves of the complete trainings are interpolated linearly.
     """
     rows = max(trial.curve)
     study = create_empty_study(1)
@@ -282,7 +290,7 @@ def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: 
 
 
 def _interpolate(curve: Mapping[int, float], rows: int) -> float | None:
-    """Return a curve's value at a number of rows: after its end the last value, before its first validation None."""
+    """Return a curve's value at a number of rows; None before its first validation, its last value after its end."""
     if not curve or rows < min(curve):
         return None
     before = max(at for at in curve if at <= rows)

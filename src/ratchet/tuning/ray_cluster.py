@@ -1,9 +1,9 @@
 """Starts sweep workers on a Ray cluster; the only module that imports Ray.
 
 Ray adds and removes nodes, and chooses the node of each worker. On the node, an actor starts the same worker process as
-without Ray, and waits for it. The study and its leases decide which worker has which trial, also after the loss of a
-node, so correctness does not depend on Ray. Each node needs Ratchet, and the project under the same path (on a shared
-disk, or a copy with its prepared data). The study must be in a database.
+without Ray, and waits until this process ends. The study and its leases decide which worker has which trial, also after
+the loss of a node, so correctness does not depend on Ray. Each node needs Ratchet, and the project under the same path
+(on a shared disk, or a copy with its prepared data). The study must be in a database.
 """
 
 import os
@@ -23,11 +23,12 @@ from ratchet.storage.digests import code_version
 from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
 
 REPORT_WAIT_AFTER_S = 30.0
-"""Time after which a message reports a worker that waits for a node."""
+"""Seconds after which a message reports that a worker still waits for a node."""
 CONNECT_TIMEOUT_S = 10.0
-"""Timeout for a connection to the head of a cluster."""
+"""Seconds after which an attempt to connect to the head of a cluster fails."""
 MAX_OUTPUT_BYTES = 65536
-"""Size of the end of a worker's output, which is copied to the sweep command after the worker has ended."""
+"""Maximum number of bytes of a worker's output, counted from its end, that are copied to the sweep command after the
+worker has ended."""
 INSTALL = "pip install -c constraints.txt -e '.[ray]'"
 """Command that installs Ray."""
 
@@ -46,7 +47,7 @@ class RayWorkerActor:
         self._is_stop_requested = False
 
     def node_name(self) -> str:
-        """Return the name of this node. A result shows that the actor has a node."""
+        """Return the name of this node. The call has a result as soon as the actor has a node."""
         return socket.gethostname()
 
     def run_worker(self) -> tuple[int, str]:
@@ -68,7 +69,7 @@ class RayWorkerActor:
             return code, output.read().decode(errors="replace")
 
     def _find_problem(self) -> str:
-        """Return the reason why no worker can start on this node; empty if it can."""
+        """Return the reason why no worker can start on this node; empty if a worker can start."""
         if (version := code_version()) != self._code:
             return f"has Ratchet {version}, the command has {self._code}; install the same version on every node"
         if not (Path(self._project) / "params.yaml").is_file():
@@ -146,7 +147,7 @@ class RayWorkerProcess:
                 self._code = -signal.SIGKILL
             elif isinstance(error, self._ray.exceptions.RayActorError) and not error.actor_init_failed:
                 self.lost = f"node {self._node()} was lost"
-        self._ray.kill(self._actor)  # otherwise it keeps its resources of the node
+        self._ray.kill(self._actor)  # otherwise the actor keeps its resources on the node
         with self._log.open("a", encoding="utf-8") as log:
             log.write(output)
 
@@ -180,7 +181,8 @@ class RayWorkerLauncher:
         gpus = float("GPU" in cluster) if ray_settings.gpus == "auto" else ray_settings.gpus
         self._resources = {"CPU": ray_settings.cpus, "GPU": gpus} | ray_settings.resources
         actor_class: Any = self._ray.remote(RayWorkerActor)
-        # Only the pool restarts workers, because it counts restarts. Two threads: `stop` runs while `run_worker` waits.
+        # The pool alone restarts workers, because it counts restarts. The actor needs two threads, because `stop` runs
+        # while `run_worker` waits.
         self._actor_class = actor_class.options(
             num_cpus=ray_settings.cpus,
             num_gpus=gpus,
@@ -228,7 +230,7 @@ def connect(address: str) -> Any:
     """Connect to the cluster if Ray is not connected yet, and return the library.
 
     Raises:
-        SettingsError: Ray is not installed, no cluster answers, or it has other versions of Python or Ray.
+        SettingsError: Ray is not installed, no cluster answers, or the cluster has other versions of Python or Ray.
     """
     try:
         import ray

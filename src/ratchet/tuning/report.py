@@ -31,16 +31,16 @@ from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_val
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
-"""Trials that a random forest needs at least."""
+"""Minimum number of trials for a random forest."""
 
 TRIALS_PER_PARAMETER = 2
-"""Trials that a random forest needs at least for each hyperparameter."""
+"""Minimum number of trials for each hyperparameter of a random forest."""
 
 
 def build_report(
     store: TrialStore, settings: Settings, space: SearchSpace, identity: dict[str, Any], with_importances: bool = True
 ) -> SweepReport:
-    """Return the current report of a study. Importances take seconds."""
+    """Return the current report of a study. The computation of importances takes seconds."""
     history, objectives, notes = store.trials(), final_round.sweep_objectives(settings.sweep), store.notes()
     finals = FinalRound.model_validate(notes[FINAL_ROUND_NOTE]) if FINAL_ROUND_NOTE in notes else None
     return SweepReport(
@@ -73,12 +73,14 @@ def compute_importances(
 ) -> dict[str, float]:
     """Return the share of the variance of the first objective that each parameter explains, largest first; sum 1.
 
-    Functional analysis of variance over a random forest (Hutter et al. 2014) of complete trials, each training once.
-    Every range has its own scale (a learning rate its logarithm: on the plain scale, its last decade would be nine
-    tenths of the space). Derived parameters are left out, and those that some of these trials did not have. If too few
-    trials are complete because of pruning, and validation loss is the objective, the loss of the first validation is
-    used, of all trials that validated after the same number of rows. The result is empty if there are still too few
-    trials, or if all have the same loss.
+    The method is functional analysis of variance over a random forest (Hutter et al. 2014). The forest is fitted to the
+    complete trials; each training counts once. Every range has its own scale: a learning rate has a logarithmic scale,
+    because its last decade would be nine tenths of a linear scale. Derived parameters, and parameters that some of
+    these trials did not have, are left out.
+
+    Pruning may leave too few complete trials. Then, if validation loss is the first objective, the loss of the first
+    validation is used instead, of all trials whose first validation came after the same number of rows. The result is
+    empty if there are still too few trials, or if all of them have the same loss.
     """
     importances = _explained_variance(space, _completed_losses(objectives, history), seed)
     if not importances and objectives[0].metric == "validation_loss":
@@ -93,7 +95,7 @@ def _completed_losses(objectives: Sequence[SweepObjective], history: Sequence[Tr
 
 
 def _first_losses(history: Sequence[Trial]) -> list[tuple[Trial, float]]:
-    """Return trials and their first validation losses, if the number of rows before it is the most common one."""
+    """Return the trials whose first validation came after the most common number of rows, with its loss."""
     firsts = [
         (line.trials[0], *min(curve.items()))
         for line in group_by_lineage(history)
@@ -141,9 +143,9 @@ class AdoptedTrial(Record):
     is_trained_here: bool
     """Whether the trial's run is complete on this machine, so that `dvc repro` does not train it again."""
     diff: tuple[str, ...]
-    """Lines of a unified diff of params.yaml; empty if it already had these values."""
+    """Lines of a unified diff of params.yaml; empty if the file already had these values."""
     conditional: tuple[str, ...]
-    """Changed hyperparameters that trials set only under a condition; in params.yaml they apply without it."""
+    """Changed hyperparameters that trials set only under a condition; in params.yaml, no condition applies to them."""
 
 
 def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, number: int | None) -> AdoptedTrial:
@@ -151,7 +153,7 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
 
     Args:
         layout: the project.
-        settings: the current content of its params.yaml.
+        settings: the current content of the project's params.yaml.
         report: the study's report.
         number: number of the trial; None: the winner.
 

@@ -38,26 +38,27 @@ from ratchet.tuning.search_space import (
 )
 
 ATTEMPTS = {"tpe": 20, "gp": 3, "random": 20, "cmaes": 20}
-"""Attempts of a sampler to propose untried values. A Gaussian process needs a second for each, and they hardly
-differ."""
+"""Maximum number of attempts of a sampler to propose untried values. A Gaussian process has few attempts, because each
+needs a second, and its proposals hardly differ."""
 
 MAX_LISTED_POINTS = 4096
-"""Limit of points of a finite space that are listed, to draw an untried one uniformly."""
+"""Maximum size of a finite space of which all points are listed, to draw an untried point uniformly."""
 
 MAX_DRAWS = 200
-"""If so many random values in a row were tried before, the space counts as used up, or is searched in order."""
+"""Maximum number of random draws in search of untried values. If all drawn values were tried before, a finite space is
+searched in order, and any other space counts as used up."""
 
 WORST = 1e300
-"""Replaces a loss that is not finite: it is worse than any other, but medians with it are finite."""
+"""Value that replaces a loss that is not finite. It is worse than any other loss, but medians with it are finite."""
 
 INFEASIBLE = "infeasible"
-"""Name of the constraint for a Gaussian process; above 0 if any constraint of the trial was violated."""
+"""Name of the constraint for a Gaussian process; its value is above 0 if the trial is infeasible (`is_infeasible`)."""
 
 SIGMA = 0.3
-"""Standard deviation of the first generation, in widths of the ranges (Hansen 2016, section B)."""
+"""Standard deviation of the first generation, as a share of the width of a range (Hansen 2016, section B)."""
 
 MIN_CMA_DIMENSIONS = 2
-"""Numeric parameters that CMA-ES needs at least."""
+"""Minimum number of numeric parameters for CMA-ES."""
 
 Values = dict[str, Any]
 """Values of a trial by dotted key."""
@@ -74,8 +75,8 @@ def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and whi
 ) -> Values | None:
     """Return the values of trial `number`, including derived ones; None if a grid or a finite space is used up.
 
-    The same arguments give the same values in any process. Tried values are not proposed again while there are untried
-    ones.
+    The same arguments give the same values in any process. Values that were tried are not proposed again while there
+    are untried values.
 
     Args:
         space: the search space.
@@ -99,7 +100,7 @@ def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and whi
 
 
 def derive_seed(seed: int, number: int, attempt: int) -> int:
-    """Return the 31-bit seed of a proposal: a hash of seed, trial and attempt, so that neighbours are independent."""
+    """Return the 31-bit seed of a proposal: a hash, so that seeds of neighbouring trials and attempts are unrelated."""
     return int(digests.hash_json([seed, number, attempt])[:8], 16) & 0x7FFFFFFF
 
 
@@ -242,17 +243,20 @@ class TrialLineage:
 
     @property
     def decisive(self) -> Trial:
-        """The trial with the result: the last one that is complete, pruned or infeasible.
+        """The trial with the result: the last trial that is complete, pruned or infeasible, or else the last trial.
 
-        While a trial continues a pruned one, the result is still the pruned trial. A failed continuation is no result,
-        because it is no evidence about the values.
+        While a trial continues a pruned trial, the result is still that of the pruned trial. A failed continuation is
+        no result, because it is no evidence about the values.
         """
         settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
         return settled[-1] if settled else self.trials[-1]
 
     @property
     def competes(self) -> bool:
-        """Whether other trainings are compared with it; False if it is failed or infeasible, even with a good curve."""
+        """Whether pruners compare other trainings with it; False if its last trial is failed or infeasible.
+
+        Such a training may have a good curve.
+        """
         return self.trials[-1].state not in ("failed", "infeasible")
 
 
@@ -284,7 +288,7 @@ def minimized_objectives(trial: Trial, objectives: Sequence[SweepObjective]) -> 
 
 
 def is_infeasible(trial: Trial) -> bool:
-    """Return whether training with these values is impossible, or its result is not finite."""
+    """Return whether the trial is infeasible, or complete with an objective that is not finite."""
     is_not_finite = trial.state == "complete" and not all(map(math.isfinite, trial.objectives))
     return trial.state == "infeasible" or is_not_finite
 
@@ -304,11 +308,14 @@ def build_in_memory_study(
     evidence about their values. Running trials are RUNNING with their values, so that no other worker tries the same
     values (Ginsbourger et al. 2010, "constant liar"). Less is better for all objectives, as for the curves.
 
-    For TPE, a pruned trial is PRUNED with its curve, and an infeasible one is PRUNED with its violated constraints. A
-    Gaussian process would ignore both, so they are COMPLETE. A pruned trial then has its last loss if that is the
-    objective; all others have the worst value of any trial, or 0 if there is none. An infeasible trial also violates a
-    constraint, which is +1 for infeasible and -1 for feasible trials (Gardner et al. 2014) and keeps proposals away.
-    While no trial is feasible, this constraint would be the same everywhere, so the sum of violations is minimised.
+    For TPE, a pruned trial is PRUNED with its curve, and an infeasible trial is PRUNED with its violated constraints.
+
+    A Gaussian process would ignore PRUNED trials, so both kinds are COMPLETE for it. If validation loss is the only
+    objective, the value of a pruned trial is its last validation loss. Otherwise, and for an infeasible trial, it is
+    the worst value of any trial, or 0 if no trial has a value. If some trials are infeasible, every ended trial has
+    a constraint, which is +1 for infeasible and -1 for feasible trials (Gardner et al. 2014) and keeps proposals away
+    from infeasible values. While no trial is feasible, this constraint would be the same everywhere, so the sum of
+    violations is minimised instead.
     """
     study = create_empty_study(len(objectives))
     counted = [line for line in group_by_lineage(history) if line.decisive.state != "failed"]
@@ -360,10 +367,10 @@ def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) 
 
 
 def _final_objectives(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...] | None:
-    """Return the result of a training that is over, in the unit of the objectives; None if there is none.
+    """Return the result of a training that is over, in the unit of the objectives; None if it has no result.
 
-    The result of a pruned training is its last validation loss, if that is the objective. Further training would have
-    lowered it, so it is not too optimistic.
+    The result of a pruned training is its last validation loss, if that is the only objective. Further training would
+    have lowered the loss, so this result is not too optimistic.
     """
     if is_infeasible(line.decisive):
         return None
@@ -378,7 +385,7 @@ def _final_objectives(line: TrialLineage, objectives: Sequence[SweepObjective]) 
 
 
 def numeric_dimensions(space: SearchSpace) -> list[SearchDimension]:
-    """Return the dimensions that CMA-ES searches: ranges that every trial has. It draws others at random."""
+    """Return the dimensions that CMA-ES searches: ranges that every trial has. Others are drawn at random."""
     ranges = [axis.name for axis in space.axes() if axis.kind in ("float", "int") and not axis.conditional]
     dimensions = [space.dimension(parameter) for parameter in ranges]
     return [dimension for dimension in dimensions if dimension.high > dimension.low and dimension.points != 1]
@@ -389,8 +396,8 @@ def draw_cma_point(
 ) -> dict[str, Any]:
     """Draw the values of a trial from the distribution of CMA-ES after the completed generations.
 
-    CMA-ES searches positions from 0 to 1 on the scale of each range; values are rounded. The distribution starts at the
-    study's first trial. Without trials, the values are the middle of all ranges.
+    CMA-ES searches positions from 0 to 1 on the scale of each range; the closest value of a finite range is used. The
+    distribution starts at the study's first trial. Without trials, each position is the middle of its range.
     """
     dimensions = numeric_dimensions(space)
     ordered = sorted(history, key=lambda trial: trial.number)
@@ -429,8 +436,8 @@ def _replay_optimizer(
 ) -> CMA:
     """Return the optimizer after all completed generations.
 
-    Consecutive trials form a generation; failed trials belong to none. The first incomplete generation ends the replay:
-    until it is complete, trials are drawn from the distribution before it.
+    Consecutive trainings form a generation; failed trainings belong to none. The replay ends before the first
+    generation that is not complete: until then, trials are drawn from the distribution before this generation.
     """
     bounds = np.array([[0.0, 1.0]] * len(dimensions))
     optimizer = CMA(mean=start, sigma=SIGMA, bounds=bounds, population_size=population_size(len(dimensions)), seed=0)
@@ -441,13 +448,17 @@ def _replay_optimizer(
         if any(line.decisive.state == "running" for line in generation):
             break
         ranked = sorted(generation, key=lambda line: _ranking_key(line, objectives))
-        # CMA-ES uses only the order, which also exists between trials whose results have different units.
+        # CMA-ES uses only the order of trials. They have an order even if their results have different units.
         optimizer.tell([(_unit_vector(dimensions, line.decisive), float(rank)) for rank, line in enumerate(ranked)])
     return optimizer
 
 
 def _ranking_key(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Return a key that sorts the best first: complete trials by loss, pruned by rows, infeasible by violation."""
+    """Return a key that sorts the best training first.
+
+    Complete trainings come first, by their first objective; then pruned ones, by processed rows (most first) and loss;
+    then infeasible ones, by the sum of their violations.
+    """
     if is_infeasible(line.decisive):
         return (2.0, sum(constraint_violations(line.decisive).values()), 0.0)
     if line.decisive.state == "complete":

@@ -50,25 +50,25 @@ SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
 """Command of the process that scores."""
 
 POLL_S = 0.1
-"""Interval of checks for a request to stop."""
+"""Seconds between two checks for a request to stop."""
 
 STOP_TIMEOUT_S = 30.0
-"""Time for the scoring process to end after a request; it may be in the middle of a batch."""
+"""Seconds after which the scoring process is killed if it has not ended on request; it may have to end a batch."""
 
 MAX_ERROR_LENGTH = 400
-"""Characters of an unexpected error message."""
+"""Maximum number of characters of an unexpected error message."""
 
 EPOCHS = "train.epochs"
 """Dotted key of the number of epochs."""
 
 FINAL_ROUND_NOTE = "final_round"
-"""Note of a study with its FinalRound, after it was decided."""
+"""Key of the note of a study that contains its FinalRound, after the winner was decided."""
 
 AnswerScorer = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
 """Scores a trained run by its answers to validation rows; takes settings, run id and metrics."""
 
 WorkItem = Callable[[], None]
-"""Work outside the study's lock, before the next decision."""
+"""Work that a worker does outside the study's lock, before it asks for the next decision."""
 
 
 @dataclass
@@ -98,7 +98,8 @@ class TrialScheduler:
 
     @cached_property
     def longest_rows(self) -> int:
-        """Rows that the longest training processes: the one with the most epochs in the space."""
+        """Number of rows that the longest training processes, which is the training with the most epochs in the
+        space."""
         # A derived parameter has its extremes where its source has them.
         extremes = [self.space.draw(partial(_extreme_value, side)) for side in (0, -1)]
         candidates = [values.get(EPOCHS, self.settings.train.epochs) for values in extremes]
@@ -142,7 +143,7 @@ class TrialScheduler:
     def _find_resumable(self, history: list[Trial], forgiven: int) -> int | None:
         """Return the number of a failed trial to retry, or else of a pruned trial to promote.
 
-        None if there is none, or the limit of hours or tokens is reached.
+        None if there is neither, or if the limit of hours or tokens is reached.
         """
         if final_round.check_limits(self.settings.sweep, history[self.store.carried :]):
             return None
@@ -176,7 +177,7 @@ class TrialScheduler:
 
     @cached_property
     def current(self) -> dict[str, Any]:
-        """Values in params.yaml: the first trial, if the space contains them."""
+        """Values in params.yaml of the settings in the space; if the space contains them, they are the first trial."""
         return {axis.name: get_value(self.settings, axis.name) for axis in self.space.axes()}
 
     @cached_property
@@ -230,10 +231,11 @@ class TrialScheduler:
         return TrialTask(self.store, trial, settings, compute_objectives, self._rows_per_step(settings), decide_pruning)
 
     def _trains_to_the_end(self, trial: Trial) -> bool:
-        """Return whether the trial continues a trial that was not promoted, because no other values were left.
+        """Return whether the trial continues a pruned trial only because no untried values were left.
 
-        This is decided from the history before the trial, so that a worker that takes it over decides the same. The
-        decision may differ if trials that were running then have reported more; both decisions are correct.
+        Such a trial was not promoted, so it must not be pruned again. The method uses only the history before the
+        trial, so that a worker that takes the trial over decides the same. The decisions may still differ if trials of
+        this history have reported more validations in between; both decisions are then correct.
         """
         earlier = self.store.trials()[: trial.number]
         forgiven = self.store.notes().get(final_round.FORGIVEN, 0)
@@ -251,14 +253,20 @@ class TrialScheduler:
 
 
 def _find_retryable_trial(history: Sequence[Trial], before: int) -> int | None:
-    """Return the first failed trial before number `before`, to be retried after the user has fixed the cause."""
+    """Return the number of the first failed trial below `before`, to retry it after the user has fixed the cause.
+
+    Only the newest trial of each run counts. None if no trial must be retried.
+    """
     latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
     failed = (trial.number for trial in latest.values() if trial.state == "failed" and trial.number < before)
     return min(failed, default=None)
 
 
 def _extreme_value(side: int, dimension: SearchDimension) -> Any:
-    """Return the smallest (side 0) or largest (side -1) value of a dimension; of texts, the first or last one."""
+    """Return the smallest (side 0) or largest (side -1) value of a dimension.
+
+    If not all choices are numbers, it is the first or last choice.
+    """
     if dimension.kind != "choice":
         return (dimension.low, dimension.high)[side]
     numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -266,7 +274,7 @@ def _extreme_value(side: int, dimension: SearchDimension) -> Any:
 
 
 def _make_infeasible_trial(values: Mapping[str, Any], error: SettingsError) -> Trial:
-    """Return an infeasible trial, because the sampler learns from invalid values too."""
+    """Return an infeasible trial for invalid values, because the sampler learns from such values too."""
     now = time.time()
     return Trial(
         number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
@@ -301,7 +309,7 @@ class FinalRoundScheduler:
     seeds: TrialStore
     worker: SweepWorker
     check_stop: Callable[[], None]
-    """Called while a process scores; raises an exception after a request to stop."""
+    """Function that is called while a process scores; it raises an exception after a request to stop."""
     _scores: dict[str, ValidationScores] = field(default_factory=dict)
 
     def next(self) -> TrialTask | WorkItem | Idle:
@@ -321,7 +329,7 @@ class FinalRoundScheduler:
             return self._begin_trial(step, history)
 
     def _check_idle(self, history: list[Trial]) -> Idle | None:
-        """Return `wait` if the search is not over, `over` if there is no final round; None if there is one."""
+        """Return `wait` if the search is not over, `over` if there is no final round, and None if there is one."""
         if any(not trial.is_over for trial in history):
             return "wait"
         if len(self.settings.sweep.objectives) > 1:  # a Pareto front has no winner: the user chooses
@@ -383,7 +391,7 @@ class FinalRoundScheduler:
             lock.release()
 
     def _ensure_trained_here(self, run_id: str, history: list[Trial]) -> None:
-        """Train a run that another machine has trained again on this machine; the result is the same."""
+        """Train a run on this machine if only another machine has trained it; the result is the same."""
         if RunPaths(self.layout.runs / run_id).is_finished():
             return
         trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
@@ -405,19 +413,20 @@ def _ignore_wait() -> None:
 def score_runs(
     layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None] = _ignore_wait
 ) -> list[ValidationScores]:
-    """Return the scores of the job's runs, in its order; no process is started if all scores are cached.
+    """Return the scores of the job's runs, in the order of the job; no process starts if all scores are cached.
 
     Args:
         layout: the project.
         settings: `machine` (device, threads, evaluation_batch_size) and evaluate.max_new_tokens are read.
         job: runs, metrics and rows.
-        check_stop: called several times a second. If it raises, the process is ended; no file is incomplete.
+        check_stop: called several times a second. If it raises, the scoring process is ended and leaves no incomplete
+            file.
 
     Raises:
         RatchetError: the process failed; the exception has the class that the process reported.
-        InterruptedRunError: the process was stopped.
+        InterruptedRunError: the scoring process was stopped.
     """
-    # The address of the database may contain a password, and all users can see a process's arguments.
+    # Remove the address of the database: it may contain a password, and all users can see a process's arguments.
     machine = settings.machine.model_copy(update={"study_storage": None})
     launch = ValidationLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=machine)
     launch.require_measurable(DatasetCard.load(layout.dataset_card))

@@ -46,13 +46,13 @@ MAX_NAMES = 8
 """Maximum number of names in a message."""
 
 MAX_POINTS = 100_000
-"""Limit of points in a grid, and of points that are counted one by one."""
+"""Maximum number of points in a grid, and of points that `SearchSpace.size` counts one by one."""
 
 STEP_TOLERANCE = 1e-9
-"""Tolerance of floating-point arithmetic, in steps."""
+"""Allowed rounding error of a position in a stepped range, in steps."""
 
 ROUNDING = 1e-9
-"""Tolerance for values of samplers, relative to the value or to a step."""
+"""Allowed rounding error of a sampler's value, relative to the larger end of the range or to the number of steps."""
 
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?|\.\d+(?:[eE][+-]?\d{1,2})?"
 _SETTING = r"[A-Za-z_][A-Za-z0-9_.]*"
@@ -74,7 +74,7 @@ class SettingField:
 
     @property
     def kind(self) -> Kind:
-        """Kind of its values. `map`: names with values; `other`: texts, lists of texts, booleans."""
+        """Kind of the setting's values. `map`: names with values; `other`: texts, lists of texts, booleans."""
         annotation = self.field.annotation
         if get_origin(annotation) is dict:
             return "map"
@@ -134,7 +134,7 @@ def describe_error(error: ValueError) -> str:
 
 def _describe_problem(problem: dict[str, Any]) -> str:
     known, place = {*_all_settings(), *_section_names()}, ""
-    for part in problem["loc"]:  # it ends with tags of unions, which are not in params.yaml
+    for part in problem["loc"]:  # the location ends with tags of unions, which are not in params.yaml
         longer = f"{place}.{part}" if place else str(part)
         if longer not in known:
             break
@@ -325,7 +325,7 @@ def stepped_value(dimension: SearchDimension, index: int) -> int | float:
 
 
 def to_decimal_fraction(number: float) -> Fraction:
-    """Return the exact decimal number, so that 3 times 0.3 is 0.9, unlike in floating point."""
+    """Return the number as an exact decimal fraction, so that 3 times 0.3 is 0.9, unlike in floating point."""
     return Fraction(repr(number))
 
 
@@ -345,10 +345,11 @@ def describe_dimension(dimension: SearchDimension) -> str:
 
 
 def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
-    """Return values for a grid, smallest first: all of a finite dimension, else `points` evenly spaced ones.
+    """Return the values of a dimension for a grid; those of a range are ascending.
 
-    They are evenly spaced on the dimension's scale. Values between the ends are rounded to twelve digits, because
-    logarithms may differ between machines. All values of a range with an explicit step are used.
+    A choice, a range with an explicit step, and a range with at most `points` values have all their values. Any other
+    range has `points` values that are evenly spaced on its scale. Values between the ends are rounded to twelve digits,
+    because logarithms may differ between machines.
     """
     count = dimension.points
     if dimension.kind == "choice":
@@ -374,15 +375,15 @@ class ParameterDomain:
     dimension: SearchDimension | None = None
     """Dimension from which the values are drawn; for a derived setting, the dimension of its source."""
     factor: Fraction = Fraction(1)
-    """Factor between this setting and the drawn value."""
+    """Factor by which the drawn value is multiplied to get the value of this setting."""
     ends: tuple[Any, ...] = ()
     """Representative values: a derived parameter that is valid for them is valid for all values."""
     others: tuple[Any, ...] = ()
-    """Values of params.yaml, for trials in which it is not searched."""
+    """Values that come from params.yaml, in trials that do not draw the dimension."""
 
     @property
     def is_continuous(self) -> bool:
-        """Whether it is a continuous range, from which no whole number can be derived exactly."""
+        """Whether the drawn values are a continuous range, from which no whole number can be derived exactly."""
         drawn = self.dimension
         return drawn is not None and drawn.points is None and drawn.low < drawn.high
 
@@ -494,7 +495,8 @@ class DerivedParameter:
         """Return the domain of the derived setting.
 
         Raises:
-            ValueError: the setting does not accept one of the values.
+            ValueError: the setting does not accept one of the values, or it is a whole number and the source is a
+                continuous range.
         """
         if target.kind == "int" and source.is_continuous:
             raise ValueError(
@@ -528,7 +530,7 @@ class SearchParameter:
     rule: SearchDimension | DerivedParameter
     """Dimension if its values are drawn, or the expression from which they are derived."""
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Conditions: the required values of other settings. Empty: every trial sets this one."""
+    """Conditions: the required values of other settings. If there are none, every trial sets this setting."""
 
     @property
     def name(self) -> str:
@@ -542,13 +544,13 @@ class SearchParameter:
 
 
 def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
-    """Read the parameters of `sweep.space`, each after those on which it depends, otherwise in the order of
-    params.yaml.
+    """Read the parameters of `sweep.space`, in the order in which their values are decided.
 
-    A parameter whose condition no trial can meet is left out.
+    A parameter comes after the parameters on which it depends; otherwise the order is that of params.yaml. A parameter
+    whose condition no trial can meet is left out.
 
     Raises:
-        SettingsError: a parameter is invalid; the message has one line for each.
+        SettingsError: a parameter is invalid; the message has one line for each invalid parameter.
     """
     space = settings.sweep.space
     if not space:
@@ -636,7 +638,7 @@ def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDime
     )
     if dimension.step is None:
         return dimension
-    # The highest value that steps reach, because Optuna warns if `high` differs from it.
+    # The new upper end is the highest value that steps reach, because Optuna warns if `high` is not such a value.
     last = stepped_value(dimension, (dimension.points or 1) - 1)
     if not is_exactly_stepped(dimension.low, last, dimension.step):
         raise ValueError(
@@ -734,7 +736,7 @@ class SearchSpace:
     """The searched settings, in the order in which their values are decided."""
 
     variables: tuple[SearchParameter, ...]
-    """Each after those on which it depends, otherwise in the order of params.yaml."""
+    """Searched and derived settings in the order of `read_parameters`."""
     fixed: Mapping[str, Any]
     """Values of params.yaml that derived parameters and conditions may use."""
 
@@ -744,7 +746,7 @@ class SearchSpace:
 
         Raises:
             SettingsError: a setting is unknown, cannot be searched, does not accept a value, or has an invalid tie or
-                condition; the message has one line for each.
+                condition; the message has one line for each of them.
         """
         variables = read_parameters(settings)
         always = {variable.name for variable in variables if not variable.when}
@@ -768,7 +770,7 @@ class SearchSpace:
         return {dimension.name: dimension for dimension in self.dimensions()}[name]
 
     def draw(self, pick: Pick) -> dict[str, Any]:
-        """Return the values of one trial. `pick` chooses the value of each dimension, after those on which it depends.
+        """Return the values of one trial; `pick` chooses the value of each dimension, in the order of `dimensions`.
 
         Settings whose condition is not met are left out: the trial uses their values in params.yaml.
 
@@ -840,8 +842,10 @@ class SearchSpace:
     def _walk(
         self, options: Options, index: int = 0, values: Mapping[str, Any] = MappingProxyType({})
     ) -> Iterator[dict[str, Any]]:
-        """Yield all combinations of values for the parameters from `index` on, with these options for each
-        dimension."""
+        """Yield `values` with each combination of values of the parameters from `index` on.
+
+        `options` returns the values of a dimension.
+        """
         if index == len(self.variables):
             yield dict(values)
             return
@@ -919,14 +923,14 @@ def value_at(dimension: SearchDimension, index: int) -> Any:
 
 
 def to_unit(dimension: SearchDimension, value: float) -> float:
-    """Return the position of a value in its range, from 0 to 1; each value of a finite range has an equal share."""
+    """Return the position of a value in its range, from 0 to 1 (see `_scale_bounds` for finite ranges)."""
     low, high = _scale_bounds(dimension)
     position = math.log(value) if dimension.log else float(value)
     return (position - low) / (high - low) if high > low else 0.5
 
 
 def from_unit(dimension: SearchDimension, position: float) -> float | int:
-    """Return the value at a position, which is clipped to 0 and 1; for a finite range, the closest value."""
+    """Return the value at a position; a position outside of 0 to 1 is clipped. A finite range has the closest value."""
     low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
     value = math.exp(value) if dimension.log else value
@@ -965,7 +969,11 @@ def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
 
 
 def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
-    """Return the ends of the range on its scale; if it is finite, half a step wider, so that all shares are equal."""
+    """Return the ends of a range on its scale, which is linear or logarithmic.
+
+    A finite range is half a step wider at both ends. So the end values have as large a share of the linear scale as all
+    other values.
+    """
     points = dimension.points
     if points is None:
         low, high = dimension.low, dimension.high

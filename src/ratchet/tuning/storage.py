@@ -18,23 +18,23 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
 
 LOCK_WAIT_S = 60.0
-"""Maximum wait for the lock. It is longer than any proposal takes: a process that holds the lock longer hangs or is
-stopped."""
+"""Maximum number of seconds to wait for the lock. No proposal takes this long, so a process that holds the lock longer
+hangs or is stopped."""
 
 RETRY_DELAY_S = 1.0
-"""Delay between two attempts."""
+"""Seconds between two attempts."""
 
 Answer = TypeVar("Answer")
 
 
 class StudyLock(Protocol):
-    """Lock of all processes that use a storage; it is released when its process dies."""
+    """Lock that all processes of a storage share; it is released when the process that holds it dies."""
 
     def acquire(self, wait_s: float) -> object:
         """Acquire the lock. Raises LockHeldError that names the holder."""
 
     def release(self) -> None:
-        """Release the lock. Raises StorageError if it was lost before."""
+        """Release the lock. Raises StorageError if the lock was lost before."""
 
 
 class StudyStorage:
@@ -46,7 +46,7 @@ class StudyStorage:
         where: path or address without password, for messages.
         exclusive: the lock that `locked` holds.
         close: closes files and connections.
-        failures: exceptions of the backend if it does not answer.
+        failures: exceptions that the backend raises if it does not answer.
     """
 
     def __init__(

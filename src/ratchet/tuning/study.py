@@ -2,14 +2,16 @@
 
 A trial has these attributes in Optuna, each as JSON:
 
-    values, run_id, continues, started   fixed when the trial begins
+    values, run_id, continues, started   set once, when the trial begins
     lease, heartbeat.N                   see leases.py
-    outcome                              all results; valid only if the trial's state is final: its writer may die
-    from                                 for a copy of a fork: study and number of the original
+    outcome                              all results; valid only if the trial's state is final, because its writer may
+                                         die between the two writes
+    from                                 study and number of the original, if a fork has copied the trial
 
-A study has a new version for each new identity (`compute_identity`). A new version copies the trials of the previous
-one that are valid in its space. It is created in steps that a crash may interrupt: the study, its format attribute, its
-identity, the copied trials, and last their number. The next process continues with the first missing step.
+A study has a new version for each new identity (`compute_identity`). A new version gets copies of the trials of the
+previous version that are valid in its own space. A version is created in steps that a crash may interrupt: the study,
+its format attribute, its identity, the copied trials, and last their number. The next process continues with the first
+missing step.
 """
 
 import json
@@ -39,14 +41,14 @@ from ratchet.tuning.search_space import SearchDimension, SearchSpace
 from ratchet.tuning.storage import StudyStorage
 
 OUTCOME = "outcome"
-"""Attribute of a trial with its results."""
+"""Key of the attribute that contains the results of a trial."""
 
 ORIGIN = "from"
-"""Attribute of a copied trial with study and number of the original."""
+"""Key of the attribute of a copied trial that contains study and number of the original."""
 
 _OUTCOME_FIELDS = {"state", "cause", "reason", "adapter_digest", "checkpoints", "cost", "constraints", "ended"}
 _REMOVED_FIELD = "same_as"
-"""Field, always null, in outcomes that earlier versions of Ratchet stored."""
+"""Field that earlier versions of Ratchet stored in outcomes; it was always null, and is ignored."""
 
 _STATES: dict[State, TrialState] = {
     "running": TrialState.RUNNING,
@@ -61,10 +63,10 @@ _FOREIGN_STATES: dict[TrialState, State] = {
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
-"""States of trials that another program has ended."""
+"""State in Ratchet of a trial that another program has ended, by its state in Optuna."""
 
 _NOTE = "note."
-"""Prefix of the attributes of a study with notes."""
+"""Prefix of the attributes of a study that contain its notes (`TrialStore.note`)."""
 
 FORMAT = 1
 """Format of identities."""
@@ -83,7 +85,7 @@ _COMPARABLE_PARTS = ("format", "data", "base", "recipe", "rows")
 """Parts of two identities that must be equal, so that results are comparable. Sampler and pruner may differ."""
 
 ABSENT = object()
-"""Value of a missing key."""
+"""Placeholder for the value of a key that one of two compared identities lacks."""
 
 _DIGEST = re.compile(r"[0-9a-f]{40,}")
 Free = Mapping[str, tuple[SearchDimension, Any]]
@@ -103,7 +105,7 @@ class StudyVersion:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Its identity; None if a crash left the study without one."""
+        """Identity of this version; None if a crash left the study without an identity."""
         identity: dict[str, Any] | None = self.attributes.get(IDENTITY_KEY)
         return identity
 
@@ -250,8 +252,8 @@ def _complete_carry_over(
 class TrialStore:
     """Trials of one version of a study in a storage; thread-safe.
 
-    All methods may raise StorageError if the storage does not answer, LockHeldError if another process holds it too
-    long, and DamagedFileError if it is damaged. Writes are atomic and durable.
+    All methods may raise StorageError if the storage does not answer, LockHeldError if another process holds its lock
+    too long, and DamagedFileError if the storage is damaged. Writes are atomic and durable.
     """
 
     def __init__(self, storage: StudyStorage, study_version: StudyVersion) -> None:
@@ -263,7 +265,7 @@ class TrialStore:
         self.versions: Mapping[str, str] = study_version.attributes.get(VERSIONS_KEY, {})
         """Versions of the libraries that created the study: optuna, cmaes, ratchet."""
         self.carried: int = study_version.attributes.get(CARRIED_KEY, 0)
-        """Number of trials copied from the previous version by a fork; they have the first numbers."""
+        """Number of trials that a fork has copied from the previous version; the copies have the first numbers."""
         self._study_id = study_version.study_id
         self._optuna = storage.optuna
         self._over: dict[int, Trial] = {}
@@ -291,7 +293,7 @@ class TrialStore:
         return self.storage.locked()
 
     def trials(self) -> list[Trial]:
-        """Return all trials, by number. Trials that are over are read once."""
+        """Return all trials, by number. The record of a trial that is over is built once, and then reused."""
         with self.storage.connected():
             records = self._optuna.get_all_trials(self._study_id, deepcopy=False)
         trials = []
@@ -317,7 +319,7 @@ class TrialStore:
             free: the drawn values (`select_searched`).
             run_id: the run that trains with these values.
             worker: holder of the lease.
-            continues: number of the pruned trial that this one continues.
+            continues: number of the pruned or failed trial that this trial continues.
         """
         lease = TrialLease.first(worker)
         trial = Trial(
@@ -333,7 +335,9 @@ class TrialStore:
         return self._store(serialize_finished(trial, free))
 
     def report(self, number: int, rows: int, value: float) -> None:
-        """Store the validation loss after a number of rows, unless it is known: a resumed run measures some again.
+        """Store the validation loss after a number of rows.
+
+        A loss that is already stored is kept, because a resumed run repeats some validations.
 
         Raises:
             TrialLeaseLostError: the trial is over.
@@ -344,11 +348,12 @@ class TrialStore:
                 self._optuna.set_trial_intermediate_value(trial_id, rows, float(value))
 
     def finish(self, number: int, outcome: Trial, worker: SweepWorker) -> None:
-        """Store the result of a trial. After an interruption, this worker or the next one may repeat it.
+        """Store the result of a trial. After an interruption, this worker or the next holder may call it again.
 
         Args:
             number: number of the trial.
-            outcome: its record; `number`, `values`, `run_id`, `continues`, `started` and `executions` are ignored.
+            outcome: record of the ended trial; its fields `number`, `values`, `run_id`, `continues`, `started` and
+                `executions` are ignored.
             worker: holder of the lease.
 
         Raises:
@@ -369,7 +374,7 @@ class TrialStore:
                 raise StorageError(f"{self.storage.where}: trial {number} could not be stored; run the command again")
 
     def renew(self, number: int, worker: SweepWorker) -> None:
-        """Store a heartbeat. It needs no lock, so it works while another process holds the storage.
+        """Store a heartbeat. This method takes no lock, so it works while another process holds the storage.
 
         Raises:
             TrialLeaseLostError: another worker has the trial, or it is over.
@@ -449,7 +454,7 @@ class TrialStore:
 
     @contextmanager
     def _convert_errors(self, number: int) -> Iterator[None]:
-        """Convert errors of the storage, and a write to a trial that is over to TrialLeaseLostError."""
+        """Convert errors of the storage to StorageError, and a write to an ended trial to TrialLeaseLostError."""
         try:
             with self.storage.connected():
                 yield
@@ -463,8 +468,8 @@ class TrialStore:
 def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str, Any]:
     """Return the identity of a study as JSON: everything that affects the results of trials or their sequence.
 
-    It does not contain limits (trials, hours, tokens, max_repeated_failures), finalists, storage and name. For searched
-    settings, it has only the values of params.yaml that trials may use.
+    The identity does not contain limits (trials, hours, tokens, max_repeated_failures), finalists, storage and name. Of
+    the searched settings, it contains only the values of params.yaml that trials may use.
 
     Raises:
         SettingsError: the search space is invalid.
@@ -550,15 +555,15 @@ class StudyMigration:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether any trial can be copied: data, base, recipe, rows and objectives are the same."""
+        """Whether trials can be copied: the comparable parts are equal, and the objectives are equal in any order."""
         are_equal = all(self.old.get(key) == self.new[key] for key in _COMPARABLE_PARTS)
         return are_equal and sorted(self.old["objectives"]) == sorted(self.new["objectives"])
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the values of an old trial in the new space; None if no trial in it is the same training.
+        """Return the values of an old trial in the new space; None if no trial in this space is the same training.
 
         A setting that was fixed and is now searched keeps its value. A setting that was searched and is now fixed must
-        have the fixed value in the old trial. The same applies to settings whose condition is not met.
+        have the fixed value in the old trial. A setting whose condition is not met counts as fixed.
         """
         all_values = {**_fixed_settings(self.old), **values}
         try:
@@ -579,10 +584,11 @@ class StudyMigration:
 def carry_over_trials(storage: StudyStorage, old: int, new: int, migration: StudyMigration) -> int:
     """Copy the trials of study `old` that have a result and are in the new space to study `new`.
 
-    It may be repeated after an interruption; the caller holds the storage's lock. Returns the number of copied trials.
+    After an interruption, the call may be repeated. The caller holds the storage's lock. Returns the number of copied
+    trials.
 
     Raises:
-        DamagedFileError: another program has added a trial to one of the studies.
+        DamagedFileError: another program has added a trial to study `old`, or a record in it is invalid.
     """
     if not migration.is_comparable:
         return 0
@@ -610,7 +616,7 @@ def carry_over_trials(storage: StudyStorage, old: int, new: int, migration: Stud
 
 
 def _map_trial_number(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:
-    """Return the new number of a trial, or of the trial that it continues if it was not copied."""
+    """Return the new number of a trial. If the trial was not copied, return that of the trial that it continues."""
     while number is not None and number not in numbers:
         number = trials[number].continues
     return None if number is None else numbers[number]
@@ -678,7 +684,7 @@ def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None 
 
 
 def objective_values(trial: Trial) -> list[float] | None:
-    """Return the objectives for Optuna, which has them only for complete trials."""
+    """Return the objectives for Optuna; None unless the trial is complete, because Optuna accepts no others."""
     return list(trial.objectives) if trial.state == "complete" else None
 
 
@@ -688,13 +694,13 @@ def outcome_fields(trial: Trial) -> dict[str, Any]:
 
 
 def constraint_attributes(trial: Trial, earlier: FrozenTrial) -> dict[str, float]:
-    """Return the constraints under Optuna's keys; those that an interrupted `finish` has stored are reset to 0."""
+    """Return the constraints under Optuna's keys; constraints from an interrupted `finish` are reset to 0."""
     constraints = {**dict.fromkeys(earlier.constraints, 0.0), **trial.constraints}
     return create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs
 
 
 def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
-    """Return the record of a stored trial. Raises DamagedFileError if Ratchet has not written it."""
+    """Return the record of a stored trial. Raises DamagedFileError if it is invalid or from another program."""
     attributes = frozen.user_attrs
     if "values" not in attributes:
         raise DamagedFileError(

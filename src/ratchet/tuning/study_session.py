@@ -41,7 +41,7 @@ class StudySession:
             create: create the study if it does not exist.
 
         Raises:
-            SettingsError: the space is invalid, or the study has other settings and `fork` is not set.
+            SettingsError: the search space is invalid, or the study has other settings and `fork` is not set.
             DataError: stage base or prepare has not run; or the study does not exist and `create` is not set.
             DamagedFileError, LockHeldError, StorageError: see StudyStorage and TrialStore.
         """
@@ -58,12 +58,12 @@ class StudySession:
             storage.close()
 
     def resume_after_failures(self) -> str:
-        """Resume a study that was stopped because of failures; return the reason of the stop, or an empty text."""
+        """Resume a study that was stopped because of failures, and return why; empty if it was not stopped."""
         with self.store.locked():
-            if text := str(self.store.notes().get(final_round.STOPPED, "")):
+            if reason := str(self.store.notes().get(final_round.STOPPED, "")):
                 self.store.note(final_round.FORGIVEN, len(self.store.trials()))
                 self.store.note(final_round.STOPPED, "")
-        return text
+        return reason
 
     def report(self, with_importances: bool = True) -> SweepReport:
         """Return the current report of the study."""
@@ -71,27 +71,27 @@ class StudySession:
 
 
 class FinalRoundProgress:
-    """Progress of finalists' trainings with further seeds, which the sweep report does not contain."""
+    """Progress of the final round: trainings of finalists with further seeds, which are not in the sweep report."""
 
     def __init__(self, session: StudySession) -> None:
         self._session = session
-        self._seeds: TrialStore | None = None
+        self._seed_trials: TrialStore | None = None
         self._reported_states: dict[int, str] = {}
 
     def list_news(self, report: SweepReport) -> Iterator[str]:
         """Yield a line for each training that has started or ended since the last call."""
         if not report.trials or not all(trial.is_over for trial in report.trials):
             return
-        if self._seeds is None:
-            self._seeds = TrialStore.newest(self._session.storage, final_study_name(self._session.store.study))
-        for trial in self._seeds.trials() if self._seeds else ():
+        if self._seed_trials is None:
+            self._seed_trials = TrialStore.newest(self._session.storage, final_study_name(self._session.store.study))
+        for trial in self._seed_trials.trials() if self._seed_trials else ():
             if self._reported_states.get(trial.number) == trial.state:
                 continue
             self._reported_states[trial.number] = trial.state
-            chosen = ", ".join(
+            settings = ", ".join(
                 f"{parameter.removeprefix('train.')} {value}" for parameter, value in trial.values.items()
             )
-            value = (
+            outcome = (
                 f" ({trial.objectives[0]:.4g})" if trial.objectives else f" ({trial.reason})" if trial.reason else ""
             )
-            yield f"final round: {chosen}: {'started' if trial.state == 'running' else trial.state}{value}"
+            yield f"final round: {settings}: {'started' if trial.state == 'running' else trial.state}{outcome}"

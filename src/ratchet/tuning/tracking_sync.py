@@ -1,8 +1,9 @@
 """Sends the progress of a sweep to MLflow, in a thread of the sweep command; workers do not use MLflow.
 
-The thread replays the journals of local runs to callbacks, as a supervisor does, and then updates the study: pure
-functions turn the sweep report into a parent run with metrics, and a child run for each training. Complete runs are not
-sent again. Data that MLflow does not accept is sent later, at the latest at the next start of the sweep.
+The thread replays the journals of local runs to callbacks, as a supervisor does, and then updates the study. Pure
+functions turn the sweep report into a parent run with metrics, and a child run for each training. Runs that MLflow has
+completely are not sent again. Data that could not be sent to MLflow is sent later, at the latest at the next start of
+the sweep.
 """
 
 import json
@@ -43,23 +44,24 @@ STATUS: dict[TrialState, Status] = {
     "infeasible": "FAILED",
     "failed": "FAILED",
 }
-"""Status of the child run of a trial that is over. A run whose training is complete is FINISHED for any trial state."""
+"""MLflow status of an ended trial's child run. A run whose training is complete is FINISHED for any trial state."""
 
 STATES: tuple[TrialState, ...] = ("running", *STATUS)
 MAX_TEXT = 2000
 """Maximum number of characters of a tag; MLflow rejects more than 8,000."""
 
 INTERVAL_S = 2.0
-"""Pause between two rounds."""
+"""Seconds between two rounds."""
 
 MAX_EVENTS = 5000
-"""Events that are sent at once."""
+"""Maximum number of events that are sent at once."""
 
 MAX_ENDS_PER_ROUND = 8
-"""Limit of completed trainings that a round sends, so that running ones are updated too. Each takes half a second."""
+"""Maximum number of ended trainings that a round sends, so that running trainings are updated too. Sending an ended
+training takes half a second."""
 
 MAX_FAILURES_PER_ROUND = 3
-"""A round ends after this number of failures, because each may take 20 s."""
+"""Number of failures after which a round ends, because each failure may take 20 s."""
 
 
 # A sweep report as MLflow runs.
@@ -79,7 +81,7 @@ class ChildRun:
     ended: float
     """Unix times in seconds; `ended` is used only if there is a status."""
     status: Status | None
-    """None while it runs."""
+    """MLflow status of the run; None while the trial runs."""
     tags: Mapping[str, str]
     """Tags without the state, which is sent last."""
     state: TrialState
@@ -91,7 +93,7 @@ class ChildRun:
 
 
 def group_trials_by_run(report: SweepReport) -> dict[str, list[Trial]]:
-    """Return the trials of each training, a trial and its continuations, by run id."""
+    """Return the trials of each training (a trial and its continuations) by `ChildRun.key`."""
     groups: dict[str, list[Trial]] = {}
     for trial in report.trials:
         groups.setdefault(trial.run_id or f"{report.study}/{trial.number}", []).append(trial)
@@ -162,7 +164,7 @@ def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:
 
 
 def _format_checkpoints(trial: Trial) -> str:
-    """Return short digests of checkpoints by step as JSON; only the newest if there are many."""
+    """Return short digests of checkpoints by step as JSON; if there are many, only those of the newest checkpoints."""
     last = sorted(trial.checkpoints.items())[-MAX_TEXT // (digests.SHORT + 16) :]
     return json.dumps({str(step): value[: digests.SHORT] for step, value in last}) if last else ""
 
@@ -233,10 +235,10 @@ class SweepTracker(Protocol):
     """The study in MLflow (`tracking` has the implementation)."""
 
     def completed_trials(self, study: str) -> Mapping[str, int]:
-        """Return the number of the trial that MLflow has completely, by run id."""
+        """Return, for each run id that MLflow has completely, the number of its trial."""
 
     def update(self, report: SweepReport, pending: Collection[str]) -> None:
-        """Send the report. Runs in `pending` are not over in MLflow, because it lacks some of their data."""
+        """Send the report. Runs in `pending` stay open in MLflow, because MLflow still lacks some of their data."""
 
 
 class _JournalFeed:
@@ -249,7 +251,10 @@ class _JournalFeed:
         self._is_finished = False
 
     def send(self, is_late: Callable[[], bool]) -> bool:
-        """Send new events; return False if the time is over before all are sent. Failed events are sent again."""
+        """Send new events; return False if the time is over before all are sent.
+
+        If the callback raises an exception, the next call sends the same events again.
+        """
         while not is_late():
             if not self._events:
                 self._events = list(islice(self._reader.read(), MAX_EVENTS))
@@ -312,10 +317,10 @@ class SweepTrackingSync(threading.Thread):
             self._is_concluded = self._try(self._conclude)
 
     def close(self, grace_s: float, conclude: Callable[[], None] | None = None) -> bool:
-        """Send the rest for at most `grace_s`; the thread then calls `conclude`.
+        """Let the thread send the rest and then call `conclude`, for at most `grace_s` seconds in total.
 
-        Call this method when no worker runs any more. It returns whether everything was sent, and prints a message if
-        not.
+        Call this method when no worker runs any more. It returns whether everything was sent. If not, it prints a
+        message.
         """
         self._conclude = conclude
         self._is_concluded = conclude is None
@@ -332,7 +337,7 @@ class SweepTrackingSync(threading.Thread):
         return time.monotonic() > self._deadline_s
 
     def _drain(self) -> None:
-        """Send the rest in rounds, as long as it decreases."""
+        """Send the rest in rounds, as long as each round reduces the number of runs that MLflow lacks."""
         remaining = sys.maxsize
         while not self._is_late():
             self._run_round(sys.maxsize)
@@ -365,7 +370,7 @@ class SweepTrackingSync(threading.Thread):
         self._tracker.update(report, frozenset(self._pending))
 
     def _is_open(self, child: ChildRun) -> bool:
-        """Return whether the run's journal is on this machine, and MLflow may lack events of it."""
+        """Return whether the run's journal is on this machine, and MLflow may lack some of its events."""
         settled = self._settled or {}
         if child.run_id is None or (child.status is not None and settled.get(child.key) == child.trial.number):
             return False
@@ -384,7 +389,7 @@ class SweepTrackingSync(threading.Thread):
                 self._settled[child.key] = child.trial.number
 
     def _suspend(self) -> None:
-        """End the runs of released trials, because no worker trains them until the sweep is resumed."""
+        """End the runs of released trials in MLflow, because no worker trains them until the sweep is resumed."""
         for key, feed in self._feeds.items():
             if self._is_late():
                 return

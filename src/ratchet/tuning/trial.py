@@ -43,16 +43,18 @@ from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study import TrialStore
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
-"""Constraints that failures violate. Failures of other classes are no evidence about the values."""
+"""Name of the constraint that a failure violates, by failure class. Failures of other classes are no evidence about the
+trial's values."""
 
 UNKNOWN = 1.0
-"""Violation of a constraint if its amount is unknown."""
+"""Violation of a constraint whose amount is unknown."""
 
 BUSY_POLL_S = 2.0
-"""Interval of attempts while another process trains the same run (`dvc repro`, another study)."""
+"""Seconds between two attempts to open a run that another process trains (`dvc repro`, another study)."""
 
 SUPERVISOR_ERRORS = (RunFailedError, InputError, StorageError)
-"""Errors of the supervisor, whose cause is in the journal. Their subclasses have other causes."""
+"""Errors with which the supervisor reports a failure whose cause is in the journal. Only these exact classes count,
+because their subclasses have other causes."""
 
 Idle = Literal["wait", "over"]
 """State without work. `wait`: running trials may need another worker later; `over`: all work is done."""
@@ -76,7 +78,7 @@ class WorkerStopCheck(Protocol):
 
 @dataclass
 class TrialRunCallback:
-    """Callback of a trial's run, which reports validations to the study, and decides about pruning."""
+    """Callback of a trial's run: it reports validations to the study, and decides whether to prune the run."""
 
     store: TrialStore
     trial: Trial
@@ -93,7 +95,7 @@ class TrialRunCallback:
     _planned_steps: int = 0
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
-        """Report validations before the decision to prune. A repeated validation changes nothing."""
+        """Report each validation to the study, and then decide about pruning. A repeated validation changes nothing."""
         for event in events:
             if event.kind == "worker_ready":
                 self._planned_steps = event.data["planned_steps"]
@@ -199,7 +201,7 @@ def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop:
             if callback.pruned_reason is None:
                 with suppress(
                     StorageError, LockHeldError
-                ):  # otherwise, other workers detect that this process has ended
+                ):  # if the release fails, other workers detect that this process has ended
                     task.store.release(number, worker)
                 raise
             outcome = _pruned_trial(callback, paths)
@@ -285,7 +287,7 @@ class TrialRunSummary:
     text: str = ""
     """Message of the last failure."""
     violation: float = UNKNOWN
-    """Amount by which the last failure violates its constraint."""
+    """Amount by which the last failure violates its constraint: for memory, needed / available bytes - 1."""
 
     def update(self, event: JournalEvent) -> None:
         """Add an event. The last failure of the last attempt counts."""
@@ -340,7 +342,7 @@ def compute_cost(paths: RunPaths, summary: TrialRunSummary) -> TrainingCost:
 
 
 def objective_value(aim: ObjectiveSettings, report: TrainReport, cost: TrainingCost) -> float | None:
-    """Return an objective of a completed training; None if it needs answers to validation rows."""
+    """Return an objective of a completed training; None if the objective needs answers to validation rows."""
     if aim.metric == "validation_loss":
         return report.validation_loss[report.kept_step]
     if aim.metric == "trained_tokens":

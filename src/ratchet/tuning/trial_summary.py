@@ -15,7 +15,7 @@ LOSS = "validation_loss"
 """Objective that is known while a trial runs (`Trial.curve`)."""
 
 MAX_VALUE_LENGTH = 24
-"""Characters of a value in a plot."""
+"""Maximum number of characters of a value in a plot."""
 
 NAMES = {
     "memory_bytes": "memory",
@@ -50,9 +50,10 @@ def validation_curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, 
 
 
 def trial_value(trial: Trial, objectives: Sequence[SweepObjective], which: int = 0) -> float | None:
-    """Return an objective of a trial; while it is unknown, the last validation loss if that is the objective.
+    """Return an objective of a trial, by its index `which`; None if it is unknown.
 
-    None for a failed or infeasible trial, whose last loss is no result. `which` is the index of the objective.
+    While a trial has no objectives, its last validation loss is used if validation loss is the objective. The last loss
+    of a failed or infeasible trial is no result, so such a trial has None.
     """
     if trial.state in ("failed", "infeasible"):
         return None
@@ -106,7 +107,7 @@ def best_values_so_far(report: SweepReport, which: int = 0) -> list[tuple[int, f
 
 
 def objective_unit(metric: str, most: float) -> tuple[float, str]:
-    """Return the unit in which to display an objective up to `most`: its size in base units, and its name."""
+    """Return the unit for the display of values of an objective up to `most`: size in base units, and name."""
     if metric.endswith("_bytes"):
         return choose_unit(int(most))
     if metric.endswith("_seconds"):
@@ -117,7 +118,7 @@ def objective_unit(metric: str, most: float) -> tuple[float, str]:
 
 
 def objective_label(objective: SweepObjective, most: float) -> str:
-    """Return the label of an axis up to `most`, such as `validation loss (nats per token)`."""
+    """Return the label of an axis with values up to `most`, such as `validation loss (nats per token)`."""
     _, name = objective_unit(objective.metric, most)
     label = NAMES.get(objective.metric, objective.metric.replace("_", " "))
     return f"{label} ({name})" if name else label
@@ -225,11 +226,11 @@ class SweepSavings:
     """Training done and saved by the trials of a sweep."""
 
     trials: int
-    """Trainings; a pruned trial and its continuation count once."""
+    """Number of trainings; a pruned trial and its continuation count once."""
     trained_tokens: int
     trained_seconds: float
     pruned: CauseSavings
-    """Savings by pruned trials that were not continued: the rest of their training."""
+    """Savings by pruned trials that were not continued: the remaining part of their trainings."""
     refused: CauseSavings
     """Savings by infeasible trials that were never trained."""
 
@@ -266,10 +267,11 @@ class TrialSavings:
 def compute_savings(report: SweepReport) -> SweepSavings:
     """Return the tokens and seconds that a sweep has trained and saved.
 
-    Saved seconds are extrapolated with the trial's own tokens per second. A trial that was rejected before it began
-    saves its full training, although it could not have been trained; its tokens per second, and planned tokens if they
-    are unknown, are the median of all trials. Failed trials, and infeasible trials that were interrupted, save nothing,
-    because that was not a decision.
+    A pruned trial saves the tokens that it has not trained. Its saved seconds are extrapolated with its own tokens per
+    second. A trial that was rejected before it began (an infeasible trial without trained tokens) saves its full
+    training, although it could not have been trained. Its tokens per second are the median of all trials, and so are
+    its planned tokens if they are unknown. Failed trials, and infeasible trials that ended during training, save
+    nothing, because the sweep did not decide to end them.
     """
     trained = counted_trials(report)
     by_cause: dict[Cause, CauseSavings] = {"pruned": CauseSavings(), "refused": CauseSavings()}

@@ -37,22 +37,23 @@ WORKER = (sys.executable, "-m", "ratchet.tuning.worker_pool")
 """Command of a worker, without its arguments."""
 
 RESTART_DELAY_S = 1.0
-"""Delay before a worker that died is started again."""
+"""Seconds before a worker that died or was interrupted is started again. After short-lived workers in a row, the delay
+is multiplied by 1 plus their number."""
 
 SHORT_LIFE_S = 20.0
-"""A worker that dies within this time after its start counts as short-lived."""
+"""A worker that dies within this number of seconds after its start counts as short-lived."""
 
 MAX_SHORT_LIVES = 5
 """Number of short-lived workers in a row that ends the sweep."""
 
 KILL_WAIT_S = 30.0
-"""Seconds after machine.grace_period_s after which a worker is killed."""
+"""Seconds, in addition to machine.grace_period_s, after which a worker that does not end is killed."""
 
 GONE_S = 60.0
-"""Time for a killed process to end."""
+"""Maximum number of seconds to wait for a killed process to end."""
 
 WAIT_S = 1.0
-"""Interval of checks for work while other workers do the rest of it."""
+"""Seconds between two checks for work, while other workers do the remaining work."""
 
 
 # The pool, in the process of the sweep command.
@@ -81,7 +82,7 @@ class SweepWorkerProcess(Protocol):
     """A worker process, on this or another machine."""
 
     lost: str
-    """Reason why it was lost with its node; empty if it was not lost."""
+    """Reason why the process was lost with its node; empty if the process was not lost."""
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs. A negative code is the signal that ended it."""
@@ -100,7 +101,7 @@ class WorkerLauncher(Protocol):
     """Launcher of workers."""
 
     max_losses: int
-    """Limit of lost workers that are replaced in a slot. A worker is lost if its node is lost."""
+    """Maximum number of lost workers that are replaced in a slot. A worker is lost if its node is lost."""
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start the worker of a slot; its output is appended to the log."""
@@ -110,13 +111,13 @@ class WorkerLauncher(Protocol):
 
 
 class _LocalWorkerProcess(subprocess.Popen[bytes]):
-    """Worker process of this machine; it cannot be lost without this process."""
+    """Worker process on the machine of the pool. Pool and worker are lost together, so the worker is never "lost"."""
 
     lost = ""
 
 
 class LocalWorkerLauncher:
-    """Launcher of worker processes on this machine, each with its own GPU if there are enough.
+    """Launcher of worker processes on this machine; each process gets its own GPU if there are enough.
 
     Args:
         command: arguments of a worker.
@@ -130,7 +131,7 @@ class LocalWorkerLauncher:
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
         with log.open("ab") as stream:
-            # The worker has its own session, so that Ctrl-C reaches only this process, which asks workers to end once.
+            # The worker has its own session, so that Ctrl-C reaches only this process. It asks workers to end once.
             return _LocalWorkerProcess(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -178,7 +179,7 @@ class WorkerKillInjector:
     count: int
     seed: int
     gap_s: tuple[float, float]
-    """Bounds of the time between two kills."""
+    """Shortest and longest time between two kills, in seconds."""
     kill_times: list[float] = field(default_factory=list)
     """Unix times of the kills so far."""
 
@@ -203,7 +204,7 @@ class WorkerPool:
         launcher: starts the workers.
         count: number of workers.
         logs: folder of their output.
-        kills: chooses workers to kill on purpose; None: no worker is killed.
+        kills: chooses workers to kill on purpose; None: no worker is killed on purpose.
         on_progress: gets messages about workers.
     """
 

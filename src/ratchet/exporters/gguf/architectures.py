@@ -1,9 +1,9 @@
 """Defines the models that llama.cpp computes exactly as transformers does, and writes their GGUF metadata.
 
 The parameters of each architecture are in llama.cpp's `src/models/*.cpp`, and their keys in the specification
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). For some settings llama.cpp has constants (attention scale
-and pattern of sliding-window layers in Gemma 2 and 3). A config with other values is refused, because llama.cpp would
-load the file but give other answers.
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Instead of some settings, llama.cpp has constants
+(attention scale and pattern of sliding-window layers in Gemma 2 and 3). A config with other values is refused, because
+llama.cpp would load the file but give other answers.
 """
 
 import math
@@ -41,9 +41,9 @@ class GgufModelFamily:
     always_tied: bool = False
     """Whether the head is always the embedding, even if the files contain a head."""
     window_period: int = 0
-    """Layers per layer with full attention; the others have a sliding window. 0: llama.cpp computes no windows."""
+    """With 6, every sixth layer has full attention; the others have a window. 0: llama.cpp computes no windows."""
     hidden_scale_layers: int = 0
-    """Number of layers of the variant that scales attention by hidden size / heads instead of the head size."""
+    """Number of layers of the variant that scales attention by hidden size / heads instead of head size; 0: none."""
 
 
 FAMILIES = {
@@ -219,7 +219,7 @@ def _require_rope(family: GgufModelFamily, rope: dict[str, Any], where: str) -> 
 
 
 def _context_limit(family: GgufModelFamily, config: Any, rope: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the largest context for which llama.cpp computes the same as transformers, and notes about it."""
+    """Return the largest context in tokens for which llama.cpp computes the same as transformers, and notes."""
     context = int(config.max_position_embeddings)
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)

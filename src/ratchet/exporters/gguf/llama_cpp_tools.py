@@ -19,13 +19,13 @@ from ratchet.errors import SettingsError
 from ratchet.storage import files
 
 TYPES: frozenset[str] = frozenset(get_args(LlamaCppGgufType))
-"""Types that only llama-quantize writes; it also writes all others."""
+"""Types that only llama-quantize writes; llama-quantize also writes all other types."""
 CONVERTED: frozenset[str] = frozenset({"f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0"})
 """Types that the converter writes without llama-quantize."""
 QUANTIZE = "llama-quantize"
 CONVERT = "convert_hf_to_gguf.py"
 SUBDIRECTORIES = ("", "bin", "build/bin")
-"""Directories with tools in a checkout, a build, or an installation."""
+"""Directories that may contain the tools, relative to a checkout, a build, or an installation."""
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LOG_BYTES = 4096

@@ -30,9 +30,10 @@ Logits = Callable[[Sequence[Sequence[int]]], Sequence[torch.Tensor]]
 """Computes the merged model's logits: [positions, vocabulary] of each row, in float32."""
 
 COPIES = 3
-"""Upper bound of the float32 copies of all weights in memory: dequantized, in the model, and a tensor being copied."""
+"""Upper bound of the number of float32 copies of all weights in memory: the dequantized tensors, the model, and tensors
+that are being copied."""
 CONSTANT_TENSORS = ("rope_freqs", "rope_factors")
-"""Prefixes of tensors in a file that are constants of the architecture."""
+"""Prefixes of the names of tensors that are constants of the architecture; the loaded model does not have them."""
 IRRELEVANT_SETTINGS = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "initializer_range", "label2id", "pad_token_id", "pretraining_tp", "quantization_config", "torch_dtype",
@@ -43,7 +44,7 @@ IRRELEVANT_SETTINGS = frozenset({
 LOADER_ERRORS = (
     ValueError, NotImplementedError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, OSError,
 )  # fmt: skip
-"""Exceptions that the loader raises for unsupported files."""
+"""Exceptions that transformers' loader raises for unsupported files."""
 
 
 def compare_logits(

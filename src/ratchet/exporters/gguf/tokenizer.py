@@ -28,7 +28,7 @@ STRIPPED_BY_NAME = ("phi-3", "phi3")
 SPACE = "▁"
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _UNRANKED = -1000.0
-"""Score of entries that no merge forms: single characters, bytes and added tokens."""
+"""Score of entries that are not the result of a merge: single characters, bytes and added tokens."""
 _NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 _STRIP_NOTES = ("after special tokens llama.cpp drops spaces, tabs and line breaks, but no other Unicode spaces",)
 _CASE_NOTE = (
@@ -73,7 +73,7 @@ class GgufTokenizerModel:
     needs_leading_space: bool = False
     """Whether the chat template must begin with a space."""
     is_unescaped: bool = False
-    """Whether added tokens are matched after spaces are replaced by ▁, so that a ▁ in them is a space."""
+    """Whether added tokens are matched after spaces are replaced by ▁; a ▁ in an added token then means a space."""
     notes: tuple[str, ...] = ()
 
     def token_type(self, text: str) -> TokenType:
@@ -128,7 +128,7 @@ def read_vocabulary(directory: Path, size: int) -> GgufVocabulary:
 
 
 def _strips_spaces(added: Sequence[Mapping[str, Any]], where: str) -> bool:
-    """Return whether special tokens absorb the spaces after them. llama.cpp has one such rule; others are refused."""
+    """Return whether special tokens absorb the spaces after them. llama.cpp has only one rule; others are refused."""
     for token in added:
         if token["single_word"] or token["lstrip"]:
             raise unrepresentable_error(
@@ -189,7 +189,7 @@ class _SpecialTokenPlacement:
         if prefix and not self.add_bos:
             self.notes += (f"llama.cpp omits {len(prefix)} tokens that transformers puts before a text",)
         if self.add_bos and chat is not None and not chat.startswith(tokenizer.bos_token):
-            # llama.cpp's server tokenizes a conversation like any text, so it would add a token that training did not.
+            # llama.cpp's server tokenizes a conversation like any text, so it would add bos, which training did not.
             self.add_bos = False
             self.notes += (
                 f"{tokenizer.bos_token} is not put before texts, because the chat template begins without it",
@@ -314,7 +314,7 @@ def parse_merges(merges: Sequence[str | Sequence[str]]) -> list[tuple[str, str]]
 #
 # GGUF contains no pattern for splitting texts, only the name (`tokenizer.ggml.pre`) of a pattern that is built into
 # llama.cpp. A wrong name is hard to notice, because most texts are still split into the same tokens. So the rules in
-# tokenizer.json are converted to a list of patterns that apply one after another, and looked up among llama.cpp's.
+# tokenizer.json are converted to a list of patterns that apply one after another. RULES maps such lists to names.
 
 
 def _byte_alphabet() -> frozenset[str]:
@@ -458,12 +458,12 @@ def _is_reachable_by_merges(document: Mapping[str, Any]) -> bool:
 # These are tokenizers of the SentencePiece kind: pieces of characters with scores, and bytes for all other text.
 # transformers merges pairs by rank. llama.cpp merges the neighbors that form the piece with the highest score, as
 # SentencePiece does (Kudo and Richardson 2018). Both give the same tokens if every way to form a piece is among the
-# merges, which holds for merges derived from a SentencePiece model. The rank of a piece's first merge is its score.
+# merges. This is true for merges derived from a SentencePiece model. The rank of a piece's first merge gives its score.
 #
 # The space before a text: llama.cpp inserts a space before every text that follows a special token
 # (`add_space_prefix`), or nowhere. transformers also has `first`: only before a text that begins without a special
-# token. With "nowhere", conversations that begin with a special token are then correct; for other conversations, the
-# chat template inserts the space.
+# token. For `first`, the file says "nowhere". Conversations that begin with a special token are then correct; for other
+# conversations, the chat template inserts the space. Without a chat template, llama.cpp inserts the space.
 
 
 def read_byte_fallback(document: Mapping[str, Any], starts_plain: bool | None, where: str) -> GgufTokenizerModel:

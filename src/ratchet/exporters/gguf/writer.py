@@ -7,7 +7,7 @@ Norms, biases and divisors of rotary frequencies are F32. Matrices have the file
 follow llama.cpp's own tools:
 
     F16     matrices whose row length is not a multiple of the block size (`convert_hf_to_gguf.py`)
-    Q8_0    in files of 4 and 5 bits, the head, or the embedding if it is the head: `llama-quantize` chooses this if its
+    Q8_0    in files of 4 and 5 bits, the head, or the embedding if it is the head. `llama-quantize` chooses Q8_0 if its
             first choice (Q6_K, which the `gguf` package cannot write) does not fit
     F16     in ternary files, embedding and head
 
@@ -41,9 +41,8 @@ from numpy.typing import NDArray
 
 from ratchet.config.export import BuiltInGgufType, GgufType
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.exporters.gguf import architectures, tokenizer
+from ratchet.exporters.gguf import architectures, llama_cpp_tools, tokenizer
 from ratchet.exporters.gguf.architectures import GgufArchitecture
-from ratchet.exporters.gguf.llama_cpp_tools import CONVERT
 from ratchet.exporters.gguf.tokenizer import GgufVocabulary
 from ratchet.models import base_model
 from ratchet.storage import files
@@ -108,13 +107,14 @@ def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Pa
     Args:
         directory: config.json and tokenizer of the merged model, or of its base, whose files are the same.
         types: the requested types.
-        llama_cpp: a llama.cpp installation or checkout; its converter supports other architectures and tokenizers.
+        llama_cpp: a llama.cpp installation or checkout. If it contains the converter, a model whose
+            architecture our writer does not support is accepted, and its tokenizer is not checked.
 
     Raises:
         SettingsError: the architecture is not supported and no converter is installed, or no matrix can have a type.
         BaseModelError: config or tokenizer cannot be read, or llama.cpp would compute or tokenize differently.
     """
-    if not is_supported(directory) and llama_cpp is not None and (llama_cpp / CONVERT).is_file():
+    if not is_supported(directory) and llama_cpp_tools.find_tools(llama_cpp).convert is not None:
         return
     model = architectures.read_architecture(directory)
     tokenizer.read_vocabulary(directory, model.config.vocab_size)
@@ -163,7 +163,7 @@ def gguf_size_bytes(directory: Path, type_: BuiltInGgufType) -> int:
 
 
 def block_width(type_: GgufType) -> int:
-    """Return the numbers per block of this type, of which row lengths must be a multiple."""
+    """Return how many numbers a block of this type has; row lengths must be a multiple of it."""
     return int(GGML_QUANT_SIZES[TYPES[type_][0]][0])
 
 
@@ -342,7 +342,7 @@ def gguf_model_name(title: str, strips_spaces: bool) -> str:
 
 
 def _read_card(file: Path) -> tuple[str, dict[str, str]]:
-    """Read title and front matter of a model card that `models.model_card` wrote; its values are JSON strings."""
+    """Read title and front matter of a model card from `models.model_card`; the values in it are JSON strings."""
     if not file.is_file():
         return "model", {}
     text = file.read_text(encoding="utf-8")

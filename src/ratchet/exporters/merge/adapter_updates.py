@@ -26,7 +26,7 @@ from ratchet.models import adapter_format, adapters, weights
 from ratchet.models.device import Model
 
 _BASE_CHANGING_INITIALIZATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""LoRA initializations that change the base, so that the saved adapter is no update of the base in its files."""
+"""LoRA initializations that change the base in memory, so that the saved adapter is no update of the base's files."""
 _FORWARD_CHANGING_SETTINGS = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
     "monteclora_config", "use_bdlora", "use_qalora", "velora_config",
@@ -72,7 +72,7 @@ class AdapterUpdates:
         return frozenset(name for _, updates in self._weighted_updates for name in updates)
 
     def apply(self, name: str, value: Tensor) -> Tensor:
-        """Return a parameter with all updates: W + sum of w (W' - W). With one adapter of weight 1, this is W' itself.
+        """Return a parameter with all updates: W + sum of w (W' - W). With one adapter of weight 1, the result is W'.
 
         Args:
             name: name of the parameter.
@@ -108,7 +108,7 @@ class ParameterUpdate:
     layers: tuple[Any, ...]
     """peft layers, outermost first."""
     replacement: Tensor | None
-    """The complete new parameter, if the adapter stores it."""
+    """The complete new parameter, if the adapter stores one; otherwise None."""
     is_transposed: bool
     """Whether the parameter is a weight stored as [inputs, outputs]."""
 
@@ -343,7 +343,7 @@ def _innermost_module(module: Any) -> Any:
 
 
 def _wrapped_module(module: Any) -> Any:
-    """Return the module inside a wrapper, for a fully trained module the adapter's copy; None without a wrapper."""
+    """Return the module inside a wrapper; for a fully trained module, the adapter's copy. None without a wrapper."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[adapter_format.ADAPTER]
     return weights.wrapped_module(module)

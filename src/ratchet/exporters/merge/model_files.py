@@ -1,9 +1,9 @@
 """Reads the base's weights and writes the merged model's safetensors files, tensor by tensor.
 
 Names: while loading, transformers renames tensors (checkpoints with another prefix, names of old versions) and combines
-some of them (experts that are stored one by one become one tensor). This module maps names in files to parameters, and
-back, with the functions of transformers' own loader and writer (core_model_loading) on meta tensors. The plan of the
-merge then checks that the loader can read the planned files.
+some tensors (experts that are stored one by one become one tensor). This module maps names in files to parameters and
+back. It runs the functions of transformers' own loader and writer (core_model_loading) on meta tensors. The plan of the
+merge (merger.py) then checks that the loader can read the planned files.
 
 File format (README of huggingface/safetensors): 8 bytes with the header's length N as a little-endian integer; N bytes
 of JSON with dtype, shape and data offsets for each name; then the tensors' bytes, row-major and little-endian, without
@@ -41,13 +41,13 @@ from ratchet.storage import files
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CHUNK_BYTES = 16 * 2**20
-"""Bytes per write."""
+"""Maximum number of bytes per write."""
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
     torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 ReadTensor = Callable[[str, str], Tensor]
-"""Function that reads a stored tensor, given its name and the name of the (first) parameter that it belongs to."""
+"""Function that reads a stored tensor, given the tensor's name and the name of its group's first parameter."""
 
 
 class UnknownNamesError(BaseModelError):
@@ -59,14 +59,14 @@ class UnknownNamesError(BaseModelError):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Stored tensors and the parameters that they form together: usually one tensor and one parameter."""
+    """Stored tensors and the parameters that they form together; usually one tensor and one parameter."""
 
     first_parameter: str
-    """Name of the parameter, or of the first of several."""
+    """Name of the group's parameter, or of its first parameter."""
     stored: tuple[tuple[str, str], ...]
     """For each stored tensor: the converter's pattern that its name matched, and its name in the files."""
     converter: Any = field(default=None, compare=False)
-    """transformers' converter, if values are combined or split."""
+    """transformers' converter if values are combined or split; None if a tensor is only renamed."""
 
     def parameters(self, model: Model, read: ReadTensor) -> dict[str, Tensor]:
         """Compute the model's parameters by name.
@@ -115,7 +115,7 @@ def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
             raise UnknownNamesError(f"{name} and {group.stored[0][1]} both map to parameter {parameter}")
         group = group or TensorGroup(parameter, (), by_pattern[pattern] if pattern is not None else None)
         groups[parameter] = replace(group, stored=(*group.stored, (pattern or name, name)))
-    # transformers' loader does the same.
+    # transformers' loader records the conversions in the same attribute.
     model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
     return list(groups.values())
 
@@ -147,9 +147,9 @@ class TokenRowInitialization:
     """Additional rows of a tensor with one row per token."""
 
     count: int
-    """Rows of the grown tensor."""
+    """Number of rows of the grown tensor."""
     stored: int
-    """Rows in the files."""
+    """Number of rows in the files."""
     pieces: vocabulary.Pieces
     """Pieces from which each additional row is initialized."""
 
@@ -355,8 +355,8 @@ def _check_tensor(entry: TensorEntry, named_tensor: tuple[str, Tensor]) -> Tenso
 
 
 def _tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in chunks. Each chunk is released when the next is requested, so that a caller that
-    keeps the last chunk does not keep the tensor in memory."""
+    """Yield a tensor's bytes in chunks. Each chunk is released when the next chunk is requested. So a caller that still
+    refers to the last chunk does not keep the tensor in memory."""
     flat = tensor.detach().contiguous().reshape(-1)
     with memoryview(flat.view(torch.uint8).numpy()) as view:
         for begin in range(0, len(view), CHUNK_BYTES):

@@ -92,7 +92,7 @@ def require_updated_modules(patterns: Iterable[str], updated: Iterable[str]) -> 
         updated: full names of all modules that an adapter updates.
 
     Raises:
-        SettingsError: a pattern matches none of them; the message lists the closest names.
+        SettingsError: a pattern matches no updated module; the message lists the closest names.
     """
     names = sorted(updated)
     for pattern in patterns:

@@ -1,8 +1,8 @@
 """Verifies a merge module by module and layer by layer on the beginnings of a few real rows.
 
 Base + adapter runs once, and inputs and outputs of its modules are recorded. Then each module and each decoder layer of
-the merged model gets the recorded input, and must return the recorded output. So errors do not accumulate, and the
-message names the module that deviates.
+the merged model gets the recorded input, and must return the recorded output. So errors do not accumulate over modules,
+and the error message can name the module that deviates.
 
 A recording is small for models of any size: it contains hidden states of a few dozen tokens before each decoder layer,
 and inputs and outputs of each linear layer, embedding and norm at eight positions. For a 70B model this is about half a
@@ -29,22 +29,23 @@ from ratchet.storage.records.export import MergeCheck, ModuleDifference
 
 ROWS = 2
 TOKENS = 32
-"""Tokens per row, from its beginning; a causal model computes them as in the complete row."""
+"""Number of tokens from the beginning of each row. A causal model computes them as in the complete row."""
 POSITIONS = 4
-"""Positions per row whose outputs are recorded."""
+"""Number of positions per row whose outputs are recorded."""
 LISTED_MODULES = 8
-"""Modules with the largest deviations that the report lists."""
+"""Number of modules that the report lists, those with the largest deviations."""
 
 SUM_TOLERANCE = 1e-4
-"""Relative difference that another order of float32 sums may cause: W x + s B A x instead of (W + s B A) x. The unit
-roundoff of 6e-8 grows with the root of the number of terms, to about 1e-5 for rows of 30,000. The tolerance is ten
-times that, for sums that nearly cancel. Measured on 24 families of tiny models: 1.5e-5 at most."""
+"""Allowed relative difference from another order of float32 sums: W x + s B A x instead of (W + s B A) x. The unit
+roundoff of 6e-8 grows with the root of the number of terms, to about 1e-5 for rows of 30,000 terms. The tolerance is
+ten times this value, because sums may nearly cancel. Measured on 24 families of tiny models: 1.5e-5 at
+most."""
 ROUNDING_EPSILONS = 4
-"""Tolerance in machine epsilons of the stored type: rounding of weights, inputs and outputs changes an output by 1.4
-epsilons at most (measured on five families in bfloat16 and float16)."""
+"""Tolerance in machine epsilons of the coarsest type in which weights are stored or used. Rounding of weights, inputs
+and outputs changed an output by at most 1.4 epsilons (measured on five families in bfloat16 and float16)."""
 LAYER_ROUNDING_FACTOR = 8
-"""Factor of the rounding tolerance for a complete layer, because attention turns a difference of large scores into a
-factor. It has no effect in float32."""
+"""Factor by which the rounding tolerance of a complete layer exceeds that of a module, because attention turns a small
+difference between large scores into a factor. In float32 the rounding tolerance is 0, so the factor has no effect."""
 
 REPORT_BUG = "; this is a bug of the merge: report it with the name of the architecture"
 
@@ -56,7 +57,7 @@ class LeafRecording:
     """Inputs and outputs of a module that computes each position independently."""
 
     inputs: Tensor
-    """[positions, features] in the original type; for an embedding int64 [positions]."""
+    """[positions, features] in the original type; for an embedding, token ids [positions] in int64."""
     outputs: Tensor
     """[positions, features] in float32."""
 
@@ -66,9 +67,9 @@ class LayerRecording:
     """Inputs and outputs of a decoder layer, row by row."""
 
     inputs: list[Tensor] = field(default_factory=list)
-    """[1, tokens, width]: the complete input."""
+    """Complete input of each row: [1, tokens, width]."""
     outputs: list[Tensor] = field(default_factory=list)
-    """[positions, width] in float32."""
+    """Output of each row at the recorded positions: [positions, width] in float32."""
 
 
 @dataclass
@@ -206,7 +207,7 @@ def _leaf_hook(recording: ActivationRecording, name: str) -> Callable[..., None]
         leaf = LeafRecording(inputs[selected].cpu(), outputs[selected].float().cpu())
         if (earlier := recording.leaves.get(name)) is not None:
             leaf = LeafRecording(torch.cat([earlier.inputs, leaf.inputs]), torch.cat([earlier.outputs, leaf.outputs]))
-        if len(leaf.outputs) <= ROWS * POSITIONS:  # only the first uses of a module that is used repeatedly
+        if len(leaf.outputs) <= ROWS * POSITIONS:  # if a module is used repeatedly, record only its first uses
             recording.leaves[name] = leaf
 
     return record
@@ -245,7 +246,7 @@ def output_states(output: Any) -> Tensor:
 
 
 def _compute_dtype(base: Model) -> torch.dtype:
-    """Return the type that a model computes in: the type of its norms and embeddings, as 4-bit layers store bytes."""
+    """Return the type that a model computes in. Norms and embeddings have this type; 4-bit layers store bytes."""
     return next(p.dtype for p in base.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
 
 
@@ -292,8 +293,8 @@ class ModuleComparison:
     name: str
     tolerance: float
     use_median: bool = False
-    """Whether the median position represents the module instead of the worst: in bfloat16 a router may choose a
-    different one of two nearly equal experts, and the token then passes through other weights."""
+    """Whether the median position represents the module instead of the worst position. In bfloat16, rounding may make a
+    router choose the other of two nearly equal experts, and the token then passes through other weights."""
     differences: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
 
@@ -364,7 +365,7 @@ def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtyp
 
     Linear layers, embeddings and norms are compared in float32, whatever their stored type; decoder layers run in the
     merged model's own type. A layer's difference is measured relative to the change that the layer makes to its input.
-    It is not measured relative to the output, where large models have a few features a thousand times as large as all
+    The output would be a poor scale, because in large models a few of its features are a thousand times as large as all
     others.
 
     Args:

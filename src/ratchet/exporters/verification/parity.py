@@ -22,18 +22,19 @@ from ratchet.quality_gate import paired_test
 from ratchet.storage.records.export import DistributionDistance, Progress, TaskScore
 
 LIKELY_SHARE = 1000.0
-"""A token counts as likely if its probability exceeds 1 / (vocabulary size * LIKELY_SHARE)."""
+"""A token counts as likely if base + adapter gives it a probability above 1 / (vocabulary size * LIKELY_SHARE)."""
 MIN_LOG_PROBABILITY = -149 * math.log(2)
-"""Logarithm of 2^-149, the smallest float32 number, which replaces the logarithm of zero. If a format excludes a token
-that the reference considers possible, the divergence is some hundred nats instead of infinity, which JSON cannot
-store."""
+"""Logarithm of 2^-149, the smallest positive float32 number. It replaces the logarithm of zero. So if a format excludes
+a token that the reference considers possible, the divergence is some hundred nats instead of infinity, which JSON
+cannot store."""
 _TEST_PLAN = paired_test.PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=0)
-"""Two one-sided bounds of 97.5 % form a two-sided interval of 95 %; the other values are the gate's defaults."""
+"""Plan of the paired test of answers. Two one-sided bounds of 97.5 % form a two-sided interval of 95 %; the other
+values are the gate's defaults."""
 LogProbabilities = NDArray[np.float32]
 """[positions, vocabulary], in nats."""
 Score = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-"""Function that scores answers, given the expected answers and a model's answers; higher is better. The caller passes
-the evaluation's own metric, so that correctness is defined in one place."""
+"""Function that scores answers, given the expected answers and a model's answers; higher scores are better. The caller
+passes the evaluation's own metric, so that correctness is defined in one place."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -86,7 +87,7 @@ class ParityResult:
     texts_tokenised: int
     texts: int
     tokens_per_second: float
-    """Median over single answers, including their prompts; 0 without prompts."""
+    """Median over the answers; the time of an answer includes its prompt. 0 without prompts."""
 
 
 def collect_reference(runtime: ModelRuntime, inputs: ProbeInputs, progress: Progress) -> ReferenceOutputs:
@@ -182,7 +183,7 @@ class _DivergenceTotals:
             self.likely += len(differences)
             self.difference += float(differences.sum())
             self.max_difference = max(self.max_difference, float(differences.max()))
-            # The exact probabilities of both sum to 1, so the terms -p + q only cancel float32 rounding.
+            # The exact probabilities of both models sum to 1, so the terms -p + q only cancel float32 rounding.
             kl = max(0.0, float((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum()))
             self.kl += kl
             self.max_kl = max(self.max_kl, kl)
@@ -197,15 +198,15 @@ def measure_distance(
 ) -> DistributionDistance:  # fmt: skip
     """Compare the log-probabilities of two models row by row. Generators are consumed one row at a time.
 
-    `mean_difference` is the mean of |difference| over the same likely tokens as `max_difference`. The divergence is the
-    sum of p (log p - log q) over the vocabulary (Kullback and Leibler 1951). Each term is computed with an additional
-    - p + q: these additions sum to zero for exact probabilities, and remove the effect of float32 rounding. Sums are
-    float64.
+    `mean_difference` and `max_difference` are the mean and maximum of |difference| over the likely tokens
+    (LIKELY_SHARE). The divergence is the sum of p (log p - log q) over the vocabulary (Kullback and Leibler 1951). Each
+    term is computed with an additional - p + q. For exact probabilities, these additions sum to zero; for float32
+    values, they remove the effect of rounding. Sums are float64.
 
     Args:
         reference: log-probabilities of base + adapter for each row.
         compared: log-probabilities of the compared model at the same positions.
-        targets: for each row, the token that follows each of its positions.
+        targets: for each row, the tokens that follow its positions.
 
     Raises:
         DamagedFileError: the compared model returns NaN, or values for another vocabulary.
@@ -258,7 +259,7 @@ class ParityTask:
     expected: Sequence[str]
     score: Score
     groups: Sequence[str | None] | None = None
-    """Group of each row; rows of one group are not independent samples. None: each row is a group."""
+    """Group of each row; rows of one group are not independent samples. None: every row is its own group."""
 
 
 def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
@@ -310,7 +311,7 @@ class TorchRuntime:
         return f"transformers {transformers.__version__}"
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a text; special tokens in it are recognized, and none are added."""
+        """Tokenize a text; special tokens in the text are recognized, and no special tokens are added."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -332,7 +333,7 @@ class TorchRuntime:
 def logits_at(model: Model, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
     """Compute the logits of a row at some positions: [positions, vocabulary] in float32.
 
-    The head runs on chunks of the range from the first to the last position, so memory never contains all logits of a
+    The head runs on the range from the first to the last position in chunks. So memory never contains all logits of a
     long row with a large vocabulary.
 
     Args:

@@ -1,9 +1,9 @@
 """Chooses the inputs that every format is verified with: rows and positions, prompts, and texts for tokenizers.
 
-A wrong pre-tokenizer in a GGUF file affects few words, so accuracy does not reveal it, but these texts do. They test
-grouping of digits and splitting at apostrophes, merging of spaces and line breaks, normalization, bytes of characters
-outside of the vocabulary, and recognition of special tokens. Characters that an editor would change or hide are written
-as escapes.
+A wrong pre-tokenizer in a GGUF file affects few words, so accuracy does not reveal it, but the texts in TEXTS do. They
+test grouping of digits and splitting at apostrophes, merging of spaces and line breaks, normalization, bytes of
+characters outside of the vocabulary, and recognition of special tokens. Characters that an editor would change or hide
+are written as escapes.
 """
 
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ class ProbeInputs:
     positions: list[list[int]]
     """Positions of each row, ascending, whose next token is an answer token."""
     targets: list[list[int]]
-    """The next tokens at these positions."""
+    """The tokens that follow these positions."""
     prompts: list[list[int]]
     """Token ids of each prompt, which ends where the assistant's answer begins."""
     expected: list[str]
@@ -130,12 +130,12 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
 
     Prompts come from rows for which the evaluation generates answers, in the same encoding. If the chosen rows have
     more answer positions than `export.parity_positions`, each row keeps an evenly spread share of its positions. Rows
-    are dropped only if that limit is lower than the number of rows.
+    without an answer token are skipped; other rows are dropped only if that limit is lower than the number of rows.
 
     Args:
         test: test rows from `token_files.open_split`.
         tokenizer: the tokenizer of base + adapter.
-        settings: settings of the project, of which the sections export and evaluate and the setting prepare.task count.
+        settings: settings of the project; the sections export and evaluate and the setting prepare.task are read.
         end_ids: tokens that end an answer.
 
     Raises:
@@ -173,15 +173,15 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
 def build_probe_texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
     """Return difficult texts, each after a special token as in a conversation, and decoded prompts.
 
-    SentencePiece inserts a space at the beginning of a text, and some formats cannot express that in a file. In a
-    conversation, other tokens always precede the text.
+    Without the special token, SentencePiece would insert a space at the beginning of a text, which some formats cannot
+    express in a file. In a conversation, other tokens always precede the text.
     """
     prefix = tokenizer.eos_token or ""
     return [*(prefix + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
 def task_metric(settings: Settings) -> Metric:
-    """Return the metric that scores answers: accuracy for labels, otherwise token F1 if evaluated, else exact match."""
+    """Return the metric that scores answers: accuracy for labels, else token F1 if evaluated, else exact match."""
     if settings.prepare.task == "labels":
         return "accuracy"
     return "token_f1" if "token_f1" in settings.evaluate.metrics else "exact_match"

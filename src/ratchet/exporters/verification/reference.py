@@ -27,7 +27,7 @@ from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.device import Model
 
 _REPLACED = "_replaced_by_adapters"
-"""Attribute of a model from `load_adapted_model`: the parameters of the base that adapters replaced."""
+"""Name of the attribute in which `load_adapted_model` stores the parameters of the base that adapters replaced."""
 
 _ReplacedParameters = list[tuple[nn.Parameter, Tensor]]
 """Parameters with their values in the base."""
@@ -38,8 +38,8 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
 
     Args:
         recipe: adapters, weights and modules.
-        base: `dequantized`: the weights that the adapter was trained on, in their own arithmetic; `original`: the
-            weights before quantization, in float32.
+        base: `dequantized`: the weights that the adapter was trained on, in the compute dtype of the training;
+            `original`: the weights before quantization, in float32.
 
     Raises:
         BaseModelError, DamagedFileError: an adapter does not fit this base, or cannot be read.
@@ -53,14 +53,14 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
     first, *others = recipe.adapters
     model = adapters.load(model, first.adapter)
     weights = {adapter_format.ADAPTER: first.weight}
-    sums = _extract_changes(replaced, first.weight)
+    changes = _extract_changes(replaced, first.weight)
     for number, part in enumerate(others, start=2):
         weights[f"part{number}"] = part.weight
         _load_further_adapter(model, part, f"part{number}")
-        sums = [a + b for a, b in zip(sums, _extract_changes(replaced, part.weight), strict=True)]
+        changes = [a + b for a, b in zip(changes, _extract_changes(replaced, part.weight), strict=True)]
     if others or first.weight != 1:
         _combine_adapters(model, weights)
-    for (parameter, original), change in zip(replaced, sums, strict=True):
+    for (parameter, original), change in zip(replaced, changes, strict=True):
         parameter.data = (original.float() + change).to(original.dtype)
     setattr(model, _REPLACED, replaced)
     if recipe.modules:
@@ -70,7 +70,7 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
 
 @contextmanager
 def disable_adapters(model: Model) -> Iterator[None]:
-    """Make the model compute as the base alone within the context, with the base's own biases and embeddings."""
+    """Make the model compute like the base alone within the context, with the base's own biases and embeddings."""
     replaced: _ReplacedParameters = getattr(model, _REPLACED, [])
     adapted_data = [parameter.data for parameter, _ in replaced]
     for parameter, original in replaced:
@@ -88,8 +88,9 @@ def disable_adapters(model: Model) -> Iterator[None]:
 def compute_in_float32(model: Model) -> Model:
     """Convert a model to float32 computation in place, so that bfloat16 rounding does not hide errors of a merge.
 
-    4-bit weights stay 4-bit. For each product they are dequantized as in training, to the same type, because rounding
-    to that type is part of their values. Everything else becomes float32.
+    4-bit weights stay 4-bit. For each product, they are first dequantized to the compute type of the training and then
+    converted to float32, because the rounding to the compute type is part of the values that the adapter was trained
+    on. Everything else becomes float32.
 
     Returns:
         The same model.
@@ -131,7 +132,7 @@ def _load_further_adapter(model: Model, part: WeightedAdapter, name: str) -> Non
     saved = adapter_format.read(part.adapter)
     try:
         config = PeftConfig.from_pretrained(str(part.adapter))
-        config.inference_mode, config.bias = True, "none"  # peft rejects a second adapter with biases, but loads them
+        config.inference_mode, config.bias = True, "none"  # else peft rejects the adapter; biases are loaded anyway
         with adapters.suppress_peft_warnings():
             model.add_adapter(name, config)
             model.load_adapter(str(part.adapter), adapter_name=name, is_trainable=False)
@@ -163,7 +164,7 @@ def _copy_replaceable(base: Model, recipe: MergeRecipe) -> _ReplacedParameters:
 
 
 def _extract_changes(replaced: _ReplacedParameters, weight: float) -> list[Tensor]:
-    """Return the weighted changes of these parameters by the last loaded adapter, and restore the base's values."""
+    """Return the last loaded adapter's changes to these parameters, times its weight; restore the base's values."""
     changes = [weight * (parameter.detach().float() - original.float()) for parameter, original in replaced]
     for parameter, original in replaced:
         parameter.data = original.clone()
@@ -181,9 +182,9 @@ def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
         elif isinstance(module, LoraLayer):
             module.forward = _WeightedAdaptersForward(module, weights)
         elif isinstance(module, TrainableTokensWrapper):
-            _add_token_rows(module, weights)
+            _combine_token_rows(module, weights)
         elif isinstance(module, ModulesToSaveWrapper):
-            _add_saved_modules(module, weights)
+            _combine_saved_modules(module, weights)
 
 
 class _WeightedAdaptersForward:
@@ -206,8 +207,8 @@ class _WeightedAdaptersForward:
         return total
 
 
-def _add_token_rows(wrapper: Any, weights: dict[str, float]) -> None:
-    """Combine trained token rows into one adapter: peft rejects several active adapters with the same tokens."""
+def _combine_token_rows(wrapper: Any, weights: dict[str, float]) -> None:
+    """Combine trained token rows into one adapter; peft rejects several active adapters with the same tokens."""
     layer = wrapper.token_adapter
     names = [name for name in weights if name in layer.token_indices]
     wrapper.set_adapter(names[:1], inference_mode=True)
@@ -226,7 +227,7 @@ def _add_token_rows(wrapper: Any, weights: dict[str, float]) -> None:
     layer.trainable_tokens_delta[names[0]] = nn.Parameter(combined, requires_grad=False)
 
 
-def _add_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
+def _combine_saved_modules(wrapper: Any, weights: dict[str, float]) -> None:
     """Combine fully trained modules: the base's values plus the weighted sum of all changes."""
     names = [name for name in weights if name in wrapper.modules_to_save]
     if not names:

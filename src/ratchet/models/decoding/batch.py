@@ -19,9 +19,9 @@ _CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len"
 """Names under which configs store the maximum length of a text."""
 
 ROOM_COLUMNS = 64
-"""Columns that a buffer gets in addition to the current need."""
+"""Minimum number of columns that an enlarged buffer gets in addition to those that it needs now."""
 BeforePass = Callable[[int], None]
-"""Called before each pass with its padded tokens (rows x columns, including columns with cached keys)."""
+"""Called before each pass with its number of padded tokens (rows x columns, including columns with cached keys)."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,12 @@ class DecodingOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     exact: bool = True
-    """If True, plain passes decide doubtful tokens; otherwise the batch does, and answers may depend on it."""
+    """If True, plain passes decide doubtful tokens. If False, the batch decides them, and answers may depend on
+    the batch."""
     max_rows: int = 0
     """Maximum rows decoded together; 0: a default for the device."""
     window: int = 1024
-    """Prompts that are fetched together and sorted by length."""
+    """Number of prompts that are fetched together and sorted by length."""
 
 
 @dataclass(eq=False)
@@ -110,7 +111,10 @@ def longest_first_key(row: DecodingRow) -> tuple[int, int]:
 
 
 def find_shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the common prefix of all prompts (at least one token shorter than each), or () if it is short."""
+    """Return the common prefix of all prompts (at least one token shorter than each prompt).
+
+    Return () if the prefix has fewer than MIN_SHARED_PREFIX_TOKENS tokens.
+    """
     if len(prompts) < 2:
         return ()
     smallest, largest = min(prompts), max(prompts)
@@ -130,8 +134,8 @@ def get_context_length(model: Model) -> int | None:
 # Batches. Keys and values of all rows are in one buffer that passes write in place, while rows join and leave.
 #
 # Rows are aligned on the right: a row of n tokens occupies columns end - n .. end - 1, so each step writes one column
-# for all rows. A mask hides the columns before a row, and position ids are passed. A new row is written directly into a
-# free place; existing keys and values are not copied, unlike in a cache that grows by concatenation.
+# for all rows. A mask hides the columns before a row, and the model receives position ids. A new row is written
+# directly into a free place; existing keys and values are not copied, unlike in a cache that grows by concatenation.
 
 
 class DecodingBatch(Protocol):
@@ -180,7 +184,10 @@ class KvCacheBatch:
     """Rows of a model whose cache holds only keys and values."""
 
     def __init__(self, model: Model, pad: int, before_pass: BeforePass, supports_joining: bool = True) -> None:
-        """Create an empty batch; if `supports_joining`, passes get mask and position ids: rows may differ in length."""
+        """Create an empty batch.
+
+        If `supports_joining`, passes get an attention mask and position ids, so rows may differ in length.
+        """
         self.supports_joining = supports_joining
         self._model, self._pad, self._before_pass = model, pad, before_pass
         self._window = _CacheWindow()
@@ -203,7 +210,7 @@ class KvCacheBatch:
         if prefix and prefix != self._prefix:
             self._read_prefix(prefix)
         width = longest - len(prefix)
-        # A row without enough prefix is padded and computed whole.
+        # A row that is shorter than `width` is padded and computed completely.
         ids = [[self._pad] * (width - len(row)) + list(row[-width:]) for row in rows]
         for i, row in enumerate(rows):
             self._copy_prefix(first + i, len(row), max(0, len(row) - width))
@@ -241,7 +248,7 @@ class KvCacheBatch:
         return order
 
     def _run(self, ids: Sequence[Sequence[int]], first: int, lengths: Sequence[int]) -> Tensor:
-        """Read the last tokens of neighbouring rows; keys before them are already in the cache."""
+        """Read the last tokens (`ids`) of adjacent rows from index `first`; keys of earlier tokens are in the cache."""
         columns, width, device = max(lengths), len(ids[0]), self._model.device
         self._window.set(slice(first, first + len(ids)), self._end - columns, self._end, width)
         forward_kwargs: dict[str, Tensor] = {}
@@ -332,7 +339,7 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.reserve(key_states, value_states)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate buffers for keys and values if there are none. They are zero: masked values must be finite."""
+        """Allocate buffers if there are none. They contain zeros, because masked values must be finite."""
         if not self.is_initialized:
             shape = self._window.rows, self._window.columns
             self.keys = keys.new_zeros(shape[0], keys.shape[1], shape[1], keys.shape[3])
@@ -377,7 +384,7 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class UniformLengthBatch:
-    """Rows of equal length for a model with its own kind of cache; ended rows stay in it until all have ended."""
+    """Rows of equal length for a model with its own kind of cache; ended rows stay in the cache until all end."""
 
     supports_joining = False
 
@@ -394,7 +401,7 @@ class UniformLengthBatch:
     def add(self, rows: Sequence[Sequence[int]], prefix: tuple[int, ...]) -> Tensor:
         self._before_pass(len(rows) * len(rows[0]))
         base = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
-        # Recurrent models name the argument differently. All of them write into the cache that they receive.
+        # Recurrent models have another name for the argument. All models write into the cache that they receive.
         cache_argument = "cache_params" if "cache_params" in signature(base.forward).parameters else "past_key_values"
         self._forward_kwargs = {cache_argument: DynamicCache(config=base.config.get_text_config())}
         self._length, self._rows, self._active = len(rows[0]), len(rows), list(range(len(rows)))

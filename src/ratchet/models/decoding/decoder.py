@@ -1,9 +1,10 @@
 """Answers many prompts in batches; each answer is the same as if its prompt were decoded alone.
 
-Prompts are fetched in windows and read longest first. When a row (a prompt and its tokens) ends, another takes its
-place. The plain pass of a row (one row, no padding, no cache, the whole text) defines its answer. A token is taken from
-a batch only if its lead is larger than any rounding error, and a mean log-probability only if rounding cannot change
-it. Otherwise the plain pass decides. So batches, restarts and out-of-memory errors do not change a byte of an answer.
+Prompts are fetched in windows and read longest first. When a row (a prompt and the tokens generated for it) ends, a
+waiting row takes its place. The plain pass of a row (one row, no padding, no cache, the whole text) defines its answer.
+A token is taken from a batch only if its lead over all other tokens is larger than any rounding error. A mean
+log-probability is taken from a batch only if rounding errors cannot change its reported value. Otherwise the plain pass
+decides. So batches, restarts and out-of-memory errors do not change a byte of an answer.
 """
 
 import math
@@ -53,31 +54,33 @@ DecodingCallback = Callable[[str, dict[str, Any]], None]
 """Called with the name and data of an event."""
 
 PROBE_TOKENS = 3
-"""Tokens that the probe of a batching method appends to prompts."""
+"""Number of tokens that the probe of a batching method appends to each prompt."""
 
 SHRINK = 0.8
-"""Factor on the size that did not fit, at the first failure; further failures before a success halve the budget."""
+"""At the first failure, the budget is reduced to this share of the size that did not fit; further failures before a
+success halve the budget."""
 GROW = 1.25
 """Factor on the budget after enough successful passes."""
 GROW_AFTER_PASSES = 50
-"""Successful passes before the budget grows; doubled each time that growth fails."""
+"""Number of successful passes before the budget grows; doubled each time that a pass fails after the budget grew."""
 MAX_WAIT_PASSES = 10_000
 MEMORY_SHARE = 0.5
-"""Share of free memory that the forecast gives to rows: others use memory too, and allocations leave gaps."""
+"""Share of free memory that the forecast uses: other processes need memory too, and allocations leave gaps."""
 READ_TOKENS = 8192
 """Maximum padded tokens of prompts that are read in one pass; a single longer prompt is read in one pass too."""
 CPU_ROWS, GPU_ROWS = 64, 256
-"""Default maximum of rows that are decoded together."""
+"""Default maximum number of rows that are decoded together, on a CPU and on a GPU."""
 MIN_JOIN_SHARE = 0.25
-"""Prompts wait until they are this share of the rows, because a pass over few prompts costs as much as over many."""
+"""Prompts are read only if they become at least this share of the rows, or if no others wait, because a pass over few
+prompts costs as much as a pass over many."""
 REPORT_EVERY_PASSES = 32
-"""Passes between two `batch` events."""
+"""Number of passes between two `batch` events."""
 EXPECTED_LENGTH_FACTOR = 2.0
 """Expected maximum length of an answer, as a multiple of the mean so far."""
 KNOWN_ANSWERS = 16
 """Until this many answers have ended, every answer is expected to reach its maximum length."""
 FALLBACK_PROBE_TOKENS = 8
-"""Tokens of a prompt with which the batching method is probed if whole prompts do not fit into memory."""
+"""Number of tokens of a prompt that probe the batching method if whole prompts do not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class BatchingMethod:
     for a model whose cache holds more than keys and values. `alone`: each row is read from its start for each token."""
     create_batch: Callable[[], DecodingBatch]
     error_units: float
-    """Largest measured difference to plain logits, in units of eps x the greatest logit."""
+    """Greatest measured difference from the logits of plain passes, in units of eps x the greatest absolute logit (see
+    `token_choice.FINE_EPSILONS`)."""
 
 
 def choose_batching_method(
@@ -118,7 +122,7 @@ def choose_batching_method(
 def _measure_method_error(
     model: Model, create_batch: Callable[[], DecodingBatch], prompts: Sequence[Sequence[int]], prefix: tuple[int, ...]
 ) -> float | None:  # fmt: skip
-    """Return the greatest logit difference in units; None if the method fails or gives other logits."""
+    """Return the greatest logit difference in units; None if the method fails, or differs by more than rounding."""
     try:
         with torch.no_grad():
             return _exercise_batch(model, create_batch(), prompts, prefix)
@@ -162,13 +166,13 @@ def _exercise_batch(
 
 
 def _error_in_units(logits: Tensor, model: Model, text: Sequence[int], eps: float) -> float:
-    """Return the error of logits in units of eps x the greatest logit; infinite if it is not finite."""
+    """Return the error of logits in units of eps x the greatest logit; infinite if the error is NaN or infinite."""
     error = relative_logit_difference(logits, compute_reference_logits(model, text)[0])
     return error / eps if math.isfinite(error) else math.inf
 
 
 def relative_logit_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the greatest difference of two logits [vocabulary], relative to the greatest expected one.
+    """Return the greatest difference of two logits [vocabulary], relative to the greatest absolute expected logit.
 
     Equal infinities do not differ.
     """
@@ -225,7 +229,7 @@ class ExactTokenSelector:
     def find_finished(self, rows: Sequence[DecodingRow], chosen: TokenChoices) -> dict[int, DecodingResult]:
         """Return the results of rows that end with the chosen token, by index.
 
-        Rows do not change, because a later pass may still fail.
+        This method does not change the rows, because a later pass may still fail.
         """
         results = {}
         for i, row in enumerate(rows):
@@ -250,7 +254,7 @@ class ExactTokenSelector:
         return 0.0 if self._is_unbatched else self._units * self._eps
 
     def _record_error(self, error_units: float) -> None:
-        """Raise the bound if a measured error exceeds half of it."""
+        """Raise the bound if a measured error exceeds half of the bound."""
         if 2 * error_units > self._units:
             self._on_event("bound", {"error_units": error_units, "bound_units": self._units})
             self._units = MARGIN * error_units
@@ -283,7 +287,7 @@ class PaddedTokenBudget:
 
     tokens: int
     failed_tokens: int = 0
-    """Size that did not fit when the budget was last reduced; 0: none."""
+    """Padded tokens that did not fit when the budget was last reduced; 0: none."""
     successful_passes: int = 0
     wait_passes: int = GROW_AFTER_PASSES
     grown: bool = False
@@ -299,7 +303,7 @@ class PaddedTokenBudget:
     def after_success(self, is_limiting: bool) -> "PaddedTokenBudget":
         """Return the budget after a successful pass; `is_limiting`: prompts wait because of the budget.
 
-        Sizes that failed are tried again: another process may have used the memory then.
+        The budget may grow to a size that failed before: another process may have used the memory at that time.
         """
         passes = self.successful_passes + is_limiting
         if passes < self.wait_passes:
@@ -310,7 +314,7 @@ class PaddedTokenBudget:
 def forecast_tokens(model: Model, rows: int, is_sampled: bool) -> int:
     """Estimate the padded tokens that fit into free memory; at least 1.
 
-    A share of the memory that remains after the weights must hold keys and values, logits of `rows` rows with the
+    MEMORY_SHARE of the memory that remains after the weights must hold keys and values, logits of `rows` rows with the
     workspace of sampling, and one pass over prompts.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -461,7 +465,7 @@ class BatchDecoder:
         return self._handle_out_of_memory()
 
     def _probe_method(self) -> BatchingMethod:
-        """Choose the batching method by the longest and shortest waiting prompt; by less text if memory is short."""
+        """Choose the method by a probe with the longest and shortest waiting prompts, or with less text if needed."""
         longest = None if self._context is None else max(1, self._context - PROBE_TOKENS)
         long, short = (self._waiting[i].request.ids[:longest] for i in (0, -1))
         prefix = self._waiting[0].shared_prefix
@@ -485,7 +489,7 @@ class BatchDecoder:
         return self._method
 
     def _select_prompts(self, batch: DecodingBatch) -> list[DecodingRow]:
-        """Select as many prompts as fit, if they are worth a pass; record whether memory is the limit."""
+        """Select as many prompts as fit, if these are worth a pass (MIN_JOIN_SHARE); record if memory is the limit."""
         self._is_memory_limited = False
         if self._active and not batch.supports_joining:
             return []

@@ -3,16 +3,16 @@
 Sampling uses Gumbel-max (E. J. Gumbel 1954; C. J. Maddison, D. Tarlow, T. Minka, "A* Sampling", 2014): the argmax of
 logit / temperature + independent standard Gumbel noise is a draw from the softmax. The noise is a function of (seed,
 row, sample, step), so a row's draws do not depend on other rows in the batch, on the order or on restarts. Two models
-get the same noise for the same prompt: they give the same answer where their distributions agree, so their difference
-is estimated with less variance.
+get the same noise for the same prompt, so they give the same answer where their distributions agree. This reduces the
+variance of the estimated difference between the models.
 
 The nucleus (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) is defined by mass alone: a token
-belongs to it if all likelier tokens together have less mass than top_p. Equal logits belong to it together, so their
-order in a sort has no effect.
+belongs to it if all likelier tokens together have less mass than top_p. Of tokens with equal logits, all or none belong
+to it, so their order in a sort has no effect.
 
-Logits of a row depend on its batch only by rounding: sums are taken in another order. A choice is certain if its lead
-over every other token is more than twice the maximum error of a logit (`bound`). The row's own plain pass decides all
-other choices; its bound is 0. So answers are those of plain passes and do not depend on batches.
+The batch changes the logits of a row only by rounding, because sums are taken in another order. A choice is certain if
+its lead over every other token is more than twice the maximum error of a logit (`bound`). The row's own plain pass
+decides all other choices; its bound is 0. So answers are those of plain passes and do not depend on batches.
 """
 
 import math
@@ -27,18 +27,20 @@ from ratchet.storage import digests
 
 FINE_EPSILONS, COARSE_EPSILONS = 16.0, 4.0
 """Assumed maximum error of a logit in a batch, in units of eps x the row's greatest absolute logit. eps is that of the
-coarsest dtype the model computes in, at least float32's. A bfloat16 product is summed in float32 and rounded once, so
-its units are fewer. The maximum measured in the families of tests/support/families.py, padded, joined and after a
-prefix, is 7.2 and 1.7. `decoder.choose_batching_method` detects models with larger errors and sets their bound.
+coarsest dtype that the model computes in, at least float32's. FINE_EPSILONS holds for float32, COARSE_EPSILONS for
+coarser dtypes: a bfloat16 product is summed in float32 and rounded once, so its error has fewer units. The greatest
+errors measured with the model families of tests/support/families.py (padded, joined and after a prefix) are 7.2 and 1.7
+units. `decoder.choose_batching_method` measures the error of each model, and `ExactTokenSelector.set_method` raises the
+bound if the error is larger.
 """
 MARGIN = 4.0
 """The bound is at least this multiple of the model's measured error."""
 MEAN_SHARE = 0.125
-"""Maximum error of a mean log-probability over 64 tokens or more, as a share of a logit's bound. It is small because
-errors have both signs (measured: 1.7 units where single logits had 7.2). For fewer tokens, it is the error of a mean of
-independent errors."""
+"""Maximum error of a mean log-probability over 64 tokens or more, as a share of a logit's bound. The share is small
+because errors have both signs (measured: 1.7 units where single logits had 7.2). For fewer tokens (n), the share is
+n^-0.5, as for the mean of n independent errors."""
 DECIMALS = 4
-"""Decimals of the reported mean log-probability."""
+"""Number of decimals of the reported mean log-probability."""
 _NOISE = 40.0
 """Upper bound of Gumbel noise; float64 can give at most 36.7."""
 
@@ -139,7 +141,7 @@ class TokenSampler:
         noise = batched_gumbel_noise(streams, x.shape[1]).to(x.device)
         scaled = x / self.temperature
         max_error = None if max_error is None else max_error / self.temperature
-        # The sums here are rounded too: to half an eps of their size, before and after.
+        # The division and the sum with noise are rounded too, each by at most half an eps of its size.
         rounding = torch.finfo(torch.float32).eps * (scaled.abs().nan_to_num(posinf=0.0).amax(dim=-1) + _NOISE)
         lead = None if max_error is None else 2 * (max_error + rounding)
         if self.top_p >= 1:
@@ -154,13 +156,13 @@ class TokenSampler:
     def _nucleus(self, ordered: Tensor, max_error: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return masks of tokens that may belong to the nucleus, and of those that certainly do.
 
-        The likeliest token always belongs to it.
+        The likeliest token always belongs to the nucleus.
 
         Args:
             ordered: float64 [rows, vocabulary], descending.
         """
         mass = ordered.softmax(dim=-1)
-        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass.cumsum(dim=-1)], dim=1)  # of the first k, at k
+        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass.cumsum(dim=-1)], dim=1)  # [k]: of the first k
         ascending = -ordered
         width = torch.zeros_like(ascending[:, :1]) if max_error is None else 2 * max_error.double().unsqueeze(1)
         mass_above = mass_before.gather(1, torch.searchsorted(ascending, ascending - width))
@@ -200,4 +202,4 @@ def coarsest_epsilon(model: Model) -> float:
     dtypes |= {dtype for dtype in compute_dtypes if isinstance(dtype, torch.dtype)}
     eps = float(max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps))
     uses_tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return max(eps, 2.0**-10) if uses_tf32 else eps  # TF32 has 10 bits
+    return max(eps, 2.0**-10) if uses_tf32 else eps  # TF32 has 10 mantissa bits

@@ -14,7 +14,8 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""For cgroup 2 and 1: files with a container's limit, usage and statistics, and the field of the file cache."""
+"""For version 2 of cgroups, then version 1: the files with the memory limit, the used memory and the statistics of a
+container, and the field of the statistics that counts file cache."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def measure_host(cgroup: Path = _CGROUP) -> MemoryCapacity:
         with suppress(OSError, ValueError, KeyError):  # no such file, or `max`: no limit
             limit_bytes, used_bytes = (int((cgroup / name).read_text()) for name in (limit_file, usage_file))
             fields = (line.split() for line in (cgroup / statistics_file).read_text().splitlines())
-            used_bytes -= {name: int(count) for name, count in fields}[cache_field]  # the kernel frees it on demand
+            # The kernel frees file cache on demand.
+            used_bytes -= {name: int(count) for name, count in fields}[cache_field]
             total, available = min(total, limit_bytes), min(available, limit_bytes - used_bytes + resident)
     return MemoryCapacity(total, max(0, available))
 
@@ -72,8 +74,7 @@ def peak_resident_bytes() -> int:
 def reset_peak() -> bool:
     """Reset `peak_resident_bytes` (proc(5), clear_refs). Return False if the kernel does not support it."""
     try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:  # noqa: PTH123 (must not truncate)
-            stream.write("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
     return True

@@ -35,24 +35,26 @@ from ratchet.models.teacher import OnlineTeacher, derive_teacher_settings
 from ratchet.storage.records.training import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 
 GATHERED_LAYERS = 3
-"""Layers whose matrices exist at the same time: the current, the next, and the flat buffer that receives them."""
+"""Number of layers whose gathered matrices need memory at the same time: the current layer, the next layer, and the
+flat buffer that receives the next layer."""
 GATHERS_PER_MICRO_BATCH = 2
-"""Gathers of a layer per micro-batch: forward and backward."""
+"""Number of gathers of a layer per micro-batch: forward and backward."""
 
 MIN_8BIT_ELEMENTS = 4096
 """Minimum elements of a tensor whose optimizer states bitsandbytes keeps in 8 bits (optimizer.py, min_8bit_size)."""
 OPTIMIZER_BLOCK = 256
-"""8-bit states per constant of 4 bytes."""
+"""Number of 8-bit states per constant of 4 bytes."""
 QUANTIZATION_BYTES_PER_WEIGHT = 20
-"""Memory to quantize a weight on a CPU: as read and as loaded (4 bytes each), and quantized (12)."""
+"""Bytes per weight of a matrix that is quantized on a CPU: 4 as read, 4 as loaded, and 12 for quantization."""
 OPERATORS_BYTES = 16 * MIB
-"""Library pages that are first touched when operators run; measured with models of negligible size."""
+"""Bytes of library pages that are first touched when operators run; measured with models of negligible size."""
 CUDA_CONTEXT_BYTES = 500 * MIB
-"""Kernels and stacks of a process on a GPU; 300 to 600 MiB depending on GPU and driver. Assumed, not measured."""
+"""Bytes of kernels and stacks of a process on a GPU: 300 to 600 MiB, depending on GPU and driver. The value is assumed,
+not measured."""
 CUBLAS_BYTES = 32 * MIB
-"""Workspace of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
+"""Bytes of cuBLAS's workspace on Hopper; older GPUs need 8 MiB (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
 DEFAULT_MAX_TOKENS = 131_072
-"""Maximum tokens of a row that are tried for a model without a stated limit."""
+"""Maximum number of tokens of a row that is tried for a model without a stated limit."""
 _COLLECTIVES = (dist.all_reduce, dist.all_gather, dist.all_to_all_single)
 Parts = dict[str, int]
 
@@ -62,9 +64,9 @@ class MemoryWorkload:
     """The largest micro-batches of a training."""
 
     rows: int
-    """Sequences of a micro-batch."""
+    """Number of sequences of a micro-batch."""
     row_tokens: int
-    """Tokens of the longest sequence; the others are padded to it."""
+    """Tokens of the longest sequence; the other sequences are padded to this length."""
     learned_tokens: int
     """Trained tokens of a row, averaged over the micro-batch; logits are computed for them."""
     packed: bool
@@ -75,11 +77,11 @@ class MemoryWorkload:
     """Tokens of the longest validation row."""
     validation_learned_tokens: int = 1
     new_tokens: int = 0
-    """Embedding rows that are trained."""
+    """Number of embedding rows that are trained."""
     ranks: int = 1
-    """World size: processes that compute a step together, on all machines."""
+    """World size: number of processes that compute a step together, on all machines."""
     local_ranks: int = 1
-    """Processes that share this memory: ranks of one machine, on CPUs."""
+    """Number of processes that share this memory: on CPUs, the ranks of one machine; 1 if each rank has a GPU."""
     teacher: ModelSpec | None = None
     """Teacher that is also in memory and evaluates every micro-batch (train.distill)."""
 
@@ -224,7 +226,7 @@ class MemoryForecastBuilder:
         return {"teacher": self.teacher_sizes.allocated_bytes(self.granule_bytes)} if self.teacher_sizes else {}
 
     def _loaded_parts(self) -> Parts:
-        """Return the parts while the base is loaded, with the tensor being read, or freed but untrimmed memory.
+        """Return the parts while the base is loaded, with the tensor being read, or memory freed but not yet trimmed.
 
         A base that will be sharded is loaded whole into host memory.
         """
@@ -290,12 +292,12 @@ class MemoryForecastBuilder:
         return (7 if is_8bit else 2) * largest  # on CPUs bitsandbytes computes in float32 with torch tensors
 
     def _snapshot_bytes(self) -> int:
-        """Return the bytes of the copies that are being saved during training, and of the one for a rollback."""
+        """Return the bytes of the copy that is being saved during training, and of the copy for a rollback."""
         copies = 2 if self.settings.guards.uses_roll_back else 1
         return copies * (self.adapters + self.optimizer + self.work.ranks * self.communication.unsent_bytes)
 
     def _gathering_bytes(self) -> int:
-        """Return the bytes for collecting unsent parts: of all ranks as bytes, of the last rank also as tensors."""
+        """Return the bytes for collecting unsent parts: of all ranks as bytes, and of the last rank also as tensors."""
         return (self.work.ranks + 2) * self.communication.unsent_bytes
 
     def _round_up(self, count: int) -> int:
@@ -332,7 +334,7 @@ class MemoryForecastBuilder:
         heaps = [MallocSimulator(weights.TRIM_EVERY_BYTES) for _ in models]
         first_resident, steady_resident = (self.meta_model.resident_bytes(heaps, step_traces) for _ in range(2))
         evaluation_resident = self.meta_model.resident_bytes(heaps, evaluation_traces) if evaluation_traces else 0
-        # Gathered memory is trimmed at this interval only.
+        # Freed memory of gathered layers is trimmed only once per this number of bytes.
         untrimmed = min(weights.TRIM_EVERY_BYTES, 2 * self.shard_sizes.whole_bytes) if self.shard_sizes else 0
         phases = (step, first_resident), (step, steady_resident), (evaluation, evaluation_resident)
         first, steady, validation = (
@@ -492,7 +494,7 @@ def _search_greatest_fitting(
 ) -> int | None:
     """Return the greatest number up to `limit` that fits; None if not even `minimum` fits.
 
-    The need grows with the number, nearly proportionally, so the search interpolates between known values.
+    The needed memory grows nearly proportionally to the number, so the search interpolates between known values.
     """
     low, high = minimum, max(minimum, limit)
     needed_low = compute_needed(low)
@@ -504,7 +506,7 @@ def _search_greatest_fitting(
     while high - low > (step := max(1, int(tolerance * low))):
         share = (available_bytes - needed_low) / max(1, needed_high - needed_low)
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        # If the need is linear, the answer is between these two.
+        # If the needed memory is linear in the number, the answer is between these two numbers.
         for number in (
             (guess, guess + step) if (needed := compute_needed(guess)) <= available_bytes else (guess, guess - step)
         ):
@@ -526,11 +528,11 @@ class BaseShardSizes:
     """Sizes of the sharded part of the base, in bytes."""
 
     whole_bytes: int
-    """All sharded matrices."""
+    """Bytes of all sharded matrices."""
     local_bytes: int
-    """This rank's shards, with padding."""
+    """Bytes of this rank's shards, with padding."""
     layer_bytes: int
-    """Gathered matrices of the largest layer."""
+    """Bytes of the gathered matrices of the largest layer."""
 
     @property
     def remote_bytes(self) -> int:
@@ -645,7 +647,7 @@ class _MetaProcessGroup:
 
 
 class _MetaCollectives(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
-    """Mode that skips communication, for which torch.distributed can be overridden; buffers of received data exist."""
+    """Mode that overrides the collectives of torch.distributed and skips them; buffers of received data still exist."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COLLECTIVES:

@@ -1,9 +1,10 @@
 """Builds the trained model on the meta device, with 4-bit layers and adapters.
 
-If its blocks repeat, two shorter models represent it. Memory is a sum over blocks. If all periods of blocks are equal,
-a model with one more period needs a fixed additional amount at each point of the step, so models of three and four
-periods determine the memory for any number. This is exact if all periods are equal, which is checked first: blocks are
-compared by their classes, shapes, settings and adapters. Models whose blocks do not repeat are built whole.
+If the decoder blocks repeat, two shorter models represent the model. Memory is a sum over blocks. If all periods of
+blocks are equal, each further period adds a fixed amount of memory at each point of the step. So a short and a long
+model (PERIODS_OF_SHORT_AND_LONG) determine the memory for any number of periods. This is exact if all periods are
+equal, which is checked first: blocks are compared by their classes, shapes, settings and adapters. Models whose blocks
+do not repeat are built whole.
 """
 
 import warnings
@@ -26,11 +27,11 @@ from ratchet.models.memory.trace import AllocationTrace, Device, MallocSimulator
 from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
 
 PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
-"""Periods of the two models that represent a longer one. At least three are needed: the last block is computed only at
-trained positions (chunked_loss.py), so one must be neither first nor last. On CPUs memory also depends on how the
-allocator fills gaps, which is regular only over many periods."""
+"""Numbers of periods of the two models that represent a longer model. At least three periods are needed: the last block
+is computed only at trained positions (chunked_loss.py), so one period must be neither first nor last. On CPUs memory
+also depends on how the allocator fills gaps, which is regular only over many periods."""
 SCHEDULE_STEPS = 1000
-"""Steps of AdaLoRA's schedule; they do not affect memory."""
+"""Number of steps of AdaLoRA's schedule, which does not affect memory."""
 _INDEX_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
 """Names under which transformers stores a block's index."""
 
@@ -42,9 +43,10 @@ class ExtrapolatedMetaModel:
     models: tuple[Model, ...]
     """The real model, or a short and a long model."""
     periods: tuple[int, ...]
-    """Periods of the short, the long and the real model; empty if `models` has only the real model."""
+    """Numbers of periods of the short, the long and the real model; empty if `models` has only the real model."""
     boundary_blocks: tuple[tuple[int, int], ...]
-    """For each model: number of first blocks, and of last blocks, whose peaks are used; blocks between are left out."""
+    """For each of `models`: the number of first blocks and the number of last blocks whose peaks are used. The blocks
+    between these are left out."""
     base_sizes: BaseTensorSizes
     """Tensor sizes of the real model's base."""
 
@@ -60,7 +62,10 @@ class ExtrapolatedMetaModel:
         return self.extrapolate(tuple(figure(model) for model in self.models))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of the real model in order; those of one period stand for missing periods."""
+        """Return the trainable parameters of the real model in order.
+
+        The parameters of one period are repeated for the periods that the long model lacks.
+        """
         model, boundary = self.models[-1], self.boundary_blocks[-1]
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not self.periods:
@@ -109,7 +114,7 @@ def _align_peaks(trace: AllocationTrace, model: Model, boundary: tuple[int, int]
 
 @dataclass(frozen=True)
 class _BlockRepetition:
-    """Blocks `first` to `first + period * count` repeat; `first` blocks before and `rest` blocks after do not."""
+    """Blocks `first` to `first + period * count - 1` repeat; `first` blocks before and `rest` blocks after do not."""
 
     first: int
     period: int
@@ -225,7 +230,7 @@ def _attach_adapter(model: Model, settings: Train, new_tokens: int) -> Model:
     settings = settings.model_copy(update={"initialization": "zero"})
     # peft creates its matrices on torch's default device and moves them to the model's device only afterwards.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # initializing tensors without data; peft repeats its warnings for the real one
+        warnings.simplefilter("ignore")  # about tensors without data; peft repeats its own warnings for the real model
         return adapters.attach(model, settings, "forecast", range(new_tokens), SCHEDULE_STEPS)
 
 
@@ -233,7 +238,7 @@ def _attach_adapter(model: Model, settings: Train, new_tokens: int) -> Model:
 
 
 def _find_repetition(model: Model, settings: Train) -> _BlockRepetition | None:
-    """Find how the blocks repeat, with the shortest period and the fewest blocks before it; None if they do not."""
+    """Find how the blocks repeat, with the shortest period and the fewest blocks before; None if they do not."""
     name, blocks = find_blocks(model)
     signatures = _block_signatures(model, name, blocks, settings)
     for period in range(1, len(signatures) // 2):
@@ -275,7 +280,7 @@ def _block_signature(block: nn.Module) -> str:
 
 
 def _remove_periods(model: Model, repetition: _BlockRepetition, periods: int, settings: Train) -> bool:
-    """Remove blocks until `periods` remain; return False if the adapters would then change."""
+    """Remove blocks until `periods` periods remain; return False if the signature of a remaining block changes."""
     name, blocks = find_blocks(model)
     signatures = _block_signatures(model, name, blocks, settings)
     kept_indices = repetition.block_indices(periods)

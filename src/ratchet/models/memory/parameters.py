@@ -35,9 +35,9 @@ from ratchet.models.model_spec import LayerSpec, ModelSpec, list_layers
 from ratchet.models.targets import choose, layer_rank
 
 BLOCK_SIZE = 64
-"""Elements per constant: bitsandbytes' default, which transformers does not change."""
+"""Number of elements per quantization constant: bitsandbytes' default, which transformers does not change."""
 NESTED_BLOCK_SIZE = 256
-"""Constants per nested constant of double quantization."""
+"""Number of constants per nested constant of double quantization."""
 _FLOAT32 = 4
 _CODE_BYTES = 16 * _FLOAT32
 _NESTED_CODE_BYTES = 256 * _FLOAT32
@@ -48,15 +48,15 @@ class BaseTensorSizes:
     """Sizes of the tensors of a frozen base. Bytes are those of the tensors, without rounding by the allocator."""
 
     quantized_bytes: int
-    """4-bit matrices."""
+    """Bytes of all 4-bit matrices."""
     constants_bytes: int
-    """Quantization constants of these matrices."""
+    """Bytes of the quantization constants of the 4-bit matrices."""
     plain_bytes: int
-    """All other tensors, including buffers."""
+    """Bytes of all other tensors, including buffers."""
     largest_plain_bytes: int
-    """Largest tensor that is not quantized."""
+    """Bytes of the largest tensor that is not quantized."""
     largest_source_bytes: int
-    """Largest tensor before quantization, in the compute dtype."""
+    """Bytes of the largest tensor before quantization, in the compute dtype."""
     quantized_modules: tuple[str, ...]
     """Names of 4-bit modules."""
     unquantized_layers: tuple[str, ...]
@@ -66,7 +66,7 @@ class BaseTensorSizes:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all tensors."""
+        """Bytes of all tensors."""
         return self.quantized_bytes + self.constants_bytes + self.plain_bytes
 
     def allocated_bytes(self, granule_bytes: int) -> int:
@@ -134,7 +134,7 @@ def count_quantized_parameters(model: Model) -> int:
 def list_quantized_modules(model: Model) -> list[str]:
     """Return the modules of an unquantized model that transformers would load in 4 bits, in module order.
 
-    The rules are those of integrations.bitsandbytes.replace_with_bnb_linear.
+    The rules are those of transformers' integrations.bitsandbytes.replace_with_bnb_linear.
     """
     excluded = HfQuantizer.get_modules_to_not_convert(
         model, _skipped_modules(model.config), model._keep_in_fp32_modules
@@ -147,7 +147,7 @@ def list_quantized_modules(model: Model) -> list[str]:
 
 
 def count_trainable_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
-    """Count trainable parameters: the adapters' and the rows of added tokens."""
+    """Count trainable parameters: those of the adapters, and the embedding rows of added tokens."""
     chosen = choose(spec.layers, settings.target_modules, spec.others)
     return sum(_count_adapter_parameters(layer, settings) for layer in chosen) + _count_row_parameters(spec, new_tokens)
 

@@ -10,13 +10,13 @@ also answers questions about tensor contents: how many positions are trained (`n
 Large workspaces inside operators are added.
 
 On a CPU, resident memory exceeds live memory, so glibc's malloc is simulated for these blocks. torch requests aligned
-blocks (posix_memalign). glibc 2.36 searches a block that is larger by alignment and a header, and frees the remainder.
-A freed block is then too small for the next request of the same size, unless it merged with its neighbours; and
-autograd's records (edges, versions, hooks: tens of bytes each, alive until the block's backward pass) are placed in
-those remainders and keep neighbours apart. Freed blocks serve only smaller requests, the heap grows, and its pages stay
-resident. On small models we measured twice the live memory. The simulation covers best fit, merging of free blocks, and
-large blocks that are mapped separately above a dynamic threshold (malloc/malloc.c: _int_malloc, _int_memalign,
-_int_free, sysmalloc). The heap is not trimmed.
+blocks (posix_memalign). For each request, glibc 2.36 takes a block that is larger by alignment and a header, and frees
+the remainder. A freed block is then too small for the next request of the same size, unless it merged with its
+neighbours. Autograd's records (edges, versions, hooks: tens of bytes each, alive until the block's backward pass) are
+placed in those remainders and prevent the merge. So freed blocks serve only smaller requests, the heap grows, and its
+pages stay resident. On small models we measured twice the live memory. The simulation covers best fit, merging of free
+blocks, and large blocks that are mapped separately above a dynamic threshold (malloc/malloc.c: _int_malloc,
+_int_memalign, _int_free, sysmalloc). The simulation does not trim the heap.
 """
 
 import bisect
@@ -45,7 +45,8 @@ Device = Literal["cpu", "cuda"]
 Part = Literal["activations", "logits and loss", "dequantized weights", "gradients", "temporary"]
 PARTS: tuple[Part, ...] = ("activations", "logits and loss", "dequantized weights", "gradients", "temporary")
 Segment = tuple[str, str, int]
-"""Direction; before, inside or after the blocks; index of the block. A peak is recorded for each segment."""
+"""Direction (`forward`, `backward`), position (`before`, `block`, `after`) and index of the decoder block. A peak is
+recorded for each segment."""
 
 PAGE = 4096
 HEADER = 8
@@ -53,17 +54,17 @@ ALIGNMENT = 64
 """Alignment of torch's CPU allocator (c10/core/alignment.h, gAlignment)."""
 MIN_BLOCK = 32
 ALIGNMENT_SLACK = ALIGNMENT + MIN_BLOCK
-"""Bytes that an aligned request needs in addition."""
+"""Bytes that an aligned request needs in addition to its size."""
 TOP_PADDING = 128 * 1024
-"""The heap grows by this in addition to a request (DEFAULT_TOP_PAD)."""
+"""Bytes by which the heap grows in addition to a request (DEFAULT_TOP_PAD)."""
 MAX_MMAP_THRESHOLD = 32 * 2**20
-"""Larger blocks are always mapped separately (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits)."""
+"""Bytes above which blocks are always mapped separately (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits)."""
 HELD_SHARE = 0.6
-"""Share of the remainders next to blocks of a forward pass that autograd's records occupy. The only fitted number in
-this module, from the resident memory of trainings with and without checkpointing."""
+"""Share of the remainders next to blocks of a forward pass that autograd's records occupy. This is the only fitted
+number in this module; it was fitted to the resident memory of trainings with and without checkpointing."""
 
 GRANULE_BYTES = {"cpu": 64, "cuda": 512}
-"""Block sizes are multiples of this: alignment of c10's CPU allocator, kMinBlockSize of CUDACachingAllocator."""
+"""Block sizes are multiples of these bytes: alignment of c10's CPU allocator, kMinBlockSize of CUDACachingAllocator."""
 CUSTOM_GEMM_ROWS = 1536
 """Up to this many rows, bitsandbytes 0.50 may multiply 4-bit weights on a GPU without dequantizing (backends/cuda)."""
 MAX_FUSED_HEAD_SIZE = 256
@@ -79,8 +80,8 @@ class AllocationEvent:
     size_bytes: int
     """Size of a new block; negative if the block, or a part of the graph, is released."""
     graph: Hashable = None
-    """Part of the graph that a block of a forward pass belongs to; with a negative size and no key: the released
-    part."""
+    """For a new block of a forward pass: the part of the autograd graph that the block belongs to. For a negative size
+    without key: the part of the graph that is released."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def iterate_own_tensors(model: Model) -> Iterator[Tensor]:
 
 
 def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return an empty result of `grouped_mm`: grouped rows times one matrix per group, or a gradient of these."""
+    """Return an empty result of `grouped_mm`: grouped rows times one matrix per group, or a gradient of it."""
     if first.dim() == 2 and second.dim() == 2:
         return first.new_empty((offsets.shape[0], first.shape[0], second.shape[1]))
     if first.dim() == 3 and second.dim() == 2:
@@ -241,7 +242,7 @@ def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any,
 
 
 def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device) -> int:
-    """Return the bytes that an operator allocates and frees internally; 0 if they are few."""
+    """Return the bytes that an operator allocates and frees internally; 0 if these are negligible."""
     if func is torch.ops.bitsandbytes.gemm_4bit.default:
         rows = math.prod(args[0].shape[:-1])
         if device == "cuda" and rows <= CUSTOM_GEMM_ROWS and args[0].dtype != torch.float32:

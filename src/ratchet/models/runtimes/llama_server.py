@@ -1,14 +1,14 @@
 """Serves a GGUF file by llama.cpp in a child process: the server, its client, and a runtime to verify files.
 
-The client uses `http.client`, which ignores proxies. Greedy answers (GREEDY) use only the temperature sampler of
-llama.cpp, where 0 selects the likeliest token; otherwise penalties, or defaults in a GGUF file (`general.sampling.*`),
-would change answers. Log-probabilities are those of the model before any sampler (`post_sampling_probs` is off). The
-endpoints are described in llama.cpp's tools/server/README.md.
+The client uses `http.client`, which ignores proxies. Greedy answers (GREEDY) use only llama.cpp's temperature sampler;
+temperature 0 selects the likeliest token. With other samplers, penalties or the sampling defaults of a GGUF file
+(`general.sampling.*`) would change answers. Log-probabilities are those of the model before any sampler
+(`post_sampling_probs` is off). The endpoints are described in llama.cpp's tools/server/README.md.
 
 With keys and values in F32 and without flash attention, log-probabilities of an F32 file differ from transformers' by
-about 1e-5 nats; llama.cpp's defaults (both in F16) add 0.007 on the same file, which would hide the effect of
-quantization. So a file is verified with `f32`, and its smoke prompts are answered with the defaults (`f16`), as users
-serve it.
+about 1e-5 nats. With llama.cpp's defaults (keys, values and flash attention in F16), they differ by 0.007 nats more on
+the same file, which would hide the effect of quantization. So a file is verified with the cache type `f32`. Its smoke
+prompts are answered with the default `f16`, as users serve the file.
 """
 
 import http.client
@@ -36,13 +36,13 @@ from ratchet.models.runtimes import openai_client
 from ratchet.storage.records.export import ExportProbe
 
 Message = dict[str, str]
-"""`role` and `content`."""
+"""A chat message with the keys `role` and `content`."""
 
 Cache = Literal["f32", "f16"]
 """Type of cached keys and values."""
 
 ANSWER_TIMEOUT_S = 900.0
-"""Time without data after which the server counts as hanging; a long prompt on few threads takes minutes."""
+"""Seconds without data after which the server counts as hanging; a long prompt on few threads takes minutes."""
 
 BOUNDARY_TEXTS = ("a", "1", " ", "\n")
 """Texts that end at a character boundary; every vocabulary has at least one of them."""
@@ -56,16 +56,18 @@ MODULE = "ratchet.models.runtimes.llama_process"
 ENVIRONMENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 """Environment variables that the child gets; tokens of hubs and trackers are not among them."""
 READY_TIMEOUT_S = 900.0
-"""Maximum time until the server is ready; reading a large file from a slow disk takes minutes."""
+"""Maximum time in seconds until the server is ready; reading a large file from a slow disk takes minutes."""
 STOP_TIMEOUT_S = 10.0
 LOG_BYTES = 16384
 ERROR_LINE = re.compile(r"[\d.]+ E (?:\w+ +)?[\w~]+: (.*)")
-"""A line of llama.cpp's log: seconds, level, function, message."""
+"""Matches an error in llama.cpp's log: a line with the time in seconds, the level `E`, the function and the message."""
 UNSUPPORTED_TEXTS = ("unknown model architecture", "unknown pre-tokenizer", "unknown tokenizer")
 MAX_TOKENS_PER_REQUEST = 64
-"""Maximum tokens per request; an end token that llama.cpp does not recognize costs at most this many tokens."""
+"""Maximum tokens per request. llama.cpp continues after an end token that it does not recognize; at most this many
+tokens are then wasted."""
 MIN_LOG_PROBABILITY = -104.0
-"""llama.cpp rounds probabilities below 1e-45 to 0 and reports -3.4e38; e^-104 is the next smaller number."""
+"""Lowest log-probability that is returned, in nats. llama.cpp rounds probabilities below 1e-45 to 0 and reports their
+log-probability as -3.4e38; e^-104 is slightly less than 1e-45."""
 LOGPROB_ENTRY = re.compile(rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?\d[\d.eE+-]*)\}')
 
 
@@ -75,9 +77,9 @@ class LlamaReply:
 
     text: str
     prompt_ids: tuple[int, ...]
-    """Ids of the prompt made by template and tokenizer."""
+    """Token ids of the prompt, rendered with the chat template."""
     ids: tuple[int, ...]
-    """Ids of the answer, including its end token."""
+    """Token ids of the answer, including its end token."""
     is_finished: bool
     """True if the answer ended by itself, not at the limit."""
 
@@ -96,7 +98,7 @@ class LlamaClient:
         self._boundary_ids: list[int] | None = None
 
     def request_bytes(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Send a request and return the response body: POST with a body, GET without.
+        """Send a request and return the response body. The method is POST if `body` is set, else GET.
 
         Raises:
             SettingsError: llama.cpp rejects the request, for example because the prompt is too long.
@@ -172,7 +174,7 @@ class LlamaClient:
         return meta
 
     def tokenize(self, text: str, add_special: bool = False) -> list[int]:
-        """Return token ids; special tokens in the text count as such.
+        """Return token ids; the name of a special token in the text becomes this token.
 
         Args:
             text: any text.
@@ -194,11 +196,11 @@ class LlamaClient:
     def chat(self, messages: Sequence[Message], max_tokens: int) -> LlamaReply:
         """Send a greedy request to the OpenAI-compatible chat endpoint, without using cached prompts.
 
-        The endpoint returns a text. Its log-probabilities do not name every token (see `top_log_probabilities`), so
-        the tokens come from /completion with the same prompt. The token counts of both must be equal.
+        The endpoint returns text only: its log-probabilities do not name every token (see `top_log_probabilities`).
+        So the token ids come from /completion with the same prompt. The token counts of both replies must be equal.
 
         Raises:
-            RatchetError: the counts differ, or an error of `request_bytes`.
+            RatchetError: the token counts differ, or an error of `request_bytes`.
         """
         prompt = self.tokenize(self.template(messages), add_special=True)
         body = {"messages": list(messages), "max_tokens": max_tokens, "cache_prompt": False}
@@ -218,8 +220,8 @@ class LlamaClient:
     def top_log_probabilities(self, prompt: Sequence[int], count: int, cache_prompt: bool) -> bytes:
         """Return the `count` likeliest next tokens and their log-probabilities, as JSON with `top_logprobs`.
 
-        llama.cpp lists no tokens if the chosen token ends within a multi-byte character. So the request forces it to
-        choose one of BOUNDARY_TEXTS; the listed values are those of the model before the choice.
+        llama.cpp lists no tokens if the token that it chooses ends within a multi-byte character. So the request forces
+        llama.cpp to choose one of BOUNDARY_TEXTS; the listed values are those of the model before the choice.
         """
         if self._boundary_ids is None:
             self._boundary_ids = next((ids[-1:] for text in BOUNDARY_TEXTS if (ids := self.tokenize(text))), [])
@@ -263,8 +265,9 @@ def _read_error_message(content: bytes) -> str:
 
 # A llama.cpp server as a child process.
 #
-# The child runs `llama_process.py`. It gets no secrets of this process and ends together with it, because its standard
-# input is a pipe that only this process holds. Any failure of it, even a crash in C++, becomes an exception here.
+# The child runs `llama_process.py` and gets no secrets of this process. The child ends together with this process,
+# because its standard input is a pipe that only this process holds. Any failure of the child, even a crash in C++,
+# becomes an exception here.
 
 
 class LlamaServer(LlamaClient):
@@ -321,11 +324,11 @@ def start_server(
         cache: `f16` is llama.cpp's default; `f32` keeps keys and values in F32 and disables flash attention, which
             shows the accuracy of the file's weights.
         port: port on 127.0.0.1; 0: any free port.
-        ready_s: maximum time until it is ready.
+        ready_s: maximum time in seconds until the server is ready.
 
     Raises:
         DamagedFileError: the file is not a GGUF file, or incomplete.
-        BaseModelError: this llama.cpp does not support the architecture, pre-tokenizer or chat template.
+        BaseModelError: the installed llama.cpp does not support the architecture, pre-tokenizer or chat template.
         LockHeldError: the port is in use.
         RatchetError: the server crashed, or was not ready in time.
     """
@@ -347,7 +350,7 @@ def start_server(
 
 
 def get_version() -> str:
-    """Return the version of llama.cpp, which is that of the installed wheel."""
+    """Return the version of llama.cpp, identified by the version of the installed wheel."""
     return f"llama.cpp (xllamacpp {metadata.version('xllamacpp')})"
 
 
@@ -365,7 +368,7 @@ def _spawn_server(path: Path, command: list[str]) -> LlamaServer:
 
 
 def _read_first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """Read the first line of standard output; empty if the process ended without one, None after the timeout."""
+    """Return the first line of standard output; empty if the process ended without a line, None after `seconds`."""
     line, deadline_s = b"", time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]  # stdout is a pipe
@@ -430,14 +433,15 @@ class LlamaRuntime:
     def log_probabilities(self, ids: Sequence[int], positions: Sequence[int]) -> NDArray[np.float32]:
         """See ModelRuntime. Sends one request per position; the server computes only the new tokens.
 
-        The request asks for the whole vocabulary (`n_probs`), which llama.cpp lists before any sampler, so top-k does
-        not shorten it. It takes 8 ms for 2,000 tokens and 1 s for 152,000 (16 MB of JSON). llama.cpp sums
-        probabilities in float32, with an error of 1e-5 for a large vocabulary, so they are normalized again.
+        Each request asks for the whole vocabulary (`n_probs`). llama.cpp lists it before any sampler, so top-k does not
+        shorten the list. A request takes 8 ms for a vocabulary of 2,000 tokens and 1 s for 152,000 (16 MB of JSON).
+        llama.cpp sums probabilities in float32, with an error of 1e-5 for a large vocabulary. So the probabilities
+        are normalized again here.
         """
         self._require_context(max(positions, default=-1) + 2)
         result = np.empty((len(positions), self._vocabulary), np.float32)
         for row, position in enumerate(positions):
-            # The first position does not use the server's cache: otherwise rounding would depend on the previous row.
+            # The first position does not use the server's cache: otherwise its rounding would depend on earlier calls.
             result[row] = self._distribution(
                 self._server.top_log_probabilities(ids[: position + 1], self._vocabulary, row > 0)
             )
@@ -487,7 +491,7 @@ class LlamaRuntime:
         return self._server.tokenize(text, add_special=True)
 
     def probes(self, questions: Sequence[str], max_new_tokens: int) -> tuple[ExportProbe, ...]:
-        """Answer questions as users get them: by the OpenAI-compatible chat, with the cache type of this server."""
+        """Answer questions through the OpenAI-compatible chat, as users do, with the cache type of this server."""
         probes = []
         for question in questions:
             messages = [{"role": "user", "content": question}]

@@ -27,13 +27,14 @@ MODEL_FILE = "model.onnx"
 TOKENIZER_FILE = "tokenizer.json"
 
 _MAX_LOGITS = 2**26
-"""Maximum number of logits per call, 256 MB; longer rows are read in pieces, each with the cache of earlier pieces."""
+"""Maximum number of logits per call of the graph, 256 MB. A longer text is read in pieces; the keys and values of
+earlier pieces are cached."""
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
 @dataclass
 class _OnnxCache:
-    """Cached keys and values in the runtime's own memory."""
+    """Cached keys and values in onnxruntime's own memory."""
 
     tokens: int
     values: dict[str, Any]

@@ -1,7 +1,7 @@
 """Client of OpenAI-compatible servers: concurrent chats with retries, and streamed answers.
 
 The client retries transient failures with increasing delays: broken connections, stalls, 429, 5xx, incomplete answers.
-A permanent rejection is an error at once, with the server's message. The key comes from the environment
+A permanent rejection raises an error at once, with the server's message. The key comes from the environment
 (RATCHET_ENDPOINT_KEY), is sent only to the configured address (https, or this machine), and appears in no message.
 `http.client` follows no redirects and uses no proxies, so request and key go only to that address.
 
@@ -31,7 +31,7 @@ MAX_MESSAGE_CHARACTERS = 300
 """Maximum number of characters of a server's message that is repeated."""
 
 CONTEXT_LENGTH_KEYS = ("max_model_len", "n_ctx", "n_ctx_train")
-"""Keys of a server's model entry with the context length."""
+"""Keys under which a server's model entry may contain the context length."""
 
 CONTEXT_EXCEEDED_TEXTS = (
     "context_length_exceeded",
@@ -39,18 +39,19 @@ CONTEXT_EXCEEDED_TEXTS = (
     "maximum context length",
     "context size",
 )
-"""Texts in responses to prompts that do not fit: codes of OpenAI (vLLM) and llama.cpp, texts of vLLM and llama.cpp."""
+"""Texts that identify a response to a prompt that exceeds the context: error codes of OpenAI (vLLM) and llama.cpp, then
+parts of the messages of vLLM and llama.cpp."""
 
 STREAM_END = "[DONE]"
 """Data of the event with which OpenAI-compatible servers end a stream."""
 CONNECT_TIMEOUT_S = 30.0
-"""Connection timeout."""
+"""Maximum time in seconds to connect."""
 MAX_RESPONSE_BYTES = 64 * 2**20
-"""Maximum size of a response."""
+"""Maximum size of a response, in bytes."""
 POLL_S = 0.05
-"""Interval between two checks of `stop`."""
+"""Seconds between two checks of `stop`."""
 CLOSE_POLL_S = 0.25
-"""Interval between two checks of how long a server has sent nothing."""
+"""Seconds between two checks of how long a server has sent nothing."""
 KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
 MAX_LISTED_MODELS = 8
 """Maximum number of models that a message lists."""
@@ -96,14 +97,14 @@ class ChatReply:
 
     text: str
     reasoning: str | None
-    """Reasoning that the server separates (`reasoning_content` or `reasoning`); None if it does not."""
+    """Reasoning that the server returns separately (`reasoning_content` or `reasoning`); None if there is none."""
     finish: str
     """Finish reason of the server (stop, length, ...); `context` if it rejected the prompt as too long; `refused` if it
     rejected the chat for another reason (see `refusal`)."""
     prompt_tokens: int | None
-    """Count by the server; None if not reported."""
+    """Number of prompt tokens, counted by the server; None if not reported."""
     tokens: int | None
-    """Tokens of answer and reasoning; None if not reported."""
+    """Number of tokens of answer and reasoning; None if not reported."""
     mean_log_probability: float | None
     """Mean over the tokens with log-probabilities, in nats; None if there are none."""
     tries: int = 1
@@ -295,7 +296,7 @@ class HttpExchange:
     def run(
         self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """Send the request and read the whole response. POST with a body (as JSON), GET without (None).
+        """Send the request and read the whole response. The method is POST if `body` (sent as JSON) is set, else GET.
 
         Raises:
             IncompleteReplyError: no complete response within `limit_s` seconds, or the connection failed.
@@ -358,7 +359,10 @@ def create_connection(address: ServerAddress, timeout_s: float) -> http.client.H
 
 
 def shut_down_socket(sock: socket.socket) -> None:
-    """Wake the thread that reads from the socket, without the method of SSL sockets, which drops the reader's state."""
+    """Wake the thread that reads from the socket.
+
+    The shutdown method of SSL sockets is not used, because it drops the reader's state.
+    """
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
@@ -471,7 +475,10 @@ class RequestPool(Generic[RequestT, ResultT]):
 
 
 def run_single_request(answer: Callable[[RetriableRequest], ResultT], stop: Callable[[], bool]) -> ResultT:
-    """Run one request. Raises its error; RequestCancelledError if `stop` returns True."""
+    """Run one request and return its result.
+
+    Raises the error of the request, or RequestCancelledError if `stop` returns True.
+    """
     pool: RequestPool[None, ResultT] = RequestPool(lambda _, active: answer(active))
     try:
         for _, result in pool.run(iter([None]), 1, stop):
@@ -486,7 +493,7 @@ class ChatDelta(NamedTuple):
 
     text: str
     is_reasoning: bool
-    """True if the server marked it as reasoning."""
+    """True if the server marked the piece as reasoning."""
 
 
 class ChatStream:
@@ -511,7 +518,9 @@ class ChatStream:
     def exchange(
         self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
     ) -> EndpointResponse:
-        """Send the request. An error response includes its body; `pieces` reads the body of an answer.
+        """Send the request and wait until the response starts.
+
+        The body of an error response is returned; `pieces` reads the body of an answer.
 
         Raises:
             IncompleteReplyError: no response started within `limit_s` seconds, or the connection failed.
@@ -663,7 +672,7 @@ class ServedModel:
 
     name: str
     identity: Mapping[str, Any]
-    """The server's description, as JSON; constant over restarts of the same server."""
+    """The server's description of the model, as JSON; the same server gives it again after a restart."""
     context_tokens: int | None = None
     """Maximum tokens of prompt and answer together; None if not reported."""
 
@@ -676,11 +685,11 @@ class OpenAiEndpoint:
     """Client of one server.
 
     Args:
-        address: http://127.0.0.1:8000 or https://HOST/v1: prefix of `/chat/completions`.
+        address: prefix of `/chat/completions`, such as http://127.0.0.1:8000 or https://HOST/v1.
         settings: section machine.endpoint.
-        model: the model's name on the server; None: the only one that is served.
-        returns_refusals: if True, a chat that the server rejects (400, 413, 422) gives a reply that reports it; if
-            False, it raises.
+        model: the model's name on the server; None: the only model that the server serves.
+        returns_refusals: if True, a chat that the server rejects (400, 413, 422) gives a reply that reports the
+            rejection; if False, the rejection raises an error.
 
     Raises:
         SettingsError: the address is invalid, or the key in the environment has invalid characters.
@@ -707,8 +716,8 @@ class OpenAiEndpoint:
         """Return the model that answers; the server is queried once.
 
         Raises:
-            SettingsError: the server serves several models, or not the configured model; or it does not list its
-                models, and none is configured.
+            SettingsError: the server does not serve the configured model; or no model is configured, and the server
+                serves several models or does not list its models.
             EndpointError: the server does not answer.
         """
         if self._model_info is None:
@@ -794,7 +803,7 @@ class OpenAiEndpoint:
         return None
 
     def _list_models(self, request: RetriableRequest) -> list[Mapping[str, Any]] | None:
-        """List the server's models; None if it has no such list."""
+        """List the server's models; None if the server does not list them."""
 
         def read(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
             data = read_object(response.body).get("data")
@@ -901,7 +910,7 @@ class OpenAiEndpoint:
         return min(backoff_s, http_client.MAX_DELAY_S)
 
     def _drop_unsupported(self, message: str, payload: Mapping[str, Any]) -> bool:
-        """Omit or rename the parameter that a rejection names, in all later requests; return True if it names one."""
+        """Omit or rename the parameter that a rejection names, in all later requests; return whether there is one."""
         with self._lock:
             if "max_completion_tokens" in message and "max_tokens" in payload:
                 self._max_tokens_name = "max_completion_tokens"
@@ -925,7 +934,10 @@ class OpenAiEndpoint:
 
 @dataclass(frozen=True)
 class _ResponseParser(Generic[ResultT]):
-    """Functions that parse a response of status 200 and a rejection; None for a rejection means an error."""
+    """Functions that parse a response of status 200 and a rejection.
+
+    If `parse_refusal` returns None, the rejection is an error.
+    """
 
     parse: Callable[[EndpointResponse, int], ResultT]
     parse_refusal: Callable[[EndpointResponse, int], ResultT | None]

@@ -1,4 +1,4 @@
-"""Renders the model card, README.md of a promoted model and of each of its releases; it describes all formats.
+"""Renders the model card: README.md of a promoted model and of its releases, which describes all formats.
 
 The card contains only facts from bundle.json, so equal facts give equal bytes. It contains no row of the data, no path
 of a machine, no time, and no measured speed. The front matter follows the Hugging Face hub
@@ -26,7 +26,7 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
     Args:
         bundle: the exported model and its measurements.
         name: name of the registered model.
-        forced: the forced promotion; None: the gate approved the model.
+        forced: the forced promotion; None: the promotion was not forced.
         commands: a command or a line of Python for each format, by the format's name.
     """
     lines = [*_front_matter(bundle.lineage), f"# {escape_markdown(name)}", ""]

@@ -17,9 +17,10 @@ A deployment directory:
     current, previous   links to releases; a server reads `current`
     .rollback.json      only while the links are exchanged: the next line of deployments.jsonl
 
-A link is replaced atomically, after its target is complete and durable. `previous` is set before `current`: after a
-crash in between, both name the old release, and repeating the command completes the deployment. A rollback exchanges
-the links. It is recorded before it starts, so that repeating a completed rollback does not undo it.
+A link is replaced atomically, after its target is complete and durable. `previous` is set before `current`. After a
+crash in between, both links name the old release, and repeating the command completes the deployment. A rollback
+exchanges the links, and is recorded in .rollback.json before it starts. After a crash, the next command finds this
+record and completes the rollback, so repeating the command does not undo the exchange.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ NAME = re.compile(rf"\d+-[0-9a-f]{{{digests.SHORT}}}-(hf|gguf-\w+|onnx-\w+)")
 _BLOCK_BYTES = 4 * 2**20
 _UNSIGNED = (RECORD, SIGNATURE)
 KEPT_RELEASES = 3
-"""Most recent releases that stay on disk, in addition to those that a link names."""
+"""Number of the most recent releases that stay on disk, in addition to releases that a link names."""
 LOCK_WAIT_S = 60.0
 OWNER = "deployment.json"
 """File with the name of the model that a deployment directory serves."""
@@ -80,7 +81,7 @@ class Release(Record):
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
+        """Name of the release's directory."""
         return f"{self.version}-{self.model_digest[: digests.SHORT]}-{server_files.format_slug(self.artifact_name)}"
 
     def __str__(self) -> str:
@@ -114,7 +115,8 @@ class PromotedModel:
 def choose_artifact(bundle: ModelBundle, format_: str | None) -> ExportArtifact:
     """Choose a format by its name, or by its kind if there is one format of this kind.
 
-    Without a name: the first GGUF file, because its server needs the least, or else the merged model.
+    Without a name, choose the first GGUF file, because its server needs the least; without a GGUF file, choose the
+    first format, which is the merged model.
 
     Raises:
         SettingsError: the model has no such format; the message lists its formats.
@@ -165,7 +167,7 @@ def release_size_bytes(promoted: PromotedModel, release: Release) -> int:
 
 
 def stage_release(promoted: PromotedModel, release: Release, target: Path) -> None:
-    """Write and seal a release; it replaces an existing release with this name.
+    """Write and seal a release, which replaces an existing release with this name.
 
     Raises:
         DamagedFileError: a file of the promoted model changed since it was verified.
@@ -195,7 +197,7 @@ def _copy(source: Path, target: Path, expected: files.Entry) -> None:
 
 
 def is_release(folder: Path, known: Container[str]) -> bool:
-    """Return whether a directory is a release: by its name, and by its manifest or the names in the history.
+    """Return whether a directory is a release: it has a release's name, and the history or its manifest confirms it.
 
     Args:
         folder: the directory.
@@ -227,7 +229,7 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
         signed: SHA-256 of each file of the promoted model, from the signature (model.sig in `folder`).
 
     Raises:
-        DamagedFileError: a file differs from the signed one, was not signed, or a forced promotion is not recorded.
+        DamagedFileError: a file differs from the signed file or was not signed, or a forced promotion is not recorded.
     """
     actual = files.read_manifest(folder).files
     if actual.get(SIGNATURE, ("", 0))[0] != release.signature:
@@ -254,7 +256,7 @@ class DeploymentOwner(Record):
     """deployment.json: the model that a directory serves."""
 
     model_name: str
-    """Name of the registered model; a directory serves one."""
+    """Name of the registered model; a directory serves only one model."""
 
 
 class Deployment(Record):
@@ -355,7 +357,7 @@ class DeploymentDirectory:
         self._set_link(self.previous, current.name)
 
     def complete_rollback(self) -> Deployment | None:
-        """Complete a recorded exchange. Returns its line of the history; None if no exchange had begun."""
+        """Complete a recorded exchange. Returns its line of the history; None if the exchange had not begun."""
         if not self.intent_path.exists():
             return None
         try:
@@ -442,10 +444,10 @@ def open_directory(directory: Path, model_name: str, may_create: bool = True) ->
         may_create: whether an empty or missing directory becomes a deployment directory.
 
     Raises:
-        SettingsError: it is not a directory, contains other files, or serves another model.
+        SettingsError: the path is not a directory, or the directory contains other files or serves another model.
         DamagedFileError: deployment.json cannot be read.
-        LockHeldError: another process deploys into it.
-        StorageError: it cannot be created or written.
+        LockHeldError: another process deploys into the directory.
+        StorageError: the directory cannot be created or written.
     """
     root = _absolute_directory(directory)
     lock = FileLock(root / LOCK, f"deployment directory {root}")
@@ -467,7 +469,7 @@ def open_directory(directory: Path, model_name: str, may_create: bool = True) ->
 
 
 def _absolute_directory(directory: Path) -> Path:
-    """Return the absolute path, with links unresolved unless it contains `..`."""
+    """Return the absolute path. Links are resolved only if the path contains `..`."""
     try:
         return directory.resolve() if ".." in directory.parts else directory.absolute()
     except (OSError, RuntimeError) as error:  # a cycle of links
@@ -488,7 +490,7 @@ def convert_os_errors(root: Path) -> Iterator[None]:
 
 
 def _require_directory(root: Path, model_name: str, may_create: bool) -> None:
-    """Raise SettingsError unless this is, or may become, the directory of this model."""
+    """Raise SettingsError unless this is the deployment directory of this model, or may become it."""
     if root.exists() and not root.is_dir():
         raise SettingsError(f"{root}: found a file; expected a directory")
     if (root / OWNER).exists():

@@ -1,6 +1,6 @@
 """Builds the files that servers need in addition to the weights, for every format of a promoted model.
 
-    README.md  serving/gguf-q8_0/Modelfile  SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
+    README.md  serving/gguf-q8_0/Modelfile  serving/gguf-q8_0/SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  components/tokenizer/
 
 The files are created when a model is promoted, so its signature covers them. A release has the files of its format in
@@ -45,7 +45,7 @@ FOLDER = "serving"
 MODELFILE = "Modelfile"
 GUIDE = "SERVE.md"
 MAX_CONTEXT_TOKENS = 8192
-"""Context size in the commands, unless the model's limit is smaller; a server's memory grows with it."""
+"""Context size in the commands, unless the model's limit is smaller. A server's memory grows with the context size."""
 
 _CONTEXT_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -323,17 +323,17 @@ def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
 # issues 10222 and 6371), and otherwise sends the bare prompt to the model without a warning. So the Jinja template is
 # rendered with placeholder texts, the literals around them are extracted and written as a Go template over `.Messages`
 # (https://docs.ollama.com/modelfile). The literals must reproduce Jinja's output exactly for conversations of several
-# shapes; a template that does more than put texts between literals cannot be converted.
+# shapes. A template that does more than put texts between literals cannot be converted.
 
 
 @dataclass(frozen=True)
 class TemplateLiterals:
-    """Literals around the texts of a conversation; (before, after) for each role."""
+    """Literals around the texts of a conversation; a pair (before, after) for each role."""
 
     opening: str
-    """Text before a conversation without system message, such as a default system message."""
+    """Text before a conversation that has no system message, such as a default system message."""
     system: tuple[str, str] | None
-    """None: the template rejects system messages."""
+    """Texts before and after a system message; None: the template rejects system messages."""
     user: tuple[str, str]
     assistant: tuple[str, str]
     generation_prompt: str

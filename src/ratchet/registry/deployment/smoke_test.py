@@ -1,9 +1,10 @@
 """Starts a server on loopback from the files of a release, and repeats the probes that were recorded at export.
 
 For gguf, the server is llama.cpp's OpenAI-compatible server over HTTP, with the settings of the release's commands. For
-hf and onnx, it is a separate process that opens the format as any server would. Answers must equal the verified ones
-token by token. A difference at a token that was almost a tie (TIE_NATS) is reported but is no failure, because another
-processor may round differently. Every other difference is a failure. Servers end with this process, however it ends.
+hf and onnx, the server is a separate process that opens the format as any server would. Answers must equal the verified
+answers token by token. A difference at a token that was almost a tie (TIE_NATS) is reported but is no failure, because
+another processor may round differently. Every other difference is a failure. Servers end with this process, however it
+ends.
 """
 
 import json
@@ -19,16 +20,17 @@ from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.export import ExportArtifact, ExportProbe
 
 TIE_NATS = 0.05
-"""Margin of the verified token's log-probability, below which another processor may choose another token."""
+"""Largest margin of an almost-tie, in nats: if the log-probability of the verified token was less than this above the
+second highest, another processor may choose another token."""
 ANSWER_TIMEOUT_S = 900.0
-"""Time for loading a large model from a slow disk and for answers on few threads."""
+"""Maximum time for all answers, enough for loading a large model from a slow disk and for answers on few threads."""
 INHERITED_VARIABLES = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS",
 )  # fmt: skip
 """Environment variables that the child process gets; none contains a token of a hub or tracker."""
 _MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.models.runtimes.onnx"}
 _EXTRA_CONTEXT_TOKENS = 8
-"""Context beyond the longest prompt with its answer."""
+"""Number of tokens by which the context exceeds the longest prompt with its answer."""
 _UNCHANGED = "the current release was not changed"
 
 
@@ -113,7 +115,7 @@ def _ask_process(
 
 
 def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], has_dated_prompts: bool) -> bool:
-    """Return whether a prompt equals the recorded one. Raises ChampionError if it differs and contains no date."""
+    """Return whether a prompt equals the recorded one. Raises ChampionError if not, unless the prompts have a date."""
     is_same = tuple(prompt) == probe.prompt_ids
     if not is_same and not has_dated_prompts:
         raise ChampionError(
@@ -130,7 +132,7 @@ def _compare_answer(folder: Path, probe: ExportProbe, answer: Sequence[int]) -> 
         None if the answers are equal; a description if they differ at a tie.
 
     Raises:
-        ChampionError: they differ at another token.
+        ChampionError: the answers differ at a token that was not almost a tie.
     """
     if tuple(answer) == probe.answer_ids:
         return None

@@ -1,7 +1,7 @@
 """Manages a project's keyring, its key pair, and the format of signature files.
 
 The keyring contains the keys and identities that may sign the project's models. It is in git (`.ratchet/keys.json`), so
-its history shows who was trusted when, and who changed that.
+its history shows which signers were trusted at any time, and who changed the keyring.
 
 The private key is in `.ratchet/private.pem`, which git and DVC ignore, or in the file that RATCHET_SIGNING_KEY names.
 The key is refused if other users can read the file. Only its public part leaves this module.
@@ -44,10 +44,10 @@ LOCK_WAIT_S = 10.0
 """Maximum wait for another process that changes the keys."""
 
 SHOWN_DIGITS = 16
-"""Hex digits of a fingerprint in messages."""
+"""Number of hex digits of a fingerprint in messages."""
 
 MIN_DIGITS = 6
-"""Hex digits of a fingerprint that a user must give at least."""
+"""Minimum number of hex digits of a fingerprint that a user must enter."""
 
 _HASHES: dict[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
@@ -66,7 +66,7 @@ class PublicKey(Record):
     """A public key in the keyring."""
 
     fingerprint: str
-    """SHA-256 of `public`; signatures name their key by it (OpenSSF Model Signing 1.0)."""
+    """SHA-256 of `public`, by which signatures name their key (OpenSSF Model Signing 1.0)."""
     public: str
     """PEM, SubjectPublicKeyInfo."""
     revoked: str | None = None
@@ -92,11 +92,11 @@ class Keyring(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it contains no signer; then the first promotion may create a key."""
+        """Whether the keyring contains no signer; only then may a promotion create a key."""
         return not self.keys and not self.identities
 
     def find_key(self, fingerprint: str) -> PublicKey | None:
-        """Find a key by its whole fingerprint."""
+        """Find a key by its complete fingerprint; None if the keyring does not contain the key."""
         return next((key for key in self.keys if key.fingerprint == fingerprint), None)
 
     def find_by_prefix(self, prefix: str) -> PublicKey:
@@ -162,7 +162,7 @@ def parse_public_key(pem: bytes, where: str) -> PublicKey:
         where: file with the key, for messages.
 
     Raises:
-        SettingsError: it is not a public key, or of a kind that cannot sign models.
+        SettingsError: `pem` is not a public key, or the key is of a kind that cannot sign models.
     """
     if b"PRIVATE KEY" in pem:
         raise SettingsError(
@@ -364,7 +364,7 @@ def load_signer(layout: ProjectLayout) -> KeySigner:
 
 
 def describe_signer(layout: ProjectLayout) -> str:
-    """Describe the effect of `load_signer` and signing, without changing anything. Raises SettingsError as it does."""
+    """Describe the effect of `load_signer` and signing, changing nothing. Raises SettingsError as `load_signer`."""
     if not read_keyring(layout.keyring).is_empty:
         return f"sign the model with {load_signer(layout).name}"
     path = _private_key_path(layout)
@@ -389,7 +389,7 @@ def _build_signer(private: ec.EllipticCurvePrivateKey, key: PublicKey, notice: s
 
 
 def _private_key_path(layout: ProjectLayout) -> Path | None:
-    """Return the path of the private key; None if there is none."""
+    """Return the path of the private key; None if the project has no private key and KEY_VARIABLE is not set."""
     named = os.environ.get(KEY_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -439,7 +439,7 @@ def _parse_private_key(path: Path, content: bytes, password: str | None) -> obje
 
 
 class NotSignedError(ValueError):
-    """The file is not a signature in this format; the message has the reason."""
+    """The file is not a signature file in the supported format; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ class DsseEnvelope:
     """The signed statement."""
     signature: bytes
     fingerprint: str | None
-    """The key named in the file; None if it contains a sigstore certificate instead."""
+    """Fingerprint of the key that the file names; None if the file contains a sigstore certificate instead."""
     text: str
     """Content of the whole file."""
 

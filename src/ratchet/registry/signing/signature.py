@@ -1,7 +1,8 @@
 """Signs the folders of promoted models and verifies their signatures: signer, covered files, and trust.
 
-A signature covers every file except itself and the seal's manifest, which is written after it. It contains the names
-and digests of all covered files, so that messages can name a changed, added or removed file.
+A signature covers every file except itself, the seal's manifest, which is written after the signature, and a file that
+MLflow adds (UNCOVERED). The signature contains the names and digests of all covered files, so that messages can name a
+changed, added or removed file.
 
 A signer uses a private key, or an identity that sigstore certifies. Signing through sigstore needs its servers;
 verification works offline with the trust roots that the installed `sigstore` contains or has fetched.
@@ -30,10 +31,11 @@ SIGNATURE = "model.sig"
 """Name of the signature file."""
 
 SIGSTORE = "sigstore"
-"""Signer in the verdict about a sigstore signature without a trusted identity."""
+"""Value of `SignatureVerdict.signer` for a sigstore signature without a trusted identity."""
 
 UNCOVERED = (SIGNATURE, files.MANIFEST, files.FOREIGN)
-"""Files at the top of the folder that the signature does not cover; it covers files with these names in subfolders."""
+"""Files at the top of the folder that the signature does not cover. In subfolders, files with these names are
+covered."""
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
 """Environment variable with the signer's OpenID Connect token. In jobs of several CI services, sigstore finds the token
@@ -90,7 +92,7 @@ class SignatureVerdict:
 
 
 def load_signer(layout: ProjectLayout, settings: Settings) -> Signer:
-    """Load the signer of the settings. Raises SettingsError if it is missing, or the project does not trust it."""
+    """Load the signer of the settings. Raises SettingsError if the signer is missing or not trusted by the project."""
     return load_identity_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
 
 
@@ -169,7 +171,7 @@ def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str
 
     Raises:
         DamagedFileError: the folder is not signed, or a file was changed, added or removed; the message names it.
-        SettingsError: the project does not trust the signer, or has revoked it.
+        SettingsError: the project does not trust the signer, or has revoked the signer.
     """
     return require_trusted(verify_folder(folder, keys.read_keyring(layout.keyring), known))
 
@@ -197,7 +199,7 @@ def verify_folder(folder: Path, keyring: Keyring, known: Mapping[str, str] | Non
 def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
     """Verify only the signature: its signer and its list of files, but not the files.
 
-    Use it for a folder with only some of the signed files, and compare them with the list.
+    Use this function for a folder with only some of the signed files, and compare these files with the list.
     """
     path = folder / SIGNATURE
     verdict, payload = _verify_signer(path, keyring)
@@ -215,7 +217,7 @@ def _verify_sealed(folder: Path, manifest: files.Manifest, keyring: Keyring) -> 
 
 
 def _verify_signer(path: Path, keyring: Keyring) -> tuple[SignatureVerdict, bytes]:
-    """Verify the signer of the statement, but not that the statement matches the files. Return the statement, too."""
+    """Return the verdict about the signer, and the statement. The files are not compared with the statement."""
     if not path.exists() and not path.is_symlink():
         message = f"{path.parent}: found no signature ({SIGNATURE}); promote the model again"
         return SignatureVerdict("unsigned", message=message), b""
@@ -293,7 +295,7 @@ def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _statement_name(folder: Path, covered: Mapping[str, str]) -> str:
-    """Return the model's name in the statement: a short digest of the model, or of all files without bundle.json."""
+    """Return the model's name in the statement: a short digest of the model, or, without bundle.json, of all files."""
     bundle = folder / "bundle.json"
     digest = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(covered)
     return digest[:SHOWN_DIGITS]
@@ -365,7 +367,8 @@ def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) ->
     """Verify a sigstore signature, and return its identity, which may be revoked.
 
     Raises:
-        DamagedFileError: sigstore's authority or log does not confirm the signature, or it is of another statement.
+        DamagedFileError: sigstore's authority or log does not confirm the signature, or the signature is of another
+            statement.
         SettingsError: the project never trusted the identity, or sigstore's trust roots cannot be read.
     """
     from sigstore import errors, models, verify
@@ -399,7 +402,7 @@ def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) ->
 
 
 class _CertificateRecorder:
-    """A sigstore policy that accepts every certificate and stores it; the identity in it is checked later."""
+    """A sigstore policy that accepts and stores every certificate. `verify_identity` then checks the identity in it."""
 
     certificate: x509.Certificate
 

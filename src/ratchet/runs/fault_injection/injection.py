@@ -37,7 +37,7 @@ class InjectedFault(Record):
     freeze      the process stops itself in this step, with SIGSTOP
     slow        every micro-batch takes `seconds` longer, from this step on
     weights     a weight becomes NaN after this step
-    slow_disk   every operation on checkpoints takes `seconds` longer
+    slow_disk   every operation on checkpoints and shards of answers takes `seconds` longer, from this step on
     """
     step: int = 1
     """First optimizer step of the fault, from 1."""
@@ -46,11 +46,11 @@ class InjectedFault(Record):
     steps: int = 1
     """Number of steps with a `memory` fault, to which `times` does not apply; 0: all steps from `step` on."""
     tokens: int = 0
-    """Largest micro-batch that fits, for `memory`."""
+    """Size of the largest micro-batch that fits, in padded tokens, for `memory`."""
     phase: Phase = "train"
     errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
     seconds: float = 0.0
-    """Delay, for `slow` and `slow_disk`."""
+    """Delay in seconds, for `slow` and `slow_disk`."""
     rank: int | None = None
     """The only rank that has the fault; None: all ranks."""
     mark: str = ""
@@ -84,7 +84,7 @@ class FaultInjector:
         return 1e4 if self._due("spike", step) else 1.0
 
     def memory(self, phase: Phase, step: int, tokens: int) -> None:
-        """Raise MemoryError if, by a fault, a micro-batch of this number of padded tokens does not fit."""
+        """Raise MemoryError if a fault requires that a micro-batch of this number of padded tokens does not fit."""
         for fault in self._faults:
             if fault.kind == "memory" and fault.phase == phase and tokens > fault.tokens:
                 last = fault.step + fault.steps - 1 if fault.steps else step
@@ -124,7 +124,8 @@ class FaultInjector:
         files.before = before
 
     def _due(self, kind: str, step: int, later: bool = False) -> InjectedFault | None:
-        """Return the first fault of this kind that is due in this step (with `later`: or earlier), and count it."""
+        """Return the first fault of this kind that is due in this step, and count it. With `later`, faults of earlier
+        steps are due too."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 has_begun = fault.step <= step if later else fault.step == step

@@ -104,7 +104,8 @@ class TrainCommandProcess:
 
 
 def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
-    """Return this environment without variables that redirect a training. With DVC_STAGE, it ends with this process."""
+    """Return this environment without variables that redirect a training. DVC_STAGE is set, so the training ends with
+    this process."""
     prefixes, names = ("MLFLOW_", "DVC_"), (VARIABLE, RUNS_VARIABLE)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
     environment["DVC_STAGE"] = "train"

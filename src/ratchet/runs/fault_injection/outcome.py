@@ -128,7 +128,8 @@ def _shorten(texts: list[str], kind: str) -> list[str]:
 class FaultTrialTimeline:
     """Timeline of a trial, read from its journal while it runs.
 
-    Times are in seconds since the start of the trial (monotonic clock), and some hundredths of a second too late.
+    Times are in seconds since the start of the trial, by a monotonic clock. Recorded times are some hundredths of a
+    second too late.
     """
 
     attempts: list[list[float]] = field(default_factory=list)
@@ -141,11 +142,12 @@ class FaultTrialTimeline:
     """Time and name of injected faults and of unusual journal events."""
     finished_s: float | None = None
     recoveries_s: list[float] = field(default_factory=list)
-    """Time from a fault, or the end of a worker, to the next new step; a value per uninterrupted recovery."""
+    """Seconds of each recovery that no further fault interrupted. A recovery lasts from an external fault, or from the
+    last event of a worker that failed without one, to the first step of the next worker or to the end of training."""
     lost_steps: list[int] = field(default_factory=list)
     """Number of steps that each restarted worker repeated because they were not saved."""
     stops_s: list[float] = field(default_factory=list)
-    """Time from a request to stop to the end of the command."""
+    """Seconds from each request to stop to the end of the command."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of events of each kind. Failures are counted also as `worker_exited:CLASS`."""
     delivered: int = 0
@@ -159,7 +161,7 @@ class FaultTrialTimeline:
     facts: dict[str, Any] = field(default_factory=dict)
     """Properties of the first worker: device, compute_dtype, threads, torch, planned_steps."""
     worker_steps: int = 0
-    """New steps of the current worker."""
+    """Number of steps that the current worker has done."""
     last_step: int = 0
     """Last step of the current worker, or its start step."""
     farthest_step: int = 0

@@ -16,7 +16,7 @@ MAX_KILLS = 4
 """Maximum number of kills in one trial."""
 
 MAX_FRACTION = 0.9
-"""Maximum fraction of the time left for an external fault: a later fault might come after the end of training."""
+"""Maximum of `ExternalFault.fraction`. A later fault might come after the end of training."""
 
 MIN_STEPS = 12
 """Minimum number of steps of a training, because there must be steps before, between and after faults."""
@@ -39,8 +39,9 @@ Guard = tuple[str, str | int]
 class ExternalFault:
     """A fault that is injected from outside the worker.
 
-    It is injected after `fraction` of the expected remaining time. This time begins when the current worker has done
-    `worker_steps` new steps (0: has started) and any worker of the trial has done step `min_step`.
+    The fault is injected after `fraction` of the remaining time that is expected at a certain moment. This moment has
+    come when the current worker has done `worker_steps` steps (0: when it has started) and any worker of the trial has
+    done step `min_step`.
     """
 
     action: FaultAction
@@ -64,11 +65,13 @@ class FaultTrial:
     reference_has_faults: bool = False
     """Whether the reference training has the same injected faults; otherwise it has none."""
     is_transient: bool = False
-    """Whether a repeated command runs without the faults. Its workers must follow the decisions in the journal."""
+    """Whether a repeated command runs without the faults in `faults`. The workers of the repeated command must follow
+    the decisions in the journal."""
     guards: tuple[Guard, ...] = ()
     """Settings of `train.guards` that differ from those of the project. The reference has them too."""
     expected_events: tuple[str, ...] = ()
-    """Kinds of journal events (`worker_exited:CLASS` for a failure class), one of which proves the fault."""
+    """Kinds of journal events (`worker_exited:CLASS` for a failure class). At least one of them must occur, which
+    proves the fault."""
     can_stall: bool = False
     """Whether a worker of the trial stalls, so the trial has shorter timeouts than the settings of the project."""
 
@@ -95,8 +98,8 @@ class TrainingShape:
 
 
 Draw = Callable[[random.Random, TrainingShape, int], FaultTrial]
-"""Function that draws a trial. The last argument is the number of the trial in its category, or for a category with
-kills the number of kills."""
+"""Function that draws a trial. The last argument is the number of the trial in its category; for a category with kills,
+it is the number of kills."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class FaultCategory:
     """Description of the fault, for display."""
     draw: Draw
     kills: bool = False
-    """Whether a trial has several kills and the plan is for a number of kills; otherwise each trial has one fault."""
+    """Whether a trial has several kills, so that the number of faults of the category is a number of kills. Otherwise,
+    each trial has one fault."""
     min_trials: int = 1
     """Minimum number of trials, if each trial has one fault."""
 
@@ -129,7 +133,7 @@ def _plan_several(category: str, *actions: FaultAction, expected_events: tuple[s
 
 
 def _plan_stopped(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    """Plan a stopped worker, after its third step, because the deadlines of start-up apply until then."""
+    """Plan that a worker is stopped after its third step, because the deadlines of start-up apply until then."""
     fault = ExternalFault("stop worker", chance.uniform(0, MAX_FRACTION), worker_steps=3)
     return FaultTrial("sigstop", number, (fault,), expected_events=("worker_exited:stalled",), can_stall=True)
 
@@ -280,8 +284,8 @@ FAULT_CATEGORIES: Mapping[str, FaultCategory] = {
 
 
 def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
-    """Return the number of faults of each category: `kills` for categories with kills; for the others a fifth of it, at
-    least `min_trials`.
+    """Return the number of faults of each category: `kills` for categories with kills; for the other categories a fifth
+    of `kills`, but at least `min_trials`.
 
     Raises:
         SettingsError: a name is not in FAULT_CATEGORIES, there are no names, or `kills` is below 1.

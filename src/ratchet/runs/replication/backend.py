@@ -1,5 +1,6 @@
-"""Storage backends of a replica: their interface, directories, and fsspec URLs (SFTP, SMB, object stores of Google
-and Microsoft). Also the bandwidth limit and the detection of stalled transfers, which all backends share."""
+"""Storage backends of a replica: the common interface, the backend for directories, and the backend for fsspec URLs
+(SFTP, SMB, object stores of Google and Microsoft). The module also has the bandwidth limit and the detection of stalled
+transfers, which all backends share."""
 
 import asyncio
 import hashlib
@@ -22,30 +23,31 @@ from ratchet.storage.files import PARTIAL, Entry
 T = TypeVar("T")
 
 AT_ONCE_S = 0.25
-"""Time that one piece takes at most under a bandwidth limit."""
+"""Maximum time for the transfer of one piece under a bandwidth limit."""
 AT_ONCE_BYTES = 1 << 18
-"""Size of one piece without a bandwidth limit."""
+"""Size of one piece in bytes, without a bandwidth limit."""
 BODY_BYTES = 1 << 16
-"""Most bytes of a request body that are passed to an HTTP client in one call."""
+"""Maximum number of bytes of a request body that are passed to an HTTP client in one call."""
 BUFFERED_BYTES = 1 << 17
-"""Most bytes of a body in the buffers of this machine, whose transfer cannot be observed: 64 KiB in asyncio, the rest
-in sockets."""
+"""Maximum number of bytes of a request body in the buffers of this machine: 64 KiB in asyncio, the rest in sockets. The
+transfer of buffered bytes cannot be observed."""
 UNSENT_BYTES = 1 << 14
-"""Unsent bytes that a socket accepts; see `create_shallow_socket`."""
+"""Maximum number of unsent bytes that a socket accepts; see `create_shallow_socket`."""
 POLL_S = 0.2
 """Interval at which a long call checks whether it should stop."""
 PIECE_BYTES = 4 << 20
-"""Most bytes that are read from an object in one call."""
+"""Maximum number of bytes that are read from an object in one call."""
 
 DURABLE_BYTES = 32 << 20
-"""Bytes written to a directory between two fsyncs; limits the duration of each."""
+"""Number of bytes that `LocalBackend` writes between two fsyncs. It limits the duration of each fsync."""
 STALE_AGE_S = 86_400.0
 """Age after which a partial file counts as left behind by a process that was killed."""
 
 ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
-"""fsspec schemes whose objects appear atomically. With others, an object is written to a temporary name and renamed."""
+"""fsspec schemes whose objects appear atomically. With other schemes, an object is written to a temporary name and
+renamed."""
 SLOWEST_BYTES_S = 16_384.0
-"""Slowest accepted speed of an upload whose library reports no progress."""
+"""Slowest accepted speed, in bytes/s, of an upload whose library reports no progress."""
 
 
 class TransferStalledError(OSError):
@@ -72,13 +74,13 @@ class BandwidthThrottle:
 
     @property
     def at_once_bytes(self) -> int:
-        """Largest amount to request at once."""
+        """Largest number of bytes to request at once."""
         if self._bytes_s is None:
             return AT_ONCE_BYTES
         return max(1, min(AT_ONCE_BYTES, int(self._bytes_s * AT_ONCE_S)))
 
     def seconds(self, count: int) -> float:
-        """Return the minimum time for `count` bytes."""
+        """Return the minimum time in seconds for `count` bytes."""
         return 0.0 if self._bytes_s is None else count / self._bytes_s
 
     def acquire(self, count: int) -> None:
@@ -575,7 +577,7 @@ class FsspecBackend:
             return False
 
     def _put(self, name: str, path: Path, progress: TransferProgress) -> None:
-        """Upload with the library's own call. It completes an object only with its last byte, and reports no
+        """Upload with the library's own call. The call completes an object only with its last byte, and reports no
         progress."""
         system, root = self._system()
         self._throttle.acquire(path.stat().st_size)
@@ -599,5 +601,5 @@ class FsspecBackend:
         try:
             self._watch.call(rename)
         except FileNotFoundError:
-            if not self._has_size(name, entry):  # otherwise an earlier attempt renamed it, and its answer was lost
+            if not self._has_size(name, entry):  # otherwise an earlier attempt renamed it, but its answer was lost
                 raise

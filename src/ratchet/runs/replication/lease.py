@@ -1,4 +1,4 @@
-"""Lease of a run, which decides which machine may write it: Lamport's bakery algorithm on an object store.
+"""Lease of a run, which decides which machine may write the run: Lamport's bakery algorithm on an object store.
 
 A machine that wants the run announces that it is choosing a token (`entering/`), takes a token above all existing ones
 (`claims/`), and waits until no machine is choosing and every earlier claim was released or has expired. A claim expires
@@ -12,7 +12,9 @@ The algorithm assumes that no process is suspended for long. A process that was 
 - A new holder writes its claim first and then reads the other claims again. If two processes each treat the other as
   gone, at least one of them sees the other's claim.
 - A holder checks for later claims after each renewal.
-- A holder that is no longer sure of its lease uploads under its old token, which readers rank last.
+- A holder that is no longer sure of its lease starts no further upload (`RunUploader`). An upload in progress may still
+  end, under the holder's own token. If there is a later holder, readers prefer the objects of the later holder, because
+  its token is higher.
 """
 
 import json
@@ -31,20 +33,22 @@ from ratchet.storage import digests
 Key = tuple[int, str]
 """Token and machine of a claim; claims are served in ascending order."""
 Origin = tuple[int, int]
-"""A token and a number of bytes: the part of that holder's journal that another holder continues."""
+"""Token of an earlier holder, and a number of bytes. A later holder's journal continues these first bytes of the
+earlier holder's journal."""
 State = Literal["waiting", "holding", "released"]
 
 WRITTEN = ("checkpoints", "result", "journal")
-"""Kinds of objects that a holder writes."""
+"""Kinds of objects that a holder writes under its token."""
 RENEWALS_PER_LEASE = 4
-"""Renewals within `lease_timeout_s`."""
+"""Number of renewals within one `machine.lease_timeout_s`."""
 FIRST_POLL_S = 0.05
 POLL_S = 1.0
 """First and longest interval at which a waiting machine reads the claims."""
 MAX_ATTEMPTS = 10
-"""Attempts to take a token. An attempt fails if it takes half of the lease, or if an earlier holder comes back."""
+"""Maximum number of attempts to become the holder. An attempt fails if one of its steps takes more than half of
+`lease_timeout_s`, if an earlier holder comes back, or if another claim with the same or a later token gets the run."""
 
-_GARBAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def read_clock_s() -> float:
@@ -62,9 +66,10 @@ class LeaseRecord:
     renewals: int
     """Increases with each renewal."""
     since: str
-    """Time of creation by the clock of its machine; shown to people only."""
+    """Time at which the claim was created, by the clock of the claiming machine; it is only displayed."""
     journal_origin: Origin | None = None
-    """Start of the holder's journal."""
+    """Bytes of an earlier holder's journal that this holder's journal continues; None: the journal continues no other
+    journal."""
     rendezvous: str | None = None
     """Rendezvous of the machines that train the run together; None: this machine trains alone."""
 
@@ -84,7 +89,7 @@ class LeaseRecord:
             if raw["state"] not in ("waiting", "holding", "released") or not isinstance(raw["node"], str):
                 return None
             return cls(**raw, token=token, journal_origin=(int(origin[0]), int(origin[1])) if origin else None)
-        except _GARBAGE:
+        except _PARSE_ERRORS:
             return None
 
 
@@ -106,7 +111,7 @@ def find_highest_token(store: ReplicaStore, names: RunObjectNames, kinds: tuple[
 
 
 class StalenessTracker:
-    """Times, by the clock of this machine, since when contents have not changed."""
+    """Measures, by the clock of this machine, for how long contents have not changed."""
 
     def __init__(self) -> None:
         self._first: dict[str, bytes] = {}
@@ -122,11 +127,11 @@ class StalenessTracker:
         return now - known[1]
 
     def has_changed(self, name: str) -> bool:
-        """Return whether the content has changed since the first call."""
+        """Return whether the content has changed since the first call of `seconds_unchanged` for this object."""
         return name in self._last and self._last[name][0] != self._first[name]
 
     def last(self, name: str) -> bytes | None:
-        """Return the content of the last call; None without one."""
+        """Return the content in the last call of `seconds_unchanged` for this object; None before the first call."""
         return self._last[name][0] if name in self._last else None
 
 
@@ -137,7 +142,8 @@ class LeaseStatus:
     claim: LeaseRecord | None
     """Newest claim that holds or held the lease; None: no machine has held it."""
     state: Literal["free", "unsure", "alive"]
-    """free: released, or not renewed for a whole lease. unsure: not observed for long enough to decide."""
+    """free: never held, released, or not renewed for a whole `lease_timeout_s`. alive: renewed while this machine
+    observed the claim. unsure: not observed for long enough to decide."""
 
 
 class LeaseObserver:
@@ -169,14 +175,14 @@ class LeaseObserver:
 
 
 class _InterruptedClaimError(Exception):
-    """A process was suspended for too long. The claim has to start again."""
+    """This process or another one was suspended for too long, so this process must claim the run again."""
 
 
 class ReplicaLease:
     """A claim of this process on a run, renewed by a thread while it is held.
 
     Args:
-        store: the replica; its calls must give up within a quarter of the lease.
+        store: the replica; its calls must give up within a quarter of `lease_timeout_s`.
         names: object names of the run.
         node: name of this process, unique for all time.
         lease_timeout_s: time without a change after which a claim expires.
@@ -195,8 +201,8 @@ class ReplicaLease:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         self._claim = LeaseRecord(0, node, "waiting", 0, since, rendezvous=rendezvous)
         self._renewed_s = self._confirmed_s = 0.0
-        """Times of the last renewal, and of the last renewal after which no later holder was found."""
-        self._lost: str | None = None
+        """Times (`read_clock_s`) of the last renewal, and of the last renewal after which no later holder was found."""
+        self._lost_reason: str | None = None
         self._removed = False
         self._trouble = ""
         self._mutex = threading.RLock()
@@ -215,12 +221,15 @@ class ReplicaLease:
 
     def lost_reason(self) -> str | None:
         """Describe the machine that has taken the run over; None if no other machine is known to hold it."""
-        return self._lost
+        return self._lost_reason
 
     def is_sure(self) -> bool:
-        """Return whether no other machine can hold the run: the last confirmed renewal is younger than the lease."""
+        """Return whether no other machine can hold the run: the last confirmed renewal is less than `lease_timeout_s`
+        ago."""
         return (
-            self._lost is None and self._claim.state == "holding" and read_clock_s() - self._confirmed_s < self._lease_s
+            self._lost_reason is None
+            and self._claim.state == "holding"
+            and read_clock_s() - self._confirmed_s < self._lease_s
         )
 
     def acquire(
@@ -274,13 +283,13 @@ class ReplicaLease:
         with self._mutex:
             self._write_claim()
             self._check_later_claims()
-        if self._lost:
-            raise LeaseHeldError(self._lost)
+        if self._lost_reason:
+            raise LeaseHeldError(self._lost_reason)
 
     def release(self) -> None:
         """Release the lease, so that no machine has to wait until it expires.
 
-        It may be called twice, and before `acquire`.
+        This method may be called twice, and before `acquire`.
         """
         self._ended.set()
         with self._mutex:
@@ -302,7 +311,8 @@ class ReplicaLease:
             self._write_claim("waiting")
         finally:
             self._store.remove([marker])
-        # Another process may have treated this one as gone, and missed its token.
+        # If the choice took this long, another process may have treated this process as gone, and may have chosen a
+        # token without seeing the token of this process.
         if read_clock_s() - began_s > self._lease_s / 2:
             raise _InterruptedClaimError
 
@@ -318,7 +328,7 @@ class ReplicaLease:
             if read_clock_s() - self._renewed_s > self._lease_s / RENEWALS_PER_LEASE:
                 self._write_claim()
             waiting_for = self._find_blocking_claim(tracker, previous)
-            # Checked twice: a directory may not list a file that is being renamed over another one.
+            # Checked twice: a listing of a directory can miss a file while another file is renamed over it.
             if waiting_for is None and self._find_blocking_claim(tracker, previous) is None:
                 self._start_holding(tracker)
                 return
@@ -348,7 +358,8 @@ class ReplicaLease:
                 continue
             claim = LeaseRecord.from_bytes(content) or LeaseRecord(*key, "waiting", 0, "?")
             if claim.state != "waiting" and (key > self._claim.key or key[0] == self.token):
-                # Its process treated this one as gone, or has held the run with the same token, which must be unique.
+                # Either a later claim got the run, so its process treated this process as gone. Or a claim with the
+                # same token got the run, and a token must not have two holders.
                 raise _InterruptedClaimError
             if key > self._claim.key:
                 continue
@@ -364,7 +375,7 @@ class ReplicaLease:
         return None
 
     def _start_holding(self, tracker: StalenessTracker) -> None:
-        """Write the claim as holding. Then check that no earlier holder came back, and that no other process holds."""
+        """Write the claim as holding. Then check that no earlier holder came back and no later claim holds it."""
         if read_clock_s() - self._renewed_s > self._lease_s / 2:
             raise _InterruptedClaimError
         self._write_claim("holding")
@@ -372,7 +383,7 @@ class ReplicaLease:
             name = self._names.claim(*key)
             before = tracker.last(name)
             if key == self._claim.key or (key < self._claim.key and before is None):
-                continue  # an older claim that was not read: its process sees this claim before it writes anything
+                continue  # an earlier claim, not seen before: its process sees this claim before it writes
             content = self._store.read(name)
             claim = LeaseRecord.from_bytes(content or b"")
             if key < self._claim.key:
@@ -402,7 +413,7 @@ class ReplicaLease:
                 self._trouble = str(error)
 
     def _renew_periodically(self) -> None:
-        while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE) and self._lost is None:
+        while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE) and self._lost_reason is None:
             try:
                 self._renew()
                 self._trouble = ""
@@ -415,7 +426,7 @@ class ReplicaLease:
                 return
             if self._store.read(self._names.claim(*self._claim.key)) is None:
                 self._removed = True
-                self._lost = f"run {self._names.run_id}: the claim of this machine was removed from its replica"
+                self._lost_reason = f"run {self._names.run_id}: the claim of this machine was removed from its replica"
                 return
             self._write_claim()
             self._check_later_claims()
@@ -425,7 +436,7 @@ class ReplicaLease:
             if key > self._claim.key:
                 claim = LeaseRecord.from_bytes(self._store.read(self._names.claim(*key)) or b"")
                 if claim is not None and claim.state != "waiting":
-                    self._lost = self._describe_holder(claim)
+                    self._lost_reason = self._describe_holder(claim)
                     return
         self._confirmed_s = self._renewed_s
 

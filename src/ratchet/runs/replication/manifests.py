@@ -4,8 +4,8 @@ The files of a sealed directory are stored as objects by digest; a JSON document
 
 A journal is stored in pieces, named by holder, start and end. A holder continues a number of bytes of an earlier
 holder's journal (`journal_origin` of its claim) and adds its own. Journals are only appended to, so these bytes do not
-change if the earlier holder writes more. Eight pieces of about one size are merged into one, so a long run has few
-pieces. In a run of one day, a byte is sent three or four times more for this.
+change if the earlier holder writes more. Eight pieces of about the same size are merged into one, so a long run has few
+pieces. In a run of one day, the merges send each byte three or four more times.
 
 Each of several machines that train together has its own journal. A machine that becomes the holder during training
 keeps all events that the previous holder has uploaded, and adds its own later events.
@@ -34,10 +34,11 @@ PIECES_PER_MERGE = 8
 MAX_PIECE_BYTES = 64 << 20
 """Maximum size of one piece."""
 MAX_LISTINGS = 5
-"""How often pieces are listed at most while a holder merges them."""
+"""Maximum number of times that the pieces are listed for one recovery. A holder may merge pieces between a listing and
+the reads that follow it."""
 
 _Pieces = Mapping[int, Sequence[tuple[int, int]]]
-"""Start and end of pieces, by token."""
+"""Start and end offsets of the pieces, by token."""
 _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -50,7 +51,7 @@ class ReplicaManifest:
     step: int
     files: dict[str, Entry]
     refers_to: tuple[int, ...] = ()
-    """Steps of the checkpoints that this one needs."""
+    """Steps of the checkpoints that this checkpoint needs."""
 
     @property
     def size_bytes(self) -> int:
@@ -101,8 +102,9 @@ def _is_digest(text: str) -> bool:
 def build_checkpoint_manifest(directory: Path) -> ReplicaManifest:
     """Build the document of a sealed checkpoint. Raises DamagedFileError if the directory is not a checkpoint.
 
-    The document refers to the checkpoints of the best step and of the last good step, if they are other steps. This is
-    `State.refers_to` of training, read without its libraries.
+    The document refers to the checkpoints of the best step and of the last good step, if these differ from the
+    checkpoint's own step. They are the `required_steps` of training/train_state.py, read here without the libraries of
+    training.
     """
     manifest = files.read_manifest(directory)
     try:
@@ -222,10 +224,10 @@ class JournalStart:
     """Start of a holder's part of a journal."""
 
     origin: Origin | None = None
-    """Part of an earlier holder's journal that this one continues."""
+    """Part of an earlier holder's journal that this holder's journal continues."""
     start: int = 0
-    """Bytes at the start of the local journal that are not uploaded, because the replica has them, or has the same
-    events of another machine."""
+    """Number of bytes at the start of the local journal that are not uploaded, because the replica has these bytes, or
+    has the same events from another machine."""
     shift: int = 0
     """Offset of an event in the replica's journal minus its offset in the local journal."""
 
@@ -236,7 +238,7 @@ class RecoveredJournal:
 
     content: bytes
     origin: Origin | None
-    """Token of its holder and its length; None: the replica has no journal."""
+    """Token of the journal's holder, and length of the journal in bytes; None: the replica has no journal."""
 
 
 def recover_journal(store: ReplicaStore, names: RunObjectNames) -> RecoveredJournal:
@@ -303,14 +305,14 @@ def _read_added(journal: ReplicaJournal, offset: int, pieces: _Pieces, unreadabl
 
 
 class ReplicaJournalReader:
-    """Reader of a growing journal in a replica. Nothing is read twice."""
+    """Reader of a growing journal in a replica. It returns each byte only once while the holder stays the same."""
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames) -> None:
         self._store, self._names = store, names
         self._token, self._length = 0, 0
 
     def read_new(self) -> tuple[bytes, bool]:
-        """Read new complete lines. Also return whether they are the whole journal, because the holder has changed.
+        """Return the new complete lines, and whether they are the whole journal because the holder has changed.
 
         Raises ReplicaError.
         """
@@ -321,7 +323,7 @@ class ReplicaJournalReader:
             journal = ReplicaJournal(self._store, self._names, self._token)
             new = _read_added(
                 journal, self._length, pieces, set()
-            )  # pieces that were merged meanwhile are read next time
+            )  # the next call reads pieces that were merged meanwhile
             self._length += len(new)
             return new, False
         recovered = recover_journal(self._store, self._names)
@@ -343,12 +345,12 @@ def _read_origin(token: int, store: ReplicaStore, names: RunObjectNames) -> Orig
 
 
 def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> JournalStart:
-    """Find the part of the local journal that continues the replica's, which another machine of the training may have
-    written.
+    """Find the part of the local journal that continues the journal in the replica, which another machine of the
+    training may have written.
 
-    If the local journal begins with the whole journal of the replica, the rest of it is that part. Otherwise the part
-    begins after the last step that both journals contain with the same figures. Steps that were repeated with other
-    results are uploaded again.
+    If the local journal begins with the whole journal of the replica, the part is the rest of the local journal.
+    Otherwise the part begins after the last step that both journals contain with the same figures (`_step_figures`).
+    Steps that were repeated with other results are uploaded again.
     """
     recovered = recover_journal(store, names)
     if recovered.origin is None:
@@ -382,7 +384,7 @@ class JournalUploader:
         store: the replica.
         names: object names of the run.
         token: token of the holder.
-        journal_start: the part that is not uploaded.
+        journal_start: start of this holder's part of the journal; the bytes before it are not uploaded.
     """
 
     def __init__(
@@ -394,7 +396,7 @@ class JournalUploader:
         """Start, end and level of each piece."""
         self._digest = hashlib.sha256(_read_range(path, 0, start))
         self.end = start
-        """Bytes of the journal that are in the replica."""
+        """Number of bytes of the local journal that are in the replica."""
         self.bytes_sent = 0
 
     @property

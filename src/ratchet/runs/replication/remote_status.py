@@ -38,7 +38,7 @@ class ReplicatingMachine:
 
     node: str
     last_t: float
-    """Unix time of its last report, by its own clock."""
+    """Unix time of the last report, by the clock of the machine that reported."""
     bytes_sent: int
     bytes_skipped: int
     """Size of the content that the replica already had."""
@@ -51,7 +51,7 @@ class ReplicaState:
     """State of one run in a replica, without its journal."""
 
     durable: tuple[int, int]
-    """Token and step of the newest checkpoint, or of the result; zeros without either."""
+    """Token and step of the newest checkpoint, or of the result; zeros if the replica has neither."""
     finished: bool
     """Whether the replica has the result."""
     holder: LeaseRecord | None
@@ -71,7 +71,7 @@ class RemoteRunStatus:
     state: ReplicaState
     durable_t: float | None
     """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None if the
-    journal does not have it."""
+    journal does not record it."""
     damaged_lines: int
     """Number of damaged lines in the journal."""
 
@@ -289,7 +289,10 @@ class RemoteRunSource:
 
 
 def _is_trained(state: ReplicaState) -> bool:
-    """Return whether a machine holds the run and has reported within SILENT_S, by its own clock."""
+    """Return whether a machine holds the run and has reported within SILENT_S.
+
+    The time of a report is by the clock of the machine that reported; it is compared with the clock of this machine.
+    """
     if state.holder is None or state.holder.state != "holding" or state.finished:
         return False
     report_times = [machine.last_t for machine in state.machines]

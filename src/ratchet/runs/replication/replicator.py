@@ -4,16 +4,18 @@
 
 `MultiNodeReplicator` is for a run that several machines train together. One of them holds the lease and uploads; the
 others observe the lease. Every machine has the whole run on its disk, so any of them may upload. Before it trains, each
-machine restores from the replica if the replica is further, which needs no lease. Then it reads the claims at an
-interval. It acquires the lease when its ranks train and the lease is free: no machine has held it, the holder has
-released it, or the holder has not renewed it for `machine.lease_timeout_s`. A holder whose ranks have not trained for
-that long releases the lease.
+machine restores from the replica if the replica has a newer checkpoint; a restore needs no lease. Then it reads the
+claims at an interval. It acquires the lease when the lease is free and its ranks train or have sealed the result. The
+lease is free if no machine has held it, if the holder has released it, or if the holder has not renewed it for
+`machine.lease_timeout_s`. A holder releases the lease when its ranks have not trained for `machine.lease_timeout_s`,
+the replica lacks nothing, and this machine has no result.
 
 Two groups of machines must not train the same run for long. The event `worker_ready` lists the machines of a group. A
 stranger is a live holder that does not belong to the group. A holder with another rendezvous, or without one, is a
-stranger at once. A holder with the same rendezvous is a stranger if it has not joined for
-`machine.rendezvous_timeout_s`, because a member would have given up and released the lease by then. All machines of
-this group stop when they find a stranger. So two groups never both write, and never both train for long.
+stranger at once. A holder with the same rendezvous is a stranger if it has not joined this group for
+`machine.rendezvous_timeout_s` plus `machine.lease_timeout_s`. By then, a member would have given up the rendezvous and
+released the lease. All machines of this group stop when they find a stranger. So two groups never both write, and never
+both train for long.
 """
 
 import re
@@ -55,7 +57,7 @@ from ratchet.runs.replication.upload import (
 from ratchet.runs.replication_protocol import ReplicationState
 
 RETRY_TIMEOUT_S = 20.0
-"""How long one call is retried during training. Its caller tries again later."""
+"""How long one call is retried during training. Afterwards, the caller repeats the call later."""
 TIMEOUT_S = 30.0
 """Time without a byte or an answer after which an attempt ends."""
 CHECK_TIMEOUT_S = 10.0
@@ -146,8 +148,9 @@ class ReplicationContext:
     def is_done(self, stopping: Callable[[], bool]) -> bool:
         """Return whether the result is on this machine and in the replica.
 
-        If replication.json says that it is in the replica, the replica is checked. If it no longer has the result, the
-        whole run is marked as missing there, so that it is uploaded again.
+        If replication.json says that the replica has the result, the replica is checked. If the replica no longer has
+        the result, replication.json is changed: it then says that the whole run is missing, so the run is uploaded
+        again.
         """
         state = self.read_state()
         if state is None or not state.result or not self.run.paths.is_finished():
@@ -202,7 +205,7 @@ class ReplicationContext:
             print_notice(text)
 
     def fetch_result(self, source: RestoreSource) -> bool:
-        """Fetch the result if the replica has it. No lease is needed then. Returns whether it was fetched."""
+        """Fetch the result if the replica has it. Return whether it was fetched. Fetching needs no lease."""
         if self.run.paths.is_finished():
             return False
         token = restore.restore_result(self.run, source)
@@ -323,8 +326,9 @@ class RunReplicator:
     def _is_local_newer(self, store: ReplicaStore, state: ReplicationState | None, newest_token: int) -> bool:
         """Return whether this directory is as far as the replica, or has a checkpoint and the replica has none.
 
-        The directory is as far under two conditions: its newest valid step is not below that of the replica;
-        and no other holder has written the run since, or the holder was a machine of the same training.
+        The directory is as far as the replica under two conditions. Its newest valid step is not below that of the
+        replica. And no other holder has written the run since this machine held the lease, or that holder was a machine
+        of the same training.
         """
         token, step = restore.find_newest_step(store, self._context.names)
         local_step = restore.find_valid_step(self._context.run.paths)
@@ -333,7 +337,8 @@ class RunReplicator:
         return state is not None and (state.token >= newest_token or state.token == 0) and local_step >= step
 
     def _find_journal_start(self, store: ReplicaStore, state: ReplicationState | None) -> JournalStart:
-        """Find the part of the local journal that is in the replica. If both differ, all of it is uploaded again."""
+        """Find the part of the local journal that is in the replica. If this part has changed, the whole journal is
+        uploaded again."""
         context = self._context
         if state is not None and state.token == 0:
             return manifests.join_journal(context.run.paths.journal, store, context.names)
@@ -372,13 +377,15 @@ class MultiNodeReplicator:
         """Damaged objects. Only a holder may remove them."""
         self._stranger = ""
         self._ended = False
-        self._outage = OutageTracker(lambda text: None)  # the holder reports outages in the journal that it uploads
+        # Outages are not reported here: the holder reports them in the journal that it uploads.
+        self._outage = OutageTracker(lambda text: None)
         self._task: PeriodicTask | None = None
 
     # -------------------------------------------------------------------------------------------------------- protocol
 
     def acquire(self, stopping: Callable[[], bool]) -> None:
-        """See ReplicatorProtocol. This class only makes sure that no stranger holds the run."""
+        """See ReplicatorProtocol. This method acquires no lease: it makes sure that no stranger holds the run, and
+        restores."""
         context = self._context
         if context.is_done(stopping):
             return
@@ -592,7 +599,7 @@ class MultiNodeReplicator:
 
 
 class _RankActivity:
-    """State of this machine's ranks from the journal: whether they train, and with which machines."""
+    """State of this machine's ranks according to the journal: whether they train, and with which machines."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

@@ -19,7 +19,8 @@ from ratchet.storage.records.base import find_differing_keys
 
 REPORT_INTERVAL_S = 5.0
 SUPERSEDED = "superseded-"
-"""Prefix of local checkpoints and journals that were replaced by the replica's. Only the last set is kept."""
+"""Prefix of local checkpoints and journals that were replaced by those of the replica. Only the last replaced set is
+kept."""
 
 
 class DownloadProgress:
@@ -79,9 +80,10 @@ class RestoreResult:
     step: int | None
     """Step of the restored checkpoint; None: the replica has no complete checkpoint."""
     steps: tuple[int, ...]
-    """Steps of that checkpoint and of the checkpoints that it refers to."""
+    """Steps of the restored checkpoint and of the checkpoints that it refers to."""
     origin: Origin | None
-    """Origin of the journal."""
+    """Token of the holder whose journal was restored, and length of this journal in bytes; None: no journal was
+    restored."""
     has_kept_local: bool = False
     """Whether the local state was kept, because the replica has no complete checkpoint."""
 
@@ -118,7 +120,7 @@ def find_newest_step(store: ReplicaStore, names: RunObjectNames) -> tuple[int, i
 
 
 def has_result(store: ReplicaStore, names: RunObjectNames) -> bool:
-    """Return whether the replica has a complete result, by names and sizes of its objects."""
+    """Return whether the replica has a complete result, judged by names and sizes of its objects."""
     sizes = {name.rsplit("/", 1)[-1]: size for name, size in store.list(names.folder("objects")).items()}
     for name in store.list(names.folder("result")):
         for token in parse_numbers(name):
@@ -146,7 +148,7 @@ def restore_result(run: RunDirectory, source: RestoreSource) -> int | None:
 
 
 def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...]:
-    """Fetch the newest complete checkpoint by token and step, after those that it refers to.
+    """Fetch the newest complete checkpoint by token, then by step. The checkpoints that it refers to are fetched first.
 
     Args:
         paths: a run directory without checkpoints that are newer than the replica's.
@@ -161,7 +163,7 @@ def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...
     skipped = set[tuple[int, int]]()
     while (
         candidates := set(_list_checkpoints(source.store, source.names)) - skipped
-    ):  # listed again: a holder may collect garbage
+    ):  # listed in each round, because a holder may collect garbage
         token, step = max(candidates)
         skipped.add((token, step))
         try:
@@ -176,7 +178,8 @@ def restore_checkpoint(paths: RunPaths, source: RestoreSource) -> tuple[int, ...
 
 
 def restore_journal(run: RunDirectory, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
-    """Replace the local journal by the replica's. Return the holder and the length of the latter."""
+    """Replace the local journal by that of the replica. Return the token of its holder and its length; None if the
+    replica has none."""
     recovered = manifests.recover_journal(store, names)
     if recovered.origin is not None:
         files.write_atomic(run.paths.journal, recovered.content)
@@ -218,7 +221,10 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
 
 
 def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
-    """Restore the replica's state. The local state is moved aside; without a complete replica it is moved back."""
+    """Restore the state in the replica. The local state is moved aside first.
+
+    If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back.
+    """
     local_step, superseded = find_valid_step(run.paths), set_aside(run)
     steps = restore_checkpoint(run.paths, source)
     if local_step and not steps:
@@ -231,7 +237,8 @@ def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
 
 
 def find_valid_step(paths: RunPaths) -> int:
-    """Return the newest step whose local checkpoint is complete, with those that it refers to; 0 without one."""
+    """Return the newest step whose local checkpoint, and all checkpoints that it refers to, are complete; 0 if there is
+    none."""
     for step in reversed(paths.checkpoint_steps()):
         try:
             files.verify_sealed(paths.checkpoint(step), CHECKPOINT)

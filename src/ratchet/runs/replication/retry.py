@@ -19,7 +19,7 @@ T = TypeVar("T")
 Kind = Literal["absent", "place", "credentials", "clock", "network"]
 
 LONGEST_TEXT = 300
-"""Most characters of a library's message."""
+"""Maximum number of characters that are kept of a library's message."""
 POLL_S = 0.2
 """Interval at which a wait checks whether it should end."""
 LONG_S = 2.0
@@ -54,7 +54,8 @@ CREDENTIALS = {
     "TokenRetrievalError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
     "AuthenticationException", "BadHostKeyException",
 }  # fmt: skip
-"""Kinds of errors: codes of S3, HTTP status codes, and names of exceptions of boto, Google, Azure and paramiko."""
+"""Names of errors by kind (ABSENT, PLACE, CLOCK, CREDENTIALS): codes of S3, HTTP status codes, and names of exceptions
+of boto, Google, Azure and paramiko."""
 
 BROKEN = (RuntimeError, AttributeError, TypeError, ValueError)
 """Exceptions that libraries raise from a connection in an unexpected state."""
@@ -92,7 +93,10 @@ def _iterate_error_names(error: BaseException) -> Iterator[str]:
 
 
 def classify_error(error: BaseException) -> Kind:
-    """Classify an error: missing object, bucket or directory, credentials, clock. All other errors may be transient."""
+    """Classify an error by its cause: a missing object, the bucket or directory, the credentials, or the clock.
+
+    All other errors are of kind `network`, and may be transient.
+    """
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return "place"
     names = [name for cause in _iterate_causes(error) for name in _iterate_error_names(cause)]
@@ -117,7 +121,7 @@ class RetryPolicy:
 
     Args:
         display_url: URL of the replica without credentials, for messages.
-        waits_s: how long a call is retried, the bound of the first wait, and the largest bound.
+        waits_s: three times in seconds: how long a call is retried, the bound of the first wait, and the largest bound.
         stopping: called before each retry; returns whether to stop.
         reopen: called before a retry if the connection may be broken or its credentials may be old.
     """
@@ -138,7 +142,7 @@ class RetryPolicy:
 
     @property
     def trouble(self) -> str:
-        """Last error of a call in progress; empty without one."""
+        """Last error of a call in progress, or a message about a call without an answer for LONG_S; otherwise empty."""
         calls = sorted(self._calls.values(), key=lambda call: call[1])
         for _, _, message in calls:
             if message:
@@ -149,7 +153,7 @@ class RetryPolicy:
         return ""
 
     def retry(self, what: str, strict: bool = False) -> Callable[[Callable[[], T]], T]:
-        """Return `run` with a fixed description."""
+        """Return a function that passes an attempt to `run` with this description."""
         return lambda attempt: self.run(what, attempt, strict)
 
     def run(self, what: str, attempt: Callable[[], T], strict: bool = False) -> T:

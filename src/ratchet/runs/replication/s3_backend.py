@@ -1,12 +1,12 @@
 """S3 backend: multipart uploads that are resumed, and verified by the service's checksums.
 
-A successful answer does not prove that the content arrived. Two checksums do: an ETag that is an MD5 sum, because the
-service computes it from the stored content; and a SHA-256 checksum, if a test has shown that the service refuses a
-wrong one. Content without such a checksum is read back.
+A successful answer does not prove that the content arrived, but two checksums do. One is an ETag that is an MD5 sum,
+because the service computes it from the stored content. The other is a SHA-256 checksum, if a test has shown that the
+service refuses an object with a wrong checksum. Content without such a checksum is read back.
 
-The ETag of an object sent in one request is its MD5; that of an object sent in n parts is the MD5 of the MD5s of its
-parts, and `-n`. Composite SHA-256 checksums are built in the same way (Amazon S3 User Guide, "Checking object integrity
-in Amazon S3").
+The ETag of an object that was sent in one request is the MD5 of its content. The ETag of an object that was sent in n
+parts is the MD5 of the MD5s of its parts, followed by `-n`. Composite SHA-256 checksums are built in the same way
+(Amazon S3 User Guide, "Checking object integrity in Amazon S3").
 """
 
 import base64
@@ -36,11 +36,12 @@ from ratchet.runs.replication.backend import (
 from ratchet.storage.files import Entry
 
 PART_BYTES = 8 << 20
-"""Size of all parts but the last. S3 refuses parts below 5 MiB."""
+"""Minimum size in bytes of all parts but the last. S3 refuses parts below 5 MiB."""
 MOST_PARTS = 10_000
 READ_BYTES = 1 << 18
 RESTARTS = 4
-"""Attempts of an upload that the service forgets, or whose result is wrong although every part was correct."""
+"""Maximum number of attempts of an upload. Another attempt is made if the service forgets the upload, or if the stored
+object is wrong although every part was correct."""
 REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch"}
 """Error codes with which a service refuses a wrong checksum."""
 UNFINISHABLE = {"InvalidPart", "InvalidPartOrder", "InvalidRequest", "EntityTooSmall", *REFUSALS}
@@ -161,7 +162,8 @@ class S3Backend:
         return int(self._call("head_object", Key=self._key(name))["ContentLength"])
 
     def read(self, name: str) -> bytes:
-        """Read an object, and again if its ETag is not the MD5 of the content. Two equal reads count as correct."""
+        """Read an object. Read it a second time if its ETag is not the MD5 of the content; two equal reads count as
+        correct."""
         first, tag = self._get(name, {})
         if hashlib.md5(first, usedforsecurity=False).hexdigest() == tag:
             return first
@@ -180,8 +182,8 @@ class S3Backend:
         self._call("delete_object", Key=self._key(name))
 
     def send(self, name: str, path: Path, entry: Entry, retry: RetryCallable) -> int:
-        """Upload in parts. Each is verified before the object appears. Parts that a killed process sent are not sent
-        again."""
+        """Upload in parts. Each part is verified before the object appears. Parts that a killed process sent are not
+        sent again."""
         if self._verified.get(name) == entry and retry(f"look for {name}", lambda: self._has_size(name, entry[1])):
             return 0
         parts = MultipartChecksums.from_file(path)
@@ -196,7 +198,7 @@ class S3Backend:
                     tag = retry(f"write {name}", lambda: self._send_in_one_request(name, parts, sent))
                 else:
                     tag = self._send_parts(name, parts, retry, sent)
-            except FileNotFoundError:  # another process ended the upload, or an attempt whose answer was lost
+            except FileNotFoundError:  # another process, or an attempt whose answer was lost, ended the upload
                 tag = ""
             self._uploads.pop(name, None)
             if tag == parts.etag or self._has_content(name, parts, retry):
@@ -242,7 +244,7 @@ class S3Backend:
         return str(answer["ETag"]).strip('"')
 
     def _begin_upload(self, name: str) -> tuple[str, dict[int, str]]:
-        """Return the id of the unfinished upload and the ETags of its parts. Without one, begin a new upload."""
+        """Return the id of the unfinished upload and the ETags of its parts. If there is none, begin a new upload."""
         key = self._key(name)
         upload = self._uploads.get(name) or self._find_unfinished_upload(key)
         arrived: dict[int, str] = {}

@@ -13,6 +13,7 @@ Layout of a replica. All names are relative to `machine.replica`, with `/` betwe
     runs/RUN/entering/NODE                   exists while a machine is choosing a token
     runs/RUN/nodes/NODE.json                 report of a machine: steps, uploads, interruptions
     speed/MACHINE-RANDOM                     test data, while a machine measures its network
+    checks/RANDOM                            test data, while a machine checks that it can write and read
 
 TOKEN counts holders of a run from 1, with eight digits. It is a fencing token: a holder that was treated as dead and
 comes back writes under its old token, and readers prefer the highest token. A holder overwrites only its own claim and
@@ -47,7 +48,7 @@ from ratchet.storage.files import Entry
 NODE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 """Pattern of a machine's name in a replica."""
 MAX_READS = 8
-"""Reads of an object whose content differs each time."""
+"""Maximum number of reads of an object whose content differs in each read."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class TransferLimits:
     timeout_s: float = 30.0
     """Time without a byte or an answer after which an attempt ends."""
     slowest_bytes_s: float = 1024.0
-    """Speed of the slowest connection that does not count as stalled. It extends the timeout for buffered bytes."""
+    """Speed in bytes/s of the slowest connection that does not count as stalled. The time for the buffered bytes at
+    this speed is added to `timeout_s`."""
     first_wait_s: float = 0.5
     """Bound of the wait before the first retry. It doubles with each retry."""
     longest_wait_s: float = 30.0
@@ -165,7 +167,7 @@ class ReplicaStore:
 
         try:
             self._retry_policy.run("write, list, read and remove", check, strict=True)
-        except FileNotFoundError as error:  # as for folders below /proc
+        except FileNotFoundError as error:  # for example, for a folder below /proc
             raise SettingsError(
                 f"machine.replica {self.display_url}: cannot write: {error}; {ADVICE['place']}"
             ) from None
@@ -284,7 +286,7 @@ class ReplicaStore:
         yield from read_pieces(self._backend, name, size, self._retry_policy.run)
 
     def remove(self, names: Collection[str], require: Callable[[], None] = _ignore_progress) -> None:
-        """Remove those of these objects that exist.
+        """Remove these objects; names without an object are skipped.
 
         Args:
             names: the objects.

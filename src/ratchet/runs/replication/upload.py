@@ -1,21 +1,21 @@
 """Uploads a run to its replica during training: the newest sealed checkpoint, the journal, and the result.
 
-Two threads do this, so that a large checkpoint does not delay the journal. Training waits for neither.
+Two threads upload, so that a large checkpoint does not delay the journal. Training waits for neither thread.
 
 The holder of the lease also removes old checkpoints from the replica, and then objects that no document refers to. It
-does so between two uploads, so no upload of its own is in progress. A holder that is suspended during the removal (a
-sleeping laptop, a migrated virtual machine) and is succeeded must not continue with its old list. Three rules ensure
-that only time can be lost:
+does so between two uploads of checkpoints, so none of its own is in progress. A holder may be suspended during the
+removal (a sleeping laptop, a migrated virtual machine), and another machine may succeed it. When it wakes up, it must
+not continue with its old list of objects. Three rules ensure that only time can be lost:
 
 - The claims are read after the list was made, and the lease is checked right before each removal. A successor waits
   until the claim has not changed for a whole lease, so a holder that wakes up after that removes nothing more.
-- The machine may be suspended between that check and the request, so one request may come late. That matters only if
-  the successor has just sent or found this content: then a durable document lacks an object.
-- The successor detects that in its own garbage collection after its next upload, and sends the document again. Until
-  then, a restore skips this document and takes the previous one.
+- The machine may be suspended between the check and the request, so one removal may come late. A late removal matters
+  only if the successor has just sent this content or found it in the replica: then a durable document lacks an object.
+- The successor detects the missing object in its own garbage collection after its next upload, and sends the document
+  again. Until then, a restore skips this document and takes the previous one.
 
-The checkpoint that a successor restores from is never removed: both machines keep the newest documents and those that
-they refer to.
+The checkpoint that a successor restores from is never removed: both machines keep the newest documents and the
+documents that these refer to.
 """
 
 import random
@@ -55,7 +55,8 @@ JOIN_S = 2.0
 
 
 class OutageTracker:
-    """Record of the outage of periodic tasks: since when they fail, and why. It reports each beginning and end once.
+    """Record of the outage of periodic tasks: since when they fail, and why. Each beginning and each end of an outage
+    is reported once.
 
     Args:
         on_change: called with a message when an outage begins or ends.
@@ -172,8 +173,9 @@ class ReplicaGarbageCollector:
     Args:
         store: the replica.
         names: object names of the run.
-        keep: number of checkpoints to keep, in addition to those that they refer to.
-        claim: the lease. It is confirmed before a removal, and checked before each object.
+        keep: number of checkpoints to keep, in addition to the checkpoints that they refer to.
+        claim: the lease. It is confirmed before the removal of the documents and before that of the objects, and
+            checked before each single removal.
     """
 
     def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: LeaseGuard) -> None:
@@ -348,7 +350,8 @@ class RunUploader:
     def _find_due_step(self) -> int | None:
         """Return the newest sealed step, unless it was uploaded under this token with the same content.
 
-        A step before the newest one in the replica is not due, because readers prefer the checkpoint of this token.
+        A step before the newest step in the replica is not due. Its checkpoint would have the token of this holder,
+        which is the highest, so readers would prefer it to the newer checkpoint of an earlier holder.
         """
         replica_step = max(self._state.durable_steps, default=0)
         for step in reversed(self._job.run.paths.checkpoint_steps()):
@@ -376,7 +379,7 @@ class RunUploader:
             self._garbage_collector.forget(name)
             costs.append(self._sender.send(path, document, name))
         self._require_lease()
-        # The journal comes first: after the state is updated, the run may end at any time.
+        # The journal is written first, because the run may end at any time after the state is updated.
         self._record_upload(step, "checkpoint", costs, time.monotonic() - started)
         self._sent |= {document.step: document.digest for document in (*referenced, sealed)}
         durable = {*self._state.durable_steps, *self._sent} & {*job.run.paths.checkpoint_steps(), step}

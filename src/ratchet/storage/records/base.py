@@ -76,7 +76,8 @@ class BaseCard(Record):
     converted: bool = False
     """Whether the weights were converted from pickles; the converted model is next to this card."""
     quantization: StoredQuantization | None = None
-    """Quantization of the stored weights; None if they are not quantized (training quantizes them itself)."""
+    """Quantization of the stored weights; None if the stored weights are not quantized. In that case, training
+    quantizes them itself if required."""
     unused_tensors: tuple[str, ...] = ()
     """Names of stored tensors that the model class does not use; they are not loaded."""
 

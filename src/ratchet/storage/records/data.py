@@ -49,7 +49,7 @@ class TeacherProvenance(Record):
     rows: int
     """Number of selected answers."""
     filters: tuple[tuple[str, int], ...]
-    """Filters in order, each with the number of answers it dropped."""
+    """Filters in order, each with the number of answers that the filter dropped."""
     training_rows: int
     """Number of rows of the source that are training rows of this dataset."""
 
@@ -101,7 +101,7 @@ class NearDuplicateReport(Record):
     shingle_words: int
     clusters: int
     across_splits: int
-    """Number of dropped rows whose kept row is in another split, which would have been leakage."""
+    """Number of dropped rows whose kept row is in another split. Without the removal, these rows would be leakage."""
     contradicting: int = 0
     """Number of dropped rows whose label differs from that of the kept row."""
     largest: tuple[NearDuplicateCluster, ...]
@@ -112,7 +112,7 @@ class LeakageReport(Record):
 
     documents: int
     unchecked: int
-    """Number of documents shorter than an n-gram, which are compared in full."""
+    """Number of documents that are shorter than an n-gram; they are compared in full."""
     rows: int
     """Number of rows that share an n-gram with the evaluation set."""
     examples: tuple[str, ...]
@@ -175,7 +175,8 @@ class DatasetCard(Record):
     truncated: dict[str, TruncationReport] = Field(default_factory=dict)
     """Truncation by split."""
     packing: dict[str, float] = Field(default_factory=dict)
-    """Fill rate of packs by the capacity of a pack in tokens, if stage train packs the training rows."""
+    """Fill rate that packs of the training rows would have if stage train packed them, by the capacity of a pack in
+    tokens."""
     missing_fields: dict[str, int] = Field(default_factory=dict)
     """Number of rows without a value, by field of prepare.extra_fields."""
     notes: tuple[str, ...] = ()
@@ -267,4 +268,5 @@ class DistillationCard(Record):
     teacher_loss: float
     """Loss of the teacher on the answers of the data, in nats per token."""
     left_out: float
-    """Mean total probability of the tokens outside the top_k, at `temperature`; only their sum is saved."""
+    """Mean total probability of the tokens outside the top_k, at `temperature`. For these tokens, only the sum of the
+    probabilities is saved."""

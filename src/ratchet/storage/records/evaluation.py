@@ -19,7 +19,7 @@ ModelRole = Literal["base", "candidate", "merged", "champion", "anchor"]
 """Models of an evaluation. `candidate` is the adapter on its base, `merged` the exported model."""
 
 ROWS = "rows.jsonl"
-"""Name of the file of `EvaluatedRow`s."""
+"""Name of the file with one `EvaluatedRow` per line."""
 
 ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
 """`validation_loss` comes from likelihoods; the others come from greedy answers, which are scored as in stage
@@ -39,7 +39,7 @@ class MetricValue(Record):
     """Number of samples."""
     low: float
     high: float
-    """Bounds of the 95 % interval: Wilson for proportions, normal for means."""
+    """Bounds of the 95 % interval: a Wilson interval for proportions, a normal interval for means."""
     better: Literal["higher", "lower", "unknown"]
     unit: str
     kind: Literal["mean", "perplexity", "aggregate"] = "mean"
@@ -54,7 +54,7 @@ class ModelScores(Record):
     model_digest: str
     """Digest of the scored model: base, adapter on its base, or exported files."""
     model_format: ModelFormat
-    """Whether the model is an adapter on its base (the base itself: without adapters) or has merged weights."""
+    """`adapter`: an adapter on its base, or the base itself without an adapter. `merged`: merged weights."""
     contract: str
     """Digest of the contract, a key of `EvaluationReport.contracts`. Only scores under equal contracts are compared."""
     metrics: dict[str, MetricValue]
@@ -94,7 +94,7 @@ class JudgePreference(Record):
     identical_answers: int
     """Number of ties with identical answers, for which the judge was not called."""
     skipped: int
-    """Number of pairs without a readable verdict in one or both orders. They count only in position_bias."""
+    """Number of pairs without a readable verdict in one or both orders. These pairs count only in position_bias."""
     unreadable: dict[str, int]
     """Number of replies without a verdict, by reason."""
     win_rate: MetricValue | None
@@ -230,7 +230,8 @@ class ValidationJob(Record):
     """Finished runs on the prepared data."""
     metrics: tuple[ValidationMetric, ...]
     rows: int = 0
-    """Number of validation rows, the first by id: ids are content digests, so this is a fixed random sample. 0: all."""
+    """Number of validation rows, in the order of their ids; 0: all. Ids are digests of the content, so the first rows
+    are a fixed random sample."""
 
 
 class ValidationLaunch(Record):

@@ -149,7 +149,8 @@ class MergeReport(Record):
     changed: int
     """Number of changed tensors."""
     streamed: bool
-    """Whether tensors were merged one at a time. Otherwise the model was in memory, as its files use other names."""
+    """Whether tensors were merged one at a time. Otherwise the complete model was merged in memory, because the tensor
+    names in its files could not be mapped to parameters."""
     trials: tuple[MergeTrial, ...]
     """Merges that were tried. The bundle names the base of the selected merge."""
 
@@ -202,7 +203,7 @@ class ModelBundle(Record):
     size_bytes: int
     """Size of the merged model (`hf`), in bytes."""
     parity: MergeParity
-    """Parity of the merged model."""
+    """Comparison of the merged model with base + adapter."""
     base_weight_format: str = ""
     """Storage of the base's weights in training, e.g. `nf4+dq uint8`, `none`."""
     merge: MergeReport | None = None
@@ -211,7 +212,7 @@ class ModelBundle(Record):
     """Exported formats, `hf` first."""
     lineage: ModelLineage | None = None
     evaluation: str | None = None
-    """SHA-256 of eval.json; set when the model is promoted, like `verdict`."""
+    """SHA-256 of eval.json. This field and `verdict` are set when the model is promoted."""
     verdict: str | None = None
 
     @property

@@ -21,7 +21,7 @@ class ModelComparison(Record):
     """Mean of the paired differences; for perplexities, the relative reduction 1 - new/old."""
     low: float
     high: float
-    """One-sided bounds, each at `confidence`."""
+    """One-sided bounds; each bound has the confidence level `confidence`."""
     confidence: float
     n: int
     groups: int | None = None
@@ -31,7 +31,7 @@ class ModelComparison(Record):
     worse: int | None = None
     """Number of samples that only the reference has right; None if scores are not right or wrong."""
     bound: float
-    """Value that the difference is compared with: `by`, or minus the margin."""
+    """Threshold for the difference: `by` of a rule must_improve, or minus the `margin` of a rule must_not_regress."""
     p: float
     """One-sided p-value of the null hypothesis of the rule."""
     p_adjusted: float | None = None
@@ -72,7 +72,7 @@ class Verdict(Record):
     max_test_set_uses: int = 0
     """Setting gate.max_test_set_uses."""
     rules: str = ""
-    """Digest of section gate of the settings."""
+    """Digest of the settings (section gate) that judged the model."""
     earlier_decisions: tuple[Decision, ...] = ()
     """Earlier decisions about this model on these samples, under different rules."""
 
@@ -136,7 +136,7 @@ class Promotion(Record):
     previous_version: int | None
     """Version of the previous champion."""
     decision: Decision | None = None
-    """Decision of the verdict; None for a rollback."""
+    """Decision in the verdict; None for a rollback."""
     reason: str | None = None
     """Reason that the user gave, if any."""
     forced: bool = False
@@ -156,7 +156,7 @@ class TestSetUse(Record):
     """Digest of the adapter."""
     run_id: str
     rules: str | None = None
-    """Digest of the section gate by which the model was judged; None if it was only evaluated."""
+    """Digest of the settings (section gate) that judged the model; None if the model was only evaluated."""
     decision: Decision | None = None
 
 

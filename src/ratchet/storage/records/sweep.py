@@ -1,4 +1,5 @@
-"""Results of a sweep: trials, finalists, winner. Unlike records of stages, they contain times and machine names."""
+"""Results of a sweep: trials, finalists, winner. Unlike records of stages, these records contain times and machine
+names."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 TrialState = Literal["running", "complete", "pruned", "infeasible", "failed"]
 """`infeasible`: the memory forecast refused the trial, memory ran out, or training diverged. Samplers treat this as a
-violated constraint. `failed`: another failure, which is no evidence about the values."""
+violated constraint. `failed`: the trial failed for another reason, which is no evidence about its values."""
 
 
 class TrialExecution(Record):
@@ -27,12 +28,12 @@ class TrialExecution(Record):
 
 
 class TrainingCost(Record):
-    """Cost of a training, from its journal. A continued trial has the total cost."""
+    """Cost of a training, from its journal. If a trial continues another trial, its cost is that of both trials."""
 
     trained_tokens: int = 0
     """Number of answer tokens trained on; repeated steps count once."""
     planned_tokens: int = 0
-    """Number of answer tokens of the full training. Pruning saved the difference."""
+    """Number of answer tokens of the full training. Pruning saved the difference from `trained_tokens`."""
     steps: int = 0
     planned_steps: int = 0
     train_seconds: float = 0.0
@@ -67,7 +68,7 @@ class Trial(Record):
     reason: str = ""
     """Reason for the state, for display."""
     continues: int | None = None
-    """Number of the pruned or failed trial that this trial continues from its checkpoint, in the same run."""
+    """Number of a pruned or failed trial, whose training this trial continues from its checkpoint, in the same run."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
     """Manifest digest of each remaining checkpoint, by step."""
@@ -110,7 +111,7 @@ class FinalistComparison(Record):
     other: int
     """Trial number of the other finalist."""
     difference: float
-    """Difference of the means; positive if the leader is better."""
+    """Difference between the means of the leader and the other finalist; positive if the leader is better."""
     low: float
     """One-sided lower bound of the difference. Above 0, the leader is significantly better."""
     p: float
@@ -136,7 +137,7 @@ class Finalist(Record):
     mean: float
     cost: TrainingCost
     dropped: str = ""
-    """Reason why the finalist was not trained with more seeds; empty if it was."""
+    """Reason why the finalist was not trained with more seeds; empty if it was trained with more seeds."""
 
 
 class FinalRound(Record):
@@ -183,7 +184,7 @@ class SweepReport(Record):
     """Reason why the sweep ended before its budget was used up; empty if it used up the budget."""
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return a table with one row per trial: state, hyperparameters, objectives, RunId, duration in seconds."""
+        """Return a table with one row per trial: number, state, hyperparameters, objectives, RunId."""
         import pandas as pd
 
         rows = []

@@ -14,7 +14,8 @@ first optimizer step; later steps; validation."""
 PHASES: tuple[Phase, ...] = ("baseline", "loaded", "adapters", "first_step", "steady", "evaluation")
 
 UNSHARDED = "base before sharding"
-"""Memory part: the share of a fully loaded base that a rank does not keep. One rank of a machine at a time has it."""
+"""Name of a memory part: the share of a fully loaded base that a rank does not keep. Only one rank of a machine at a
+time has this part in memory."""
 
 PROFILE, TRACE, PAGE = "profile.json", "trace.json.gz", "profile.md"
 """Files of a profile. Open the trace with Perfetto or chrome://tracing."""
@@ -78,7 +79,7 @@ class MemoryForecast(Record):
     rows: int
     """Number of sequences in the micro-batch."""
     row_tokens: int
-    """Length of the longest sequence in tokens; the others are padded to it."""
+    """Length of the longest sequence in tokens; the other sequences are padded to this length."""
     learned_tokens: int
     """Number of positions per row at which logits are computed."""
     activation_checkpointing: bool
@@ -107,8 +108,8 @@ class MemoryForecast(Record):
         """Return the memory that each process needs at the peak, in bytes.
 
         Args:
-            local_ranks: number of processes that share the memory. UNSHARDED is divided by it, because one process at a
-                time has it.
+            local_ranks: number of processes that share the memory. UNSHARDED is divided by this number, because only
+                one process at a time has this part in memory.
         """
 
         def process_bytes(phase: PhaseMemory) -> int:
@@ -208,7 +209,8 @@ class StepPart(Record):
 
     name: PartName
     duration_s: float
-    """Duration in seconds: median over the measured steps or three snapshots; for `evaluation`, of one validation."""
+    """Duration in seconds: the median over the measured steps. For `snapshot`, it is the median over three snapshots;
+    for `evaluation`, the duration of one validation."""
     every_steps: float
     """Number of steps between two executions of this part."""
     share: float
@@ -229,7 +231,7 @@ class OperatorTime(Record):
     self_s: float
     """Seconds per step, in the traced steps."""
     share: float
-    """Share of all operators' time."""
+    """Share of this operator in the time of all operators."""
 
 
 class RooflineLimits(Record):
@@ -276,25 +278,26 @@ class TrainingProfile(Record):
     """Number of warm-up steps, which allocate memory and compile kernels. They are not counted."""
     measured_steps: int
     traced_steps: int
-    """Number of steps recorded by operator. They are slower, so they count only in `operators`."""
+    """Number of steps recorded by operator. These steps are slower, so they count only in `operators`."""
     step_s: float
     """Median duration of the measured steps."""
     quartiles_s: tuple[float, float]
     """Quartiles of the duration of the measured steps."""
     synchronised_step_s: float | None
-    """Median duration with a GPU synchronization between parts, which the times in `parts` need; None on a CPU."""
+    """Median duration in seconds of steps with a GPU synchronization between parts. The times in `parts` need this
+    synchronization. None on a CPU."""
     parts: tuple[StepPart, ...]
     """Parts in the order of PARTS."""
     operators: tuple[OperatorTime, ...]
     """The slowest operators, slowest first."""
     micro_batches: float
-    """Mean number per measured step; so are the next three fields."""
+    """Mean number of micro-batches per measured step. The next three fields are means per measured step too."""
     input_tokens: float
     padded_tokens: float
     trained_tokens: float
     limits: RooflineLimits
     saved_activation_bytes: int
-    """Peak of the activations saved for the backward pass of a micro-batch."""
+    """Peak size in bytes of the activations that are saved for the backward pass of a micro-batch."""
     peak_bytes: int
     """Peak memory of the training device in the measured steps."""
     save_s: float
@@ -308,6 +311,10 @@ class TrainingProfile(Record):
 
     @property
     def flops_utilization(self) -> float | None:
-        """Model FLOPs utilization: share of the data sheet's FLOP/s that a step reaches (Chowdhery et al. 2022)."""
+        """Share of the data sheet's FLOP/s that a step reaches with all executed operations, recomputed activations
+        included.
+
+        Without activation checkpointing, this is the model FLOPs utilization of Chowdhery et al. (2022).
+        """
         sheet = self.limits.datasheet_flops_per_s
         return None if sheet is None else self.limits.flops / self.step_s / sheet

@@ -50,8 +50,8 @@ class MlflowTracker:
             paths: paths of the run.
             settings: settings of the project. Training settings are read from the run itself.
             draw: draws the journal (first argument) into a PNG file (second).
-            reconcile: whether the callback first ends runs that are not in training. False in a sweep, where a trial
-                may be waiting for its next worker.
+            reconcile: whether the callback first calls `reconcile`. False in a sweep, where a trial that is not in
+                training may be waiting for its next worker.
         """
 
         def begin() -> None:
@@ -61,13 +61,14 @@ class MlflowTracker:
         return MlflowRunCallback(self._place, paths, settings, draw, begin)
 
     def reconcile(self, runs: Path, besides: str = "", end: Callable[[RunPaths], None] | None = None) -> list[str]:
-        """End runs that MLflow shows as RUNNING but that are not in training. Return a line for each of them, and for
-        each run without a directory.
+        """End runs that MLflow shows as RUNNING but that are not in training. Return a line for each ended run.
+
+        A run without a directory is left unchanged, but gets a line, too, unless it belongs to a sweep.
 
         Args:
             runs: directory of the run directories.
             besides: run id to skip, because its own callback is active.
-            end: called for each such run. None: only its status is set.
+            end: called for each of these runs, to end it in MLflow. None: only the status of the run is set.
         """
         notices = []
         with self.connected() as client:
@@ -94,8 +95,11 @@ class MlflowTracker:
         return notices
 
     def send_missing(self, runs: Path, settings: Settings, draw: Draw) -> list[str]:
-        """Call `reconcile`, and send what MLflow lacks: points, files and models of those runs, and whole finished runs
-        if it was unavailable. For the arguments see `reconcile` and `create_callback`."""
+        """Call `reconcile`, and send what MLflow lacks: points, files and models of the runs that `reconcile` ends, and
+        complete finished runs that MLflow does not have because it was unavailable.
+
+        For the arguments see `reconcile` and `create_callback`.
+        """
 
         def send(paths: RunPaths) -> None:
             self.create_callback(paths, settings, draw, reconcile=False).catch_up()
@@ -109,7 +113,8 @@ class MlflowTracker:
         return notices
 
     def views(self, server: str) -> dict[str, str]:
-        """Store the saved views of the experiment. Return their addresses on the server, by name."""
+        """Store the saved views of the experiment. Return the address of each view on the server, by name of the
+        view."""
         experiments.write_views(self._place)
         return {view.name: experiments.view_url(server, self._place.id, view) for view in experiments.VIEWS}
 
@@ -130,7 +135,7 @@ class MlflowTracker:
     def _log_report(
         self, run_id: str, run: Any, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
-        """Do the work of `log_report` for an MLflow run that was just read. None: the run does not exist."""
+        """Do the work of `log_report` for an MLflow run that was just read. `run` is None if the run does not exist."""
         with self.connected() as client:
             if run is None:
                 raise TrackingError(f"run {run_id} is not in {self.store.where}; send its journal first")
@@ -147,10 +152,10 @@ class MlflowTracker:
         self, run: MlflowRunCallback, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],
         grace_s: float,
     ) -> None:  # fmt: skip
-        """Call `log_report` for a stage. First send what MLflow lacks of the run. A failure of MLflow is only printed.
+        """Send what MLflow lacks of the run, then call `log_report` for a stage. A failure of MLflow is only printed.
 
         The stage's own output has the metrics too, so nothing is lost: repeat the stage when MLflow is available again.
-        The wait for a slow server is at most `grace_s`.
+        The wait for a slow server is at most `grace_s` seconds.
         """
 
         def send() -> None:
@@ -161,13 +166,13 @@ class MlflowTracker:
     def publish(
         self, run: MlflowRunCallback, page: Path, more: Callable[[Path], Sequence[Path]], grace_s: float
     ) -> None:
-        """Add the HTML report to a finished run, unless the run has it. Wait at most `grace_s`, as `report` does.
+        """Add the HTML report to a finished run, unless the run has it already. A failure of MLflow is only printed.
 
         Args:
             run: callback of the run.
             page: the HTML file.
             more: writes further files into its argument, a directory, and returns them.
-            grace_s: maximum wait for a slow server.
+            grace_s: maximum wait for a slow server in seconds.
         """
 
         def send() -> None:
@@ -180,7 +185,8 @@ class MlflowTracker:
         _send_within_grace(run.run_id, "its report is", send, grace_s)
 
     def _send_journal(self, run: MlflowRunCallback) -> Any:
-        """Send what MLflow lacks of the journal. Return MLflow's run; None without both a run and a journal."""
+        """Send what MLflow lacks of the journal. Return MLflow's run; None if there is neither such a run nor a
+        directory."""
         mlflow_run = self.find(run.run_id)
         if run.has_directory and (mlflow_run is None or not run.is_complete(mlflow_run)):
             run.catch_up()
@@ -188,7 +194,7 @@ class MlflowTracker:
         return mlflow_run
 
     def find(self, run_id: str) -> Any:
-        """Return MLflow's run of Ratchet's run id (the oldest of several), or None."""
+        """Return MLflow's run of Ratchet's run id, or None. For several runs of one id see `Experiment.find`."""
         return self._place.find(run_id)
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:

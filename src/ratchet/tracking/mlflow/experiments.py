@@ -1,4 +1,4 @@
-"""Opens an MLflow store and one experiment in it: finds runs by Ratchet's run id, creates each once, saves views.
+"""Opens an MLflow store and one experiment in it: finds runs by Ratchet's run id, creates each run once, saves views.
 
 The project's own store is a SQLite file, which is created once and opened under a lock. Runs may be logged to a server
 instead (`machine.tracking_uri`); the model registry always stays in the project.
@@ -43,29 +43,33 @@ ADDRESSES = (
 """Columns of MLflow's tables (3.17) that contain addresses of files."""
 
 SERVER_TIMEOUT_S = 10.0
-"""A server that does not answer the health check within this time is not used: MLflow would retry for minutes."""
+"""Limit of the health check. A server that does not answer within this time is not used, because MLflow would retry for
+minutes."""
 HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""MLflow's defaults are 7 and 120 s. Ours apply unless the environment sets them: callbacks send failed data again."""
+"""Maximum retries, and timeout of a request in seconds, unless the environment sets them. They are lower than MLflow's
+defaults (7 and 120), because callbacks send failed data again anyway."""
 SETTLE_S = 2.0
-"""Upper bound of the time between a query of a server and the creation of the run that was not found."""
+"""Assumed upper bound of the time in which a machine queries a server for a run, does not find it, and creates it."""
 LOCK_WAIT_S = 120.0
-"""Longest wait for the lock of the database. Its creation takes 6 s, and 40 s on a busy machine."""
+"""Longest wait for the lock of the database. Creating the database takes 6 s, and 40 s on a busy machine."""
 
 RUN_TAG = "ratchet.run_id"
 HOST_TAG = "ratchet.host"
-"""Machine of the last attempt. On a shared server, each machine ends only runs that it started."""
+"""Name of the machine of the last attempt. On a shared server, a machine ends only runs that have its name."""
 ATTEMPTS_TAG = "ratchet.attempts"
 SWEEP_TAG = "ratchet.sweep"
 LATE_TAG = "ratchet.created_late"
-"""Marks a run whose creation took so long that other machines may not have seen it when they chose theirs."""
+"""Marks a run whose creation took so long that other machines may have chosen among the runs of this run id without
+it."""
 JOURNAL_TAG = "ratchet.journal_bytes"
-"""How much of the journal MLflow has, with all files. Written last, so that a run without it is incomplete."""
+"""Number of bytes of the journal when all its points and all files were sent. This tag is written last, so a run
+without the tag is incomplete."""
 
 MAX_PARALLEL_CALLS = 8
-"""Parallel calls to a server, where latency dominates the cost of a call."""
+"""Maximum number of parallel calls to a server. Calls are parallel, because latency dominates the cost of a call."""
 MAX_COLLISIONS = 20
-"""Attempts at one batch before the error is raised. Measured with four processes that log overlapping batches at the
-same moment: 12 % of the first attempts collide, none of the second ones."""
+"""Number of attempts at one batch before the error is raised. Measured with four processes that log overlapping batches
+at the same moment: 12 % of the first attempts collide, and no second attempt."""
 
 
 class MlflowStore:
@@ -78,7 +82,7 @@ class MlflowStore:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Yield MLflow's client. Raises TrackingError for every problem with its files."""
+        """Yield MLflow's client. Raises TrackingError for every error of MLflow, of its files and of the lock."""
         if self._client is None:
             try:
                 with self.locked():
@@ -97,13 +101,14 @@ class MlflowStore:
             raise self._error(error) from error
 
     def locked(self) -> FileLock:
-        """Wait for the lock that protects the creation of things that must exist only once, and take it."""
+        """Wait for the store's lock and take it. Code that creates an object which must exist only once needs this
+        lock."""
         return FileLock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
     def settle(self) -> None:
         """Wait until other machines that queried the server at the same time have created their runs.
 
-        The lock of this machine does not exclude them. After the wait, all machines see the same runs.
+        The lock of this machine does not exclude other machines. After the wait, all machines see the same runs.
         """
         if self.server is not None:
             time.sleep(SETTLE_S)
@@ -122,11 +127,11 @@ class MlflowStore:
 def _open_database(layout: ProjectLayout) -> Any:
     """Open MLflow's client on the project's SQLite file. The caller holds the lock."""
     client = _load_client_class()
-    # Otherwise it prints a traceback in addition to our error.
+    # Without this, MLflow prints a traceback in addition to our error.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     database = layout.mlflow_database
-    # The database is created in a scratch directory (6 s), because a half-migrated one would be kept. sqlite3 leaves an
-    # empty file behind when it opens a file that does not exist.
+    # The database is created in a scratch directory (6 s), because after a crash in between, a half-migrated database
+    # would be used. A file of size 0 is not a database: sqlite3 leaves one behind when it opens a missing file.
     if not database.exists() or not database.stat().st_size:
         files.remove_partials(layout.mlruns)
         with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
@@ -142,10 +147,11 @@ def _open_database(layout: ProjectLayout) -> Any:
 
 
 def _require_schema(connection: sqlite3.Connection, database: Path) -> None:
-    """Refuse tables of another MLflow version. MLflow would change some of them without asking, and fail on others.
+    """Refuse tables of another MLflow version. MLflow would migrate some versions without asking, and fail on others.
 
     Raises:
-        TrackingSchemaError: names the schema found and the command that migrates it.
+        TrackingSchemaError: the schema has another version. For an older one, the message names the command that
+            migrates it.
     """
     from alembic.script import ScriptDirectory
     from mlflow import __file__ as mlflow_file
@@ -182,7 +188,7 @@ def _load_client_class() -> Any:
 
 def _connect_to_server(server: str) -> Any:
     """Connect to a server that answers. User and password come from the environment, as MLflow documents them."""
-    with suppress(urllib.error.HTTPError):  # the server answers, and MLflow explains the status
+    with suppress(urllib.error.HTTPError):  # the server answers; MLflow's own error will explain the status
         urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_TIMEOUT_S).close()  # noqa: S310 (settings: http)
     for name, value in HTTP_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -243,7 +249,8 @@ class Experiment:
         return self._id
 
     def find(self, run_id: str) -> Any:
-        """Return MLflow's run of Ratchet's run id, or None. If there are several, all machines find the same one."""
+        """Return MLflow's run of Ratchet's run id, or None. Of several runs, all machines find the same one
+        (_precedence)."""
         with self.connected() as client:
             runs = client.search_runs([self._id], f"tags.`{RUN_TAG}` = '{run_id}'")
             return min(runs, key=_precedence, default=None)
@@ -252,8 +259,8 @@ class Experiment:
         """Return MLflow's run of this run id. One process creates it, once.
 
         MLflow has no unique key for run ids. Machines that query at the same time all create a run, wait for each other
-        (`MlflowStore.settle`), and keep the first one by `_precedence`. A machine whose run took longer to create than
-        the others wait marks it as late, because the others may have decided without it.
+        (`MlflowStore.settle`), and keep the first run by `_precedence`. If creating a run takes a machine longer than
+        the other machines wait, it marks its run as late, because the other machines may have decided without this run.
         """
         with self.connected() as client, self.store.locked():
             queried_s = time.monotonic()
@@ -287,7 +294,7 @@ class Experiment:
     def call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make these calls of a client, in parallel on a server. Return their results in order.
 
-        Raises the error of one call after all calls have ended.
+        If calls fail, raise one of their errors: on a server, after all calls have ended.
         """
         if self.store.server is None or len(calls) < 2:  # a database file takes one writer at a time
             return [call() for call in calls]
@@ -316,9 +323,9 @@ class Experiment:
 def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
     """Call MLflow's `log_batch`. Repeat the call while another process stores some of the same points.
 
-    If some points of a batch are stored already, MLflow 3.17 first reads which points are missing, and then inserts
-    them outside that transaction. If another process inserts one of them in between, the whole batch fails with a
-    violated UNIQUE constraint. MLflow never stores a point twice, so the call can be repeated.
+    If some points of a batch are stored already, MLflow 3.17 first reads which points are missing, and then inserts the
+    missing points in another transaction. If another process inserts one of these points in between, the whole batch
+    fails with a violated UNIQUE constraint. MLflow never stores a point twice, so the call can be repeated.
 
     Args:
         client: MLflow's client.
@@ -345,7 +352,8 @@ def _is_insert_collision(error: Exception) -> bool:
 
 
 def _precedence(run: Any) -> tuple[bool, int, str]:
-    """Return the sort key of several runs of one run id. The first is kept: created in time, oldest, lowest id."""
+    """Return the key that sorts several runs of one run id. The first run is kept: not late, then oldest, then lowest
+    id."""
     return LATE_TAG in run.data.tags, run.info.start_time, run.info.run_id
 
 
@@ -430,7 +438,7 @@ VIEWS = (
 
 
 def write_views(experiment: Experiment) -> None:
-    """Store views and description. Those that a user has edited are kept.
+    """Store views and description. Views and a description that a user has edited are kept.
 
     Raises:
         TrackingError: MLflow cannot be read or written.
@@ -453,7 +461,10 @@ def view_url(server: str, experiment_id: str, view: ExperimentView) -> str:
 
 
 def _is_unedited(text: str | None) -> bool:
-    """Return whether a view is missing, or unchanged since Ratchet wrote it. An edit in the UI changes `updatedAt`."""
+    """Return whether a view is missing, unreadable, or unchanged since Ratchet wrote it.
+
+    An edit in the UI changes `updatedAt`.
+    """
     if text is None:
         return True
     try:

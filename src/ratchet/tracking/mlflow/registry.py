@@ -2,8 +2,8 @@
 champion.
 
 A version is found by the tag `ratchet.model_digest`, so a model that is registered twice has one version. The alias
-moves by compare-and-set under the store's lock. MLflow itself has no such operation, so a move of the alias in its UI
-within the same few milliseconds is not detected.
+moves by compare-and-set under the store's lock. MLflow itself has no compare-and-set, so a move of the alias in
+MLflow's UI within the same few milliseconds is not detected.
 """
 
 from collections.abc import Mapping
@@ -44,13 +44,13 @@ class MlflowModelRegistry:
         self._store = MlflowStore(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
-        """Return the version number of this model. Register a model without a version.
+        """Return the version number of this model. If the model has no version yet, register one.
 
         Args:
             model_digest: digest of the model's files.
             source: directory of the promoted model.
             run_id: Ratchet's run id. The version is linked to the MLflow run of this id, if it exists.
-            tags: stored with a new version.
+            tags: tags of a new version. An existing version keeps its tags.
         """
         with self._store.connected() as client, self._store.locked():
             numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
@@ -84,7 +84,7 @@ class MlflowModelRegistry:
             return None if version is None else int(version)
 
     def set_champion(self, version: int, expected: int | None) -> None:
-        """Move the alias to a version in one transaction, so that readers see the old or the new one.
+        """Move the alias to a version in one transaction, so that readers see either the old or the new champion.
 
         Args:
             version: the new champion. If the alias already points at it, nothing happens.
@@ -111,9 +111,11 @@ class MlflowModelRegistry:
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
 
     def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
-        """Set tags and description of a version, and the same tags of the MLflow run of this run id, if it exists.
+        """Set tags and description of a version. Set the same tags and `ratchet.version` of the MLflow run of this run
+        id.
 
-        A second call changes nothing. If `description` is None, the current description is kept.
+        A run id without an MLflow run is ignored. A second call changes nothing. If `description` is None, the current
+        description is kept.
         """
         with self._store.connected() as client:
             model_version = client.get_model_version(self.model_name, str(version))

@@ -1,7 +1,7 @@
 """Logs one run to MLflow: metrics, parameters, tags, files, the dataset, and its checkpoints as logged models.
 
-Every call may be interrupted and repeated: a run is created once, a metric point has the time at which its step was
-first done, and marks of completeness are written last.
+Every call may be interrupted and repeated: a run is created only once, a metric point has the time at which its step
+was first done, and tags and states that mean completeness are written last.
 """
 
 import json
@@ -48,16 +48,16 @@ EXTERNAL_TAG = "mlflow.model.isExternal"
 """Tag of a logged model without files. Weights are not sent: they are in the run's result and in the DVC remote."""
 LOSS = "validation/loss"
 OWN_PREFIXES = ("test/candidate/", "test/merged/")
-"""Prefixes of metrics of the run's final adapter, or of the model that it was exported as."""
+"""Prefixes of metrics of the run's own model, which is its final adapter or the exported model with this adapter."""
 
 MAX_BATCH = 900
-"""Metrics per call, which takes at most 1,000 items in all."""
+"""Maximum number of metrics per call of log_batch, which takes at most 1,000 items (metrics, params, tags) in all."""
 REPORT_STEP = 0
-"""Step of metrics of a whole run."""
+"""Step of metrics that describe a whole run."""
 JOURNAL_PREFIXES = ("train/", "validation/", "system/")
 """Prefixes of metrics whose points have steps."""
 NAME_CHARACTERS = 400
-"""Most characters of a dataset's name."""
+"""Maximum number of characters of a dataset's name."""
 SETTINGS = "settings.yaml"
 
 Draw = Callable[[Path, Path], None]
@@ -122,7 +122,7 @@ def attribute_metrics(experiment: Experiment, client: Any, run: Any, metrics: Se
 
 
 def link_version(client: Any, experiment_id: str, adapter_digest: str, name: str, version: int) -> None:
-    """Record the registered version of an adapter in its logged model, if that exists."""
+    """Record the registered version of an adapter in the adapter's logged model, if MLflow has this logged model."""
     query = f"tags.`{ADAPTER_TAG}` = '{adapter_digest}'"
     for model in client.search_logged_models([experiment_id], filter_string=query):
         versions = json.loads(model.tags.get(VERSIONS_TAG, "[]"))
@@ -132,7 +132,7 @@ def link_version(client: Any, experiment_id: str, adapter_digest: str, name: str
 
 
 def _models_by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, Any]:
-    """Return one logged model per step. If a lost response led to two, the newer one is deleted."""
+    """Return one logged model per step. If a lost response led to two models of one step, delete the newer model."""
     models: dict[int, Any] = {}
     for model in find_logged_models(experiment, client, run.info.run_id):
         if (step := model.tags.get(STEP_TAG)) is None:
@@ -161,7 +161,7 @@ def _complete_logged_model(experiment: Experiment, client: Any, run: Any, model:
     step = int(model.tags[STEP_TAG])
     losses = client.get_metric_history(run.info.run_id, LOSS) if LOSS in run.data.metrics else []
     identity = {"model_id": model.model_id, **_dataset_identity(run)}
-    # The time is exactly that of the run's point. With another time, the run would have the point twice.
+    # The time of the point must equal the time of the run's point; otherwise the run would have the point twice.
     points = [Metric(LOSS, p.value, p.timestamp, p.step, **identity) for p in losses if p.step == step]
     calls = [
         partial(client.log_model_artifact, model.model_id, str(path))
@@ -182,20 +182,21 @@ def _list_described_files(paths: RunPaths, tags: Mapping[str, str]) -> list[Path
 
 
 def _dataset_identity(run: Any) -> dict[str, str]:
-    """Return the dataset of a model's metrics; empty if MLflow does not know the data of the run."""
+    """Return the arguments that attach a metric to the run's dataset; empty if MLflow does not know the data of the
+    run."""
     inputs = run.inputs.dataset_inputs if run.inputs else []
     return {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest} if inputs else {}
 
 
-# Metric points. Each is stored once, with the step and the time in the journal, however often it is sent.
+# Metric points. MLflow stores a point once, with its step and its time in the journal, however often it is sent.
 
 
 class MetricPointSender:
-    """Sender of the points of a run that MLflow lacks. Steps that were repeated after a crash, on any machine, keep
-    their first values."""
+    """Sender of those points of a run that MLflow lacks. If a step was repeated after a crash, on any machine, the
+    first value of the step is kept."""
 
     def __init__(self, experiment: Experiment, run: Any) -> None:
-        """Read which steps MLflow has of each metric of the run."""
+        """Read from MLflow which steps of each metric of the run are stored."""
         self._mlflow_id = run.info.run_id
         with experiment.connected() as client:
             keys = [key for key in run.data.metrics if key.startswith(JOURNAL_PREFIXES)]
@@ -221,8 +222,9 @@ class MetricPointSender:
 
 
 def build_report_points(experiment: Experiment, client: Any, run: Any, figures: Mapping[str, float]) -> list[Any]:
-    """Build points for metrics of the whole run, without values that MLflow already shows. A changed value is a later
-    point.
+    """Build points for metrics of the whole run.
+
+    A value that MLflow already shows gets no point. A changed value gets a point with a later time than the old value.
 
     Args:
         experiment: experiment of the run.
@@ -274,7 +276,7 @@ def log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
 
 
 class MlflowRunCallback:
-    """Callback that logs one run to MLflow. Its state is in MLflow, and is read at the first use."""
+    """Callback that logs one run to MLflow. The logged state is only in MLflow, and is read at the first use."""
 
     name = "mlflow"
     is_deferred = True
@@ -289,7 +291,7 @@ class MlflowRunCallback:
             paths: paths of the run.
             settings: settings of the project. Training settings are read from the run itself.
             draw: draws the plot of the loss.
-            begin: called once, after the run was logged for the first time.
+            begin: called once, after events were sent for the first time or MLflow was found to have the complete run.
         """
         self._experiment, self._paths, self._settings, self._draw = experiment, paths, settings, draw
         self._begin: Callable[[], None] | None = begin
@@ -368,7 +370,7 @@ class MlflowRunCallback:
                 if status == "FINISHED" and (self._paths.result / "train.json").exists():
                     log_models(self._experiment, client, run, self._paths)
                 tags[JOURNAL_TAG] = str(journal_bytes)
-            finally:  # the status must be correct even if the disk has no space for a plot
+            finally:  # MLflow must show the correct status even if the disk has no space for a plot
                 figures = build_report_points(self._experiment, client, run, _memory_peaks(progress.memory))
                 log_batch(client, self._mlflow_id, metrics=figures, tags=run_tags(tags))
                 client.set_terminated(self._mlflow_id, status, round((progress.last_t or time.time()) * 1000))
@@ -437,7 +439,7 @@ class MlflowRunCallback:
         return tags
 
     def _log_dataset(self, client: Any, mlflow_id: str, card: DatasetCard) -> None:
-        with self._experiment.store.locked():  # MLflow reads the dataset, then creates it; two processes might do both
+        with self._experiment.store.locked():  # without the lock, two processes might both create the dataset
             log_dataset(client, mlflow_id, card)
 
     def _attempt_tags(self, event: JournalEvent) -> dict[str, str]:
@@ -477,7 +479,7 @@ def _load_dataset_card(path: Path, spec: RunSpec) -> DatasetCard | None:
 
 
 def _memory_peaks(memory: MemoryStatus) -> dict[str, float]:
-    """Return measured and forecast peak memory, as metrics of the whole run."""
+    """Return the measured and the forecast memory peaks in bytes, as metrics of the whole run."""
     figures = {f"memory/{phase}_bytes": float(count) for phase, count in memory.peaks.items()}
     if memory.peaks:
         figures["memory/peak_bytes"] = float(max(memory.peaks.values()))

@@ -1,8 +1,9 @@
 """Logs sweeps to MLflow: the study is a parent run, and each trial is a child run of it.
 
-`client.py` logs a child by replaying a journal, and finds it by its run id. This module adds a parent, a name, and the
-outcome as a trial. Every call may be interrupted and repeated: the state of a trial is written last, so that a final
-state means that the trial is complete; and the report determines the times of metric points.
+`client.py` logs a child by replaying a journal, and finds the child by its run id. This module adds a parent, a name,
+and the outcome as a trial. Every call may be interrupted and repeated. The state of a trial is written last, so a final
+state means that the trial is complete in MLflow. The times of metric points come from the report, so a repeated call
+adds no points.
 """
 
 import math
@@ -33,11 +34,11 @@ from ratchet.tuning.tracking_sync import (
 Artifacts = Mapping[str, Sequence[Path]]
 
 MAX_BATCH = 800
-"""Metrics per call of log_batch, which takes at most 1,000 items in all."""
+"""Maximum number of metrics per call of log_batch, which takes at most 1,000 items in all."""
 ACTIVE = ("RUNNING", "FINISHED")
-"""A trial with one of these statuses is not set to RUNNING again."""
+"""Statuses of MLflow's runs. A resumed trial whose run has one of them is not set to RUNNING."""
 MAX_FAILURES = 3
-"""Failed trials before an update gives up. MLflow may take 20 s to fail."""
+"""Number of trials that could not be sent before an update gives up, because MLflow may take 20 s to fail."""
 
 
 class ExperimentTracker(Protocol):
@@ -60,10 +61,14 @@ class _ChildRunState:
     mlflow_id: str
     tags: dict[str, str]
     points: int = -1
-    """Points of the curve that this process has sent. -1: unknown."""
+    """Number of points of the curve that this process has sent. -1: unknown."""
 
     def shows(self, child: ChildRun, tags: Mapping[str, str]) -> bool:
-        """Return whether MLflow has everything. A child that has ended and has its state is complete."""
+        """Return whether MLflow has everything of the child.
+
+        The curve of a child that has ended is not compared: its final state, which is written last, means that it is
+        complete.
+        """
         has_tags = all(self.tags.get(key, "") == value for key, value in tags.items())
         return has_tags and (self.points == len(child.curve) or child.status is not None)
 
@@ -72,7 +77,7 @@ class _ChildRunState:
 class MlflowSweepTracker:
     """Tracker of one study, in the experiment of `tracking`. Only one thread may use it.
 
-    Every method raises TrackingError if MLflow cannot be read or written. Nothing is lost then: call it again later.
+    Every method raises TrackingError if MLflow cannot be read or written. Nothing is lost then: call the method again.
     """
 
     tracking: ExperimentTracker
@@ -81,7 +86,7 @@ class MlflowSweepTracker:
     _experiment_id: str = ""
     _parent_id: str = ""
     _known: dict[str, _ChildRunState] | None = None
-    """State by key of the child. None: not read yet."""
+    """States of the children, by key of the child. None: not read yet."""
     _shown: object = None
     """Metrics, tags and activity that this process has sent for the parent."""
 
@@ -97,7 +102,7 @@ class MlflowSweepTracker:
 
         Args:
             report: report of an active study. Its parent is set to RUNNING.
-            pending: ids of runs whose journal is not sent yet. They are not shown as ended.
+            pending: ids of runs whose journal is not completely sent. Their trials are not shown as ended yet.
         """
         with self.tracking.connected() as client:
             self._update(client, report, pending)
@@ -106,7 +111,7 @@ class MlflowSweepTracker:
         """Send the outcome of the study, add files to the parent and end it.
 
         Args:
-            report: the last report. `update` sends its trials.
+            report: the last report. This method sends only its summary; `update` sends its trials.
             artifacts: files, by directory within the parent's artifacts (`""` is its root).
             status: FINISHED; KILLED if a request stopped the sweep; FAILED if failures stopped it.
         """
@@ -116,12 +121,12 @@ class MlflowSweepTracker:
                 for folder, paths in artifacts.items():
                     for path in paths:
                         client.log_artifact(self._parent_id, str(path), folder or None)
-            finally:  # the status must be correct even if the disk has no space for a plot
+            finally:  # MLflow must show the correct status even if the disk has no space for a plot
                 if self._parent_id:
                     client.set_terminated(self._parent_id, status, round(time.time() * 1000))
 
     def reconcile(self, alive: Callable[[str], bool]) -> list[str]:
-        """End the parents of studies whose sweep was killed. Return a line for each.
+        """End the parents of studies whose sweep was killed. Return a line for each ended parent.
 
         Args:
             alive: returns whether a process works on the study of this name.
@@ -165,7 +170,7 @@ class MlflowSweepTracker:
             raise failures[0]
 
     def _parent(self, client: Any, report: SweepReport) -> str:
-        """Return the id of MLflow's run of the study. One process creates it, once."""
+        """Return MLflow's id of the parent, which is the run of the study. One process creates the parent, once."""
         if not self._parent_id:
             query = f"tags.`{ROLE_TAG}` = 'parent' and tags.`{STUDY_TAG}` = '{report.study}'"
             with self.tracking.store.locked():
@@ -190,14 +195,14 @@ class MlflowSweepTracker:
     def _show(
         self, client: Any, child: ChildRun, known: _ChildRunState | None, tags: Mapping[str, str]
     ) -> _ChildRunState:
-        """Update one child: first its metrics, then its status, and its state last."""
+        """Update one child in MLflow: first its metrics, then its status, and last the tags with its state."""
         run = client.get_run(known.mlflow_id) if known else self._find_or_create_child(client, child)
         mlflow_id, data, old_status = str(run.info.run_id), run.data, run.info.status
         missing_params = {key: value for key, value in child.values.items() if key not in data.params}
         at_ms = round(child.ended * 1000)
         points = [(key, value, at_ms, 0) for key, value in child.metrics.items() if data.metrics.get(key) != value]
         unsent = list(child.curve.items())[max(0, known.points if known else 0) :]
-        # The time must be constant, because MLflow would store a point with another time again.
+        # The time must be the same at every call, because MLflow would store a point with another time again.
         points += [("curve/validation_loss", loss, run.info.start_time, rows) for rows, loss in unsent]
         _log_points(client, mlflow_id, points, missing_params)
         if child.status is not None and STATE_TAG in tags:
