@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fake_generations
+import ratchet
 import tiny_project
 from ratchet.config import extensions, params_file
 from ratchet.errors import SettingsError
@@ -132,3 +133,16 @@ def test_an_extension_that_cannot_be_imported_says_why(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=r"broken .*cannot be imported: ModuleNotFoundError"):
         extensions.load_extension("ratchet.metrics", "broken", "evaluate.metrics")
+
+
+def test_a_callback_that_cannot_be_created_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = tmp_path / "nameless-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nameless\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[ratchet.callbacks]\nnameless = nameless_callback:Nameless\n")
+    (tmp_path / "nameless_callback.py").write_text("class Nameless:\n    def __init__(self, run):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    layout = tiny_project.prepared(tmp_path / "project")
+    change(layout, machine__callbacks=["nameless"])
+    with pytest.raises(SettingsError, match=r"^machine.callbacks: nameless failed: AttributeError: .* 'name'"):
+        ratchet.train(ratchet.Project(layout.root))

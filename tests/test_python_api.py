@@ -1,9 +1,11 @@
 """The Python API: what a notebook imports, trains and reads."""
 
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import ratchet
 import tiny_project
 from ratchet import api, errors
 from ratchet.runs.journal import JournalEvent
+from ratchet.storage.layout import ProjectLayout
 
 
 class Recorder:
@@ -136,3 +139,40 @@ def test_an_interrupted_training_is_shown_as_stopped(tmp_path: Path) -> None:
         process.wait()
     machines.wait_until(lambda: run.status == "stopped")
     assert ratchet.train(project).status == "finished"
+
+
+def test_overrides_are_refused_where_they_would_be_ignored(trained: tuple[Any, ...]) -> None:
+    project = trained[0]
+    with pytest.raises(
+        errors.SettingsError, match=r"^override train\.rank\.x: unknown setting; rank is not a section$"
+    ):
+        project.with_overrides({"train.rank.x": 5})
+    with pytest.raises(errors.SettingsError, match=r"^override prepare\.max_tokens: stages base and prepare have"):
+        ratchet.train(project, overrides={"prepare.max_tokens": 24})
+    with pytest.raises(errors.SettingsError, match=r"^overrides: found 'train\.rank=4'; expected a mapping"):
+        ratchet.Project(project.root, "train.rank=4")  # type: ignore[arg-type]
+    with pytest.raises(errors.SettingsError, match=r"^train\.adalora\.target_rank: .*other values of train\.adapter"):
+        project.with_overrides({"train.adapter": "adalora"})
+
+
+def test_names_to_compare_may_be_too_few(trained: tuple[Any, ...]) -> None:
+    with pytest.raises(errors.SettingsError, match="found no names; name two or more runs"):
+        ratchet.compare(trained[0], [])
+
+
+def test_a_run_can_be_trained_in_a_thread(tmp_path: Path) -> None:
+    project = ratchet.Project(tiny_project.prepared(tmp_path / "project").root)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ratchet.train, project).result().status == "finished"
+
+
+def test_json_is_all_that_a_training_prints_on_standard_output(trained: tuple[Any, ...]) -> None:
+    done = tiny_project.ratchet(ProjectLayout(trained[0].root), "train", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["report"]["run_id"] == trained[1].id
+
+
+def test_modules_are_attributes_of_the_package() -> None:
+    code = "import ratchet; print(ratchet.errors.DataError.exit_code, ratchet.api.train.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 train\n"

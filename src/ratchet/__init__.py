@@ -2,8 +2,11 @@
 
     import ratchet
 
-    project = ratchet.Project("support")
-    run = ratchet.train(project, overrides={"train.rank": 16})
+    project = ratchet.Project("support", overrides={"train.rank": 16})
+    ratchet.base(project)
+    ratchet.prepare(project)
+    run = ratchet.train(project)
+    bundle = ratchet.export(project)
     report = ratchet.evaluate(project)
     verdict = ratchet.gate(project)
 
@@ -63,6 +66,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "__version__":
         return metadata.version("ratchet-llm")
+    if name in ("api", "errors"):
+        return import_module(f"ratchet.{name}")
     if name in __all__:
         return getattr(import_module("ratchet.errors" if name == "RatchetError" else "ratchet.api"), name)
     raise AttributeError(f"module 'ratchet' has no attribute {name!r}")

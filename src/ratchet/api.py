@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratchet.errors import SettingsError
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs import directory
 from ratchet.runs.callbacks import RunCallback
@@ -62,7 +63,9 @@ def train(
 
     Args:
         project: a project whose stages base and prepare have run.
-        overrides: settings to use in place of those in params.yaml, such as `{"train.rank": 16}`.
+        overrides: settings of this training in place of the project's, such as `{"train.rank": 16}`. Later stages do
+            not see them: to export and evaluate this run, give the overrides to `Project` instead. Settings of base and
+            prepare are refused, because these stages have run already.
         callbacks: functions that take the run and return a callback, which receives the events of the run's journal.
 
     Raises:
@@ -73,7 +76,7 @@ def train(
     from ratchet.stages import train as stage
     from ratchet.stages.callbacks import open_callbacks
 
-    project = project.with_overrides(overrides)
+    project = _override_training(project, overrides)
     with open_callbacks(project) as defaults:
 
         def create_callbacks(paths: RunPaths) -> list[RunCallback]:
@@ -81,6 +84,18 @@ def train(
 
         result = stage.train(project, create_callbacks, defaults.publish)
     return load_run(project, result.report.run_id)
+
+
+def _override_training(project: Project, overrides: Overrides | None) -> Project:
+    """Return the project with overrides. Raises SettingsError for settings of stages that come before the training."""
+    project = project.with_overrides(overrides)
+    for name in overrides or {}:
+        if name.split(".")[0] in ("base", "prepare"):
+            raise SettingsError(
+                f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
+                "ratchet.base and ratchet.prepare again"
+            )
+    return project
 
 
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
@@ -112,7 +127,8 @@ def sweep(
     Args:
         project: the project; section sweep of its settings has the search space.
         workers: number of trials that run at the same time.
-        overrides: settings to use in place of those in params.yaml, such as `{"sweep.trials": 20}`.
+        overrides: settings of this sweep in place of the project's, such as `{"sweep.trials": 20}`; settings of base
+            and prepare are refused, because these stages have run already.
         on_progress: receives lines about the progress.
 
     Raises:
@@ -122,7 +138,7 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
-    return stage.sweep(project.with_overrides(overrides), workers=workers, on_progress=on_progress).report
+    return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":

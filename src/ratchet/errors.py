@@ -155,9 +155,13 @@ class EndpointError(RatchetError):
 
 
 class UnsuitableMachineError(RatchetError):
-    """The machine does not meet the requirements; nothing was started."""
+    """The machine does not meet the requirements; nothing was started. `report` is the MachineCheckReport."""
 
     exit_code = EXIT_UNFIT
+
+    def __init__(self, text: str, report: object = None) -> None:
+        super().__init__(text)
+        self.report = report
 
 
 class InterruptedRunError(RatchetError):

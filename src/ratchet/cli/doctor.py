@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record
 from ratchet.cli.projects import open_project_or_defaults
-from ratchet.errors import EXIT_INPUT, EXIT_OK
+from ratchet.errors import EXIT_INPUT, EXIT_OK, UnsuitableMachineError
 
 if TYPE_CHECKING:
     from ratchet.stages.doctor import DoctorReport
@@ -36,9 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     layout, settings = open_project_or_defaults(arguments)
     if arguments.require is not None or arguments.replica or arguments.output:
-        from ratchet.stages.machine_check import check_machine
+        from ratchet.stages.machine_check import MachineCheckReport, check_machine
 
-        report = check_machine(layout, settings, arguments.require, arguments.replica, arguments.output)
+        try:
+            report = check_machine(layout, settings, arguments.require, arguments.replica, arguments.output)
+        except UnsuitableMachineError as error:
+            if arguments.json and isinstance(error.report, MachineCheckReport):
+                print_record(error.report, format_machine, arguments)
+            raise
         print_record(report, format_machine, arguments)
         return EXIT_OK
     from ratchet.stages.doctor import doctor

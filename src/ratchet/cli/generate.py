@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ratchet.stages.generate import generate, stream_answers
 
     project = open_project(arguments)
+    if arguments.stream and arguments.json:
+        raise SettingsError("--json: --stream shows text; leave out one of the two")
     if arguments.stream:
         if arguments.output is not None:
             raise SettingsError(f"--output {arguments.output}: --stream writes no file; leave out one of the two")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record, print_text, progress_printer
 from ratchet.cli.projects import find_layout, open_project
-from ratchet.errors import EXIT_OK
+from ratchet.errors import EXIT_OK, SettingsError
 
 if TYPE_CHECKING:
     from ratchet.stages.project import Project
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from ratchet.stages import sweep
 
+    if arguments.repair and arguments.json:
+        raise SettingsError("--json: --repair prints a sentence; leave out one of the two")
     if arguments.repair:
         print_text(sweep.repair_journal(find_layout(arguments)))
         return EXIT_OK

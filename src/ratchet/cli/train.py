@@ -1,11 +1,12 @@
 """`ratchet train`: the DVC stage that fine-tunes under supervision."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import add_json_argument, print_record, print_text
 from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.errors import EXIT_OK, SettingsError
 
 if TYPE_CHECKING:
     from ratchet.stages.train import TrainResult
@@ -35,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     project = open_project(
         arguments, nodes=arguments.nodes, rendezvous=arguments.rendezvous, on_insufficient_memory=on_insufficient_memory
     )
+    if arguments.profile is not None and arguments.json:
+        raise SettingsError("--json: --profile prints a page; leave out one of the two")
     if arguments.profile is not None:
         from ratchet.stages.train import profile_training
 
@@ -44,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ratchet.stages.callbacks import open_callbacks
     from ratchet.stages.train import train
 
-    with open_callbacks(project, ConsoleCallback) as callbacks:
+    stream = sys.stderr if arguments.json else sys.stdout
+    with open_callbacks(project, lambda paths: ConsoleCallback(paths, stream)) as callbacks:
         print_record(train(project, callbacks.for_run, callbacks.publish), format_training, arguments)
     return EXIT_OK
 

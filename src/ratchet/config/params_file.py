@@ -64,7 +64,8 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
 
 
 def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Validate the text of a params.yaml as `load` does. `name` is the file name in messages."""
+    """Validate the text of a params.yaml as `load` does. `name` is the file name in messages; empty: messages have no
+    file and no line."""
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
@@ -76,27 +77,32 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
     if not isinstance(document, CommentedMap):
         raise SettingsError(f"{name}: found {_format_found(document)}; expected sections such as `train:`")
     plain = _convert_to_builtin(document)
-    for key, value in (overrides or {}).items():
-        _override(plain, key.split("."), value)
+    overrides = {} if overrides is None else overrides
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
+    for key, value in overrides.items():
+        _override(plain, key, value)
     try:
         return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
     except ValidationError as error:
         problems: dict[str, None] = {}  # ordered; several branches of a union may reject a value with the same line
         for item in map(dict, error.errors()):
-            overridden = next((key for key in overrides or {} if _is_caused_by(item, key)), None)
+            overridden = next((key for key in overrides if _is_caused_by(item, key)), None)
             if overridden is None:
-                problems[_format_problem(document, item, name)] = None
+                replaced = f" (with other values of {', '.join(overrides)})" if overrides else ""
+                problems[_format_problem(document, item, name) + replaced] = None
             else:
                 problems[_format_override_problem(overridden, item)] = None
         raise SettingsError("\n".join(problems)) from None
 
 
-def _override(sections: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set a value by its keys. If a section is not a mapping, do nothing: validation reports that."""
+def _override(sections: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value by its dotted name. Raises SettingsError if the name goes through a setting that is not a section."""
+    keys = name.split(".")
     for key in keys[:-1]:
         sections = sections.setdefault(key, {})
         if not isinstance(sections, dict):
-            return
+            raise SettingsError(f"override {name}: unknown setting; {key} is not a section")
     sections[keys[-1]] = value
 
 
@@ -139,8 +145,9 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
         keys.append(str(part))
     path = ".".join(keys)
     if not path:  # a problem of several sections, whose message names the setting
-        return f"{name}: {_clean_message(item)}"
-    return f"{name}:{line}: {_format_complaint(path, keys, item)}"
+        return f"{name}: {_clean_message(item)}" if name else _clean_message(item)
+    complaint = _format_complaint(path, keys, item)
+    return f"{name}:{line}: {complaint}" if name else complaint
 
 
 def _format_override_problem(key: str, item: dict[str, Any]) -> str:

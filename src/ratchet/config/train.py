@@ -158,7 +158,7 @@ class Train(Section):
     """Type of the trained adapter weights."""
     dropout: Fraction = 0.0
     """Dropout probability on the input of the LoRA matrices."""
-    target_modules: str | Names = "all"
+    target_modules: str | Annotated[Names, Field(min_length=1)] = "all"
     """Layers with an adapter: `attention`, `mlp`, `all` (both), a list of module names, or a regular expression."""
     epochs: Positive = 3
     """Passes over the training rows; may be a fraction."""

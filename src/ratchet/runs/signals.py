@@ -123,7 +123,11 @@ class StopSignal:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["StopSignal"]:
-        """Handle the stop signals inside this context."""
+        """Handle the stop signals inside this context. Outside the main thread, Python allows no handlers: then nothing
+        is installed, and only `request` stops the run."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         previous = {number: signal.signal(number, self) for number in list_stop_signals()}
         try:
             yield self

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.config.extensions import load_extension
-from ratchet.errors import DamagedFileError, RatchetError
+from ratchet.errors import DamagedFileError, RatchetError, SettingsError
 from ratchet.registry import ledger
 from ratchet.reports import plots
 from ratchet.runs import tracking_payload
@@ -37,10 +37,10 @@ class TrainingCallbacks:
     ) -> None:
         self._project, self._create_console, self._exporter = project, create_console, exporter
         self._webhook = Webhook.from_environment(project.settings.machine, project.root.name)
-        self._extensions = [
-            load_extension("ratchet.callbacks", name, "machine.callbacks")
+        self._extensions = {
+            name: load_extension("ratchet.callbacks", name, "machine.callbacks")
             for name in project.settings.machine.callbacks
-        ]
+        }
         self._mlflow_callbacks: dict[str, MlflowRunCallback] = {}
         self._tracking = MlflowTracker(
             project.layout, project.settings.promote.model_name, project.settings.machine.tracking_uri
@@ -56,7 +56,13 @@ class TrainingCallbacks:
             callbacks.append(self._exporter.create_callback(run.root.name, self._project.root.name))
         if self._webhook is not None:
             callbacks.append(WebhookCallback(self._webhook, run.root.name))
-        callbacks += (create(Run(run)) for create in self._extensions)
+        for name, create in self._extensions.items():
+            try:
+                callback = create(Run(run))
+                callback.name, callback.on_events, callback.on_end  # noqa: B018 (an attribute may be missing)
+            except Exception as error:
+                raise SettingsError(f"machine.callbacks: {name} failed: {type(error).__name__}: {error}") from error
+            callbacks.append(callback)
         return callbacks
 
     def publish(self, run: RunPaths, page: Path) -> None:

@@ -44,6 +44,9 @@ def compare(project: Project, names: Sequence[str], output: Path | None = None) 
         DamagedFileError: a file was changed after it was written.
     """
     layout, settings = project.layout, project.settings
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise SettingsError(f"found no names; name two or more runs. To compare, {NAME_SYNTAX}")
     if len(names) < 2:
         raise SettingsError(
             f"{names[0]}: name two or more; `ratchet report {names[0]}` shows one. To compare, {NAME_SYNTAX}"

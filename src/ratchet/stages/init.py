@@ -119,8 +119,8 @@ class InitResult(Record):
 
 
 def init(
-    directory: Path,
-    data: Path,
+    directory: str | Path,
+    data: str | Path,
     *,
     prompt: str | None = None,
     response: str | None = None,
@@ -142,6 +142,7 @@ def init(
         SettingsError: the directory is not empty, or the two columns are not different.
         InputError: git or DVC failed.
     """
+    directory, data = Path(directory), Path(data)
     target = directory.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")

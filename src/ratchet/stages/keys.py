@@ -77,11 +77,11 @@ def keys(layout: ProjectLayout, options: KeysOptions = KeysOptions()) -> Keyring
 def _check_options(options: KeysOptions) -> None:
     changes = [options.new, options.trust is not None, options.revoke is not None, options.trust_identity is not None]
     if sum(changes) > 1:
-        raise SettingsError("keys: give only one of --new, --trust, --trust-identity and --revoke")
+        raise SettingsError("give only one of --new, --trust, --trust-identity and --revoke")
     if (options.revoke is None) != (options.reason is None):
-        raise SettingsError("keys: --revoke FINGERPRINT and --reason TEXT belong together: give both or neither")
+        raise SettingsError("--revoke FINGERPRINT and --reason TEXT belong together: give both or neither")
     if (options.trust_identity is None) != (options.issuer is None):
-        raise SettingsError("keys: --trust-identity WHO and --issuer URL belong together: give both or neither")
+        raise SettingsError("--trust-identity WHO and --issuer URL belong together: give both or neither")
 
 
 def _change_keyring(layout: ProjectLayout, options: KeysOptions) -> KeyringChange | None:

@@ -168,7 +168,7 @@ def check_machine(
     report = report.model_copy(update={"write_problems": tuple(problems)})
     if missing := [finding.name for finding in report.findings if not finding.ok]:
         text = format_findings(report)
-        raise UnsuitableMachineError(f"{report.machine} is not good enough: {', '.join(missing)}\n{text}")
+        raise UnsuitableMachineError(f"{report.machine} is not good enough: {', '.join(missing)}\n{text}", report)
     return report
 
 

@@ -43,7 +43,7 @@ class Project:
             return self
         from ratchet.config import params_file
 
-        settings = params_file.parse(params_file.dump(self.settings), overrides=overrides)
+        settings = params_file.parse(params_file.dump(self.settings), name="", overrides=overrides)
         return self.from_parts(self.layout, settings)
 
     @property

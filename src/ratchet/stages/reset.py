@@ -69,7 +69,7 @@ def reset(
         StorageError: the directory cannot be removed.
     """
     if run is None:
-        raise SettingsError("reset: which run? Give its id or the first characters; `ratchet status` shows the latest")
+        raise SettingsError("which run? Give its id or the first characters; `ratchet status` shows the latest")
     for folder in (layout.runs, layout.generations):
         remove_leftovers(folder)
     paths = directory.find_run((layout.runs, layout.generations), run)

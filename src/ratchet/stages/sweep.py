@@ -185,7 +185,7 @@ def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None
     on_progress("bringing base and data up to date (`dvc repro prepare`)")
     with FileLock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
-        done = subprocess.run(command, cwd=layout.root, check=False)
+        done = subprocess.run(command, cwd=layout.root, stdout=sys.stderr.fileno(), check=False)
     if done.returncode:
         raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
 
