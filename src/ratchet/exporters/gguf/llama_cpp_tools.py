@@ -64,6 +64,11 @@ def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
     return LlamaCppTools(quantize_in_directory or quantize, convert)
 
 
+def has_converter(llama_cpp: Path | None) -> bool:
+    """Return whether the directory of the settings contains llama.cpp's converter."""
+    return llama_cpp is not None and _find_in_directory(llama_cpp, CONVERT, os.R_OK) is not None
+
+
 def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
     """Raise SettingsError if a type needs llama-quantize and the tool is not installed."""
     needed = [kind for kind in kinds if kind in TYPES]

@@ -114,7 +114,7 @@ def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Pa
         SettingsError: the architecture is not supported and no converter is installed, or no matrix can have a type.
         BaseModelError: config or tokenizer cannot be read, or llama.cpp would compute or tokenize differently.
     """
-    if not is_supported(directory) and llama_cpp_tools.find_tools(llama_cpp).convert is not None:
+    if not is_supported(directory) and llama_cpp_tools.has_converter(llama_cpp):
         return
     model = architectures.read_architecture(directory)
     tokenizer.read_vocabulary(directory, model.config.vocab_size)
