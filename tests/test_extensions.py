@@ -41,6 +41,14 @@ def run(layout: ProjectLayout, site: Path, *arguments: str) -> subprocess.Comple
     )
 
 
+def register(site: Path, package: str, group: extensions.Group, target: str) -> None:
+    """Write the metadata of an installed package with one entry point of the package's name."""
+    metadata = site / f"{package}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{package} = {target}\n")
+
+
 def change(layout: ProjectLayout, **changes: object) -> None:
     text = layout.params.read_text(encoding="utf-8")
     layout.params.write_text(params_file.amend_text(text, {k.replace("__", "."): v for k, v in changes.items()}))
@@ -97,10 +105,7 @@ def test_a_reward_chooses_among_answers_and_the_card_names_it(installed: Path, t
 
 
 def test_a_reward_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metadata = tmp_path / "odd-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ratchet.rewards]\nodd = odd_reward:score\n")
+    register(tmp_path, "odd", "ratchet.rewards", "odd_reward:score")
     (tmp_path / "odd_reward.py").write_text("def score(prompts, answers, references):\n    return [float('nan')]\n")
     monkeypatch.syspath_prepend(tmp_path)
     request = {"messages": [{"role": "user", "content": "q"}], "answer": "a", "reference": None}
@@ -126,20 +131,14 @@ def test_an_extension_that_is_not_installed_is_refused_by_name(group: extensions
 
 
 def test_an_extension_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "broken-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("[ratchet.metrics]\nbroken = no_such_module:score\n")
+    register(tmp_path, "broken", "ratchet.metrics", "no_such_module:score")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=r"broken .*cannot be imported: ModuleNotFoundError"):
         extensions.load_extension("ratchet.metrics", "broken", "evaluate.metrics")
 
 
 def test_a_callback_that_cannot_be_created_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metadata = tmp_path / "nameless-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nameless\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ratchet.callbacks]\nnameless = nameless_callback:Nameless\n")
+    register(tmp_path, "nameless", "ratchet.callbacks", "nameless_callback:Nameless")
     (tmp_path / "nameless_callback.py").write_text("class Nameless:\n    def __init__(self, run):\n        pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     layout = tiny_project.prepared(tmp_path / "project")

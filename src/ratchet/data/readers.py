@@ -245,12 +245,13 @@ def _require_object(where: str, value: Any) -> Record:
     )
 
 
-def _reject_constant(constant: str) -> Any:
+def reject_constant(constant: str) -> Any:
+    """Refuse NaN and Infinity, which Python's JSON reader accepts and RFC 8259 does not: a `parse_constant`."""
     raise ValueError(f"{constant} is not valid JSON")
 
 
 def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-    decode = json.JSONDecoder(parse_constant=_reject_constant).raw_decode
+    decode = json.JSONDecoder(parse_constant=reject_constant).raw_decode
     number, seen_first_value = 0, False
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1

@@ -24,7 +24,7 @@ from typing import Any
 
 from ratchet.config.prepare import ColumnSettings, RecordSchema
 from ratchet.data.conversation import Conversation, MalformedRecord, Message, SourceRow
-from ratchet.data.readers import Fields, type_name
+from ratchet.data.readers import Fields, reject_constant, type_name
 from ratchet.errors import DataError
 
 SAMPLE_RECORDS = 100
@@ -448,16 +448,12 @@ def decode_json(value: Any, path: str) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value, parse_constant=_reject_constant)
+        return json.loads(value, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
         hint = (
             "; it looks like Python's notation: write it with json.dumps" if value.lstrip()[:2] in ("[{", "{'") else ""
         )
         raise UnusableRecordError(f"{path} holds text that is not JSON ({error}){hint}") from None
-
-
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not valid JSON")
 
 
 def to_plain_json(value: Any, path: str) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ratchet.config.evaluate import BUILTIN_METRICS, Evaluate
 from ratchet.config.extensions import load_extension
+from ratchet.data.readers import reject_constant
 from ratchet.errors import SettingsError
 from ratchet.evaluation.metrics import POINTS, SHARE, Better, mean_score_metric
 from ratchet.storage.records.evaluation import MetricValue
@@ -296,11 +297,7 @@ def score_format_validity(answers: Sequence[str], answer_format: str, timeout_s:
 def _is_json(text: str) -> bool:
     """Return whether a text is one JSON value; Python's NaN and Infinity are not valid JSON."""
     try:
-        json.loads(text, parse_constant=_reject_constant, parse_int=str, parse_float=str)
+        json.loads(text, parse_constant=reject_constant, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")

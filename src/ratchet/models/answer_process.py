@@ -1,9 +1,11 @@
-"""Answers prompts greedily with a Hugging Face directory, in a separate process.
+"""Answers prompts greedily with a Hugging Face or ONNX directory, in a separate process.
 
-Run as `python -m ratchet.models.answer_process DIR [--threads N]`.
+Run as `python -m ratchet.models.answer_process DIR [--threads N] [--onnx | --smoke-test]`.
 Standard input: a JSON list of {"question", "prompt" (token ids), "tokens" (maximum number of new tokens)}.
 Standard output: one line of JSON, a list of {"prompt" (token ids from the directory's own tokenizer for the question),
 "answer" (token ids)}. On failure, the process writes one line to standard error and exits with code 1.
+With --onnx, the process imports neither torch nor transformers, and "prompt" is null, because it renders no chat
+template.
 With --smoke-test, the process reads no input: it answers one fixed prompt and prints one line with the answer.
 The process never executes code in the directory and never contacts the hub.
 """
@@ -61,6 +63,18 @@ def _decode_greedily(model: Any, prompt: list[int], max_new_tokens: int, stop_id
     return answer
 
 
+def generate_onnx_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
+    """Answer each prompt with the graph in the directory. Raises DamagedFileError if the directory cannot be opened."""
+    from ratchet.models.runtimes import onnx
+
+    with onnx.open_runtime(directory, threads) as runtime:
+        # The lengths of the verified answers are given, so no end token is needed.
+        return [
+            {"prompt": None, "answer": runtime.generate(request["prompt"], request["tokens"], ())}
+            for request in requests
+        ]
+
+
 def run_smoke_test(directory: Path) -> str:
     """Load model and tokenizer from local files, answer one prompt greedily and return the answer.
 
@@ -93,13 +107,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ratchet.models.answer_process")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--smoke-test", action="store_true")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--onnx", action="store_true")
+    mode.add_argument("--smoke-test", action="store_true")
     options = parser.parse_args(arguments)
     try:
         if options.smoke_test:
             print(f"answers {run_smoke_test(options.directory)!r}")
             return 0
-        answers = generate_answers(options.directory, json.load(sys.stdin), options.threads)
+        generate = generate_onnx_answers if options.onnx else generate_answers
+        answers = generate(options.directory, json.load(sys.stdin), options.threads)
     except Exception as error:  # after any failure the caller needs the reason, not a traceback
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1

@@ -48,6 +48,9 @@ CHAOS_GAP_S = (6.0, 25.0)
 DATA_WAIT_S = 3600.0
 """Longest time that a second `ratchet sweep` waits while the first `ratchet sweep` prepares the data."""
 PAGE = "page.html"
+STDERR = 2
+"""File descriptor for the output of `dvc repro`. Standard output has the result, and `sys.stderr` of a notebook may
+have no descriptor."""
 
 
 class SweepResult(Record):
@@ -185,7 +188,7 @@ def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None
     on_progress("bringing base and data up to date (`dvc repro prepare`)")
     with FileLock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
-        done = subprocess.run(command, cwd=layout.root, stdout=sys.stderr.fileno(), check=False)
+        done = subprocess.run(command, cwd=layout.root, stdout=STDERR, check=False)
     if done.returncode:
         raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
 

@@ -27,7 +27,7 @@ from ratchet.tuning.samplers import (
     replace_non_finite,
 )
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
-from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_value, to_distribution, to_unit
+from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_value, to_distribution, to_tuples, to_unit
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
@@ -163,7 +163,7 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
     """
     path, trial = layout.params, _select_trial(report, number)
     text = path.read_text(encoding="utf-8")
-    changes = {key: value for key, value in trial.values.items() if get_value(settings, key) != _to_tuples(value)}
+    changes = {key: value for key, value in trial.values.items() if get_value(settings, key) != to_tuples(value)}
     diff: tuple[str, ...] = ()
     if changes:
         changed = amend_text(text, changes)
@@ -204,8 +204,3 @@ def _select_trial(report: SweepReport, number: int | None) -> Trial:
             f"{', '.join(map(str, complete)) or 'none'}"
         )
     return report.trials[number]
-
-
-def _to_tuples(value: Any) -> Any:
-    """Return a JSON list as a tuple, as settings have it."""
-    return tuple(value) if isinstance(value, list) else value

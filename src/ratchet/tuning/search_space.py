@@ -785,7 +785,7 @@ class SearchSpace:
 
     def contains(self, values: Mapping[str, Any]) -> bool:
         """Return whether a trial of this space can have exactly these values."""
-        plain = {key: _to_tuples(value) for key, value in values.items()}
+        plain = {key: to_tuples(value) for key, value in values.items()}
         try:
             return self.draw(lambda dimension: plain[dimension.name]) == plain
         except (KeyError, ValueError):
@@ -886,7 +886,7 @@ def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
             node = node.get(name) if isinstance(node, dict) else None
         if not isinstance(node, dict) or leaf not in node:
             raise SettingsError(f"{key}: unknown setting")
-        node[leaf] = _to_tuples(value)
+        node[leaf] = to_tuples(value)
     try:
         return Settings.model_validate(tree)
     except ValueError as error:
@@ -905,7 +905,7 @@ def _build_axis(variable: SearchParameter) -> ParameterAxis:
     )
 
 
-def _to_tuples(value: Any) -> Any:
+def to_tuples(value: Any) -> Any:
     """Return a JSON list as a tuple, as settings have it."""
     return tuple(value) if isinstance(value, list) else value
 

@@ -37,7 +37,7 @@ from ratchet.storage.records.sweep import Trial
 from ratchet.storage.records.sweep import TrialState as State
 from ratchet.tuning import search_space
 from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor, next_heartbeat
-from ratchet.tuning.search_space import SearchDimension, SearchSpace
+from ratchet.tuning.search_space import SearchDimension, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
 
 OUTCOME = "outcome"
@@ -710,7 +710,7 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
     lease = TrialLease.from_attributes(attributes)
     fields: dict[str, Any] = {
         "number": frozen.number,
-        "values": {parameter: _to_tuples(value) for parameter, value in attributes["values"].items()},
+        "values": {parameter: to_tuples(value) for parameter, value in attributes["values"].items()},
         "run_id": attributes["run_id"],
         "continues": attributes["continues"],
         "started": attributes["started"],
@@ -741,8 +741,3 @@ def _start_fields(trial: Trial) -> dict[str, Any]:
 def _split_params(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
     params = {parameter: search_space.encode_value(value) for parameter, (_, value) in free.items()}
     return params, {parameter: search_space.to_distribution(dimension) for parameter, (dimension, _) in free.items()}
-
-
-def _to_tuples(value: Any) -> Any:
-    """Return a JSON list as a tuple, as settings have it."""
-    return tuple(value) if isinstance(value, list) else value

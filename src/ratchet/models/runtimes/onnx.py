@@ -1,15 +1,9 @@
 """Runs a directory with model.onnx in onnxruntime; imports neither torch nor transformers.
 
-`python -m ratchet.models.runtimes.onnx DIR [--threads N]` answers prompts greedily. Input and output are as in
-`ratchet.models.answer_process`, but "prompt" is null, because no chat template is rendered here.
-
 The graph takes input_ids, attention_mask, position_ids and cached keys and values, and returns logits and the extended
 keys and values. So a prompt is read once, and further tokens one at a time.
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,28 +164,3 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m ratchet.models.runtimes.onnx")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    try:
-        with open_runtime(options.directory, options.threads) as runtime:
-            requests = json.load(sys.stdin)
-            # The lengths of the verified answers are given, so no end token is needed.
-            answers = [
-                {"prompt": None, "answer": runtime.generate(request["prompt"], request["tokens"], ())}
-                for request in requests
-            ]
-    except Exception as error:  # the caller needs the reason in one line, not a traceback
-        print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
-        return 1
-    print(json.dumps(answers))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,7 +28,6 @@ INHERITED_VARIABLES = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME", "OMP_NUM_THREADS",
 )  # fmt: skip
 """Environment variables that the child process gets; none contains a token of a hub or tracker."""
-_MODULES = {"hf": "ratchet.models.answer_process", "onnx": "ratchet.models.runtimes.onnx"}
 _EXTRA_CONTEXT_TOKENS = 8
 """Number of tokens by which the context exceeds the longest prompt with its answer."""
 _UNCHANGED = "the current release was not changed"
@@ -94,7 +93,9 @@ def _ask_process(
         for probe in artifact.probes
     ]
     path = (folder / artifact_path(artifact)).absolute()
-    command = [sys.executable, "-P", "-m", _MODULES[artifact.kind], str(path), "--threads", str(threads)]
+    command = [sys.executable, "-P", "-m", "ratchet.models.answer_process", str(path), "--threads", str(threads)]
+    if artifact.kind == "onnx":
+        command.append("--onnx")
     environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     try:
