@@ -26,7 +26,7 @@ import proofs
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1200.0
-"""Time limit of the tests. Tests that take longer hang on the mutant, and so detect it."""
+"""Time limit of the tests in seconds. A mutant with which tests take longer counts as detected."""
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

@@ -1,8 +1,8 @@
 """Compares a classical baseline (TF-IDF + logistic regression) with base and tuned model on the same split.
 
-Run after `dvc repro`, in the project: `python benchmarks/baseline.py [--quick] [--json FILE]`. The targets are those of
-the bundled demonstration: the base is poor, tuning helps clearly. That the baseline may be ahead of a model of two
-million parameters is printed as it is.
+Run after `dvc repro`, in the project: `python benchmarks/baseline.py [--quick] [--json FILE]`. The targets are for the
+bundled demonstration: the base scores low, and tuning improves it clearly. The baseline may score higher than a model
+of two million parameters; the benchmark prints the difference in either case.
 """
 
 import argparse
@@ -23,13 +23,14 @@ from ratchet.storage.records.evaluation import EvaluationReport, MetricValue
 
 
 def texts(layout: ProjectLayout, split: SplitName) -> tuple[list[str], list[str]]:
-    """Prompts and responses of a split."""
+    """Return prompts and responses of a split."""
     rows = [Conversation.from_json(text) for text in token_files.open_split(layout.data, split)["conversation"]]
     return [row.prompt for row in rows], [row.response for row in rows]
 
 
 def baseline(layout: ProjectLayout, quick: bool) -> MetricValue:
-    """Accuracy of word and word-pair TF-IDF with logistic regression, trained on the training rows alone."""
+    """Return the accuracy of word and word-pair TF-IDF with logistic regression, trained on the training rows alone.
+    Quick: words only."""
     prompts, labels = texts(layout, "train")
     model = make_pipeline(
         TfidfVectorizer(ngram_range=(1, 1) if quick else (1, 2), sublinear_tf=True),

@@ -5,16 +5,16 @@
 
 The same training is repeated with steps of 0.3 s. Step i computes the same numbers each time, so times are compared
 step by step. A monitored training is `ratchet train` with a console on a pseudo-terminal, MLflow, Prometheus metrics
-fetched every second and written as a file, webhooks, logs, system metrics (callbacks_cell.py).
+that are fetched every second and written as a file, webhooks, logs, and system metrics (callbacks_cell.py).
 
 *In turns*: callbacks are stopped (SIGSTOP) for 8 steps and resumed for 8, in which they also catch up. One of two such
 trainings is monitored while the other is not, so a difference in speed of the two processes, which can be several per
 cent, cancels. Target: monitored steps take at most 1 % longer, and the 95 % interval (bootstrap of blocks) is at most
 that wide on each side. A wider interval means that the machine was too busy. *Whole trainings*, monitored and
-unmonitored in turns, are reported without a target, because they include start-up and differences of processes.
+unmonitored in turns, are reported without a target, because they include start-up and differences between processes.
 
-Training has one thread of two processors, as on a GPU machine where callbacks have processors to themselves. With a
-thread for each processor callbacks slow training down; the full mode reports this without a target.
+A training uses one thread of two processors, as on a GPU machine where callbacks have processors to themselves. With a
+thread for each processor, callbacks slow training down; the full mode reports this without a target.
 """
 
 import argparse
@@ -39,12 +39,13 @@ from ratchet.tracking.mlflow.experiments import MlflowStore
 
 MOST = 1.01
 WARM_STEPS = 3
-"""Left out: the first steps of a process allocate what later ones have."""
+"""Number of steps left out at the start of each process: they allocate memory that later steps reuse."""
 FIRST, BLOCK = 14, 8
-"""Steps before turns are taken, in which callbacks import what they need; steps of a turn, whose first is left out."""
+"""FIRST: steps before the first turn, in which callbacks import their packages. BLOCK: steps of a turn; the first step
+of each turn is left out."""
 DRAWS = 2000
 SYSTEM_EVERY_S = 5.0
-"""Six times as often as by default: these trainings are short."""
+"""Interval of the system metrics in seconds. It is a sixth of the default, because these trainings are short."""
 SHAPE = TinyModelSettings(
     vocab_size=600, hidden_size=256, intermediate_size=512, layers=3, heads=4, sequence_length=48, batch_size=8,
     steps=2,
@@ -54,21 +55,21 @@ ROWS_OF_STEP = 24
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of measurements."""
+    """Number of measurements of a mode."""
 
     epochs: int
     crossings: int
-    """Two trainings each, watched in turns."""
+    """Number of pairs of trainings that are monitored in turns."""
     pairs: int
     pairs_of_all: int
-    """With a thread for each processor."""
+    """Number of pairs with a thread for each processor."""
 
 
 FULL, QUICK = Plan(epochs=12, crossings=5, pairs=5, pairs_of_all=3), Plan(8, 1, 1, 0)
 
 
 def main() -> int:
-    """Run it; 0 if all targets are met."""
+    """Run the benchmark. The exit code is 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="two trainings in turns and a pair of whole ones, two minutes"
@@ -81,7 +82,7 @@ def main() -> int:
 
 
 def measured(scratch: Path, plan: Plan) -> list[Row]:
-    """All rows."""
+    """Measure, and return all rows."""
     update = {"epochs": plan.epochs, "batch_size": ROWS_OF_STEP, "validate_every_steps": 10}
     settings = SETTINGS.model_copy(
         update={
@@ -91,7 +92,7 @@ def measured(scratch: Path, plan: Plan) -> list[Row]:
         }
     )
     bench = Bench(build(scratch / "project", settings=settings), scratch, settings)
-    with MlflowStore(bench.project).connected():  # making MLflow's database takes 6 s, once a project
+    with MlflowStore(bench.project).connected():  # creating MLflow's database takes 6 s, once per project
         pass
     crossed = [bench.crossing(number) for number in range(plan.crossings)]
     single = [bench.pair(number, threads=1) for number in range(plan.pairs)]
@@ -124,14 +125,14 @@ def measured(scratch: Path, plan: Plan) -> list[Row]:
 
 @dataclass(frozen=True)
 class Bench:
-    """Trains a project again and again."""
+    """Trains copies of one project repeatedly."""
 
     project: ProjectLayout
     scratch: Path
     settings: Settings
 
     def crossing(self, number: int) -> tuple[Training, Training]:
-        """Two trainings, each watched where the other is not."""
+        """Run two trainings; each is monitored in the blocks in which the other is not."""
         found = tuple(
             self._trained(f"turns-{number}-{odd}", 1, True, Turns(FIRST, BLOCK, odd)) for odd in (False, True)
         )
@@ -139,7 +140,7 @@ class Bench:
         return found
 
     def pair(self, number: int, threads: int) -> tuple[Training, Training]:
-        """Run an unwatched and a watched training, in alternating order because machines warm up."""
+        """Run an unmonitored and a monitored training. The order alternates because machines warm up."""
         order = (False, True) if number % 2 == 0 else (True, False)
         both = {watched: self._trained(f"{threads}-{number}-{watched}", threads, watched) for watched in order}
         found = both[False], both[True]
@@ -154,7 +155,7 @@ class Bench:
 
 
 def of(settings: Settings, file: Path, threads: int, watched: bool) -> Settings:
-    """Settings of one training: of the machine, so that it learns the same."""
+    """Return the settings of one training. Only section `machine` changes, so that the training learns the same."""
     update: dict[str, object] = {"threads": threads, "system_metrics_interval_s": SYSTEM_EVERY_S if watched else 0.0}
     if watched:
         update |= {"metrics_port": free_port(), "metrics_file": str(file), "metrics_scrape_wait_s": 2.0}
@@ -185,7 +186,8 @@ def compared(crossed: Sequence[tuple[Training, Training]]) -> tuple[float, float
 
 
 def _effect(kinds: dict[bool, list[np.ndarray]]) -> float:
-    """Logarithm: what is the same in blocks of both kinds belongs to the processes, and cancels."""
+    """Return the logarithm of the ratio of step times. A difference that is the same in blocks of both kinds comes from
+    the processes, and cancels."""
     watched, held = (np.median(np.concatenate(kinds[kind])) for kind in (True, False))
     return float(watched - held) / 2
 
@@ -196,7 +198,7 @@ def steps_of(found: Sequence[tuple[Training, Training]]) -> tuple[float, float]:
 
 
 def whole(found: Sequence[tuple[Training, Training]]) -> tuple[float, float]:
-    """Compare the time between first and last step, including validations and checkpoints."""
+    """Compare the time between the first and the last step, including validations and checkpoints."""
     return ratio([watched.whole_s for _, watched in found], [bare.whole_s for bare, _ in found])
 
 

@@ -1,10 +1,10 @@
 """Runs one training for benchmarks/callbacks.py, with all callbacks or with none.
 
-    python benchmarks/callbacks_cell.py PROJECT     trains a project as `ratchet train` does, with no callback at all
+    python benchmarks/callbacks_cell.py PROJECT     trains a project as `ratchet train` does, without callbacks
 
-With callbacks it is `ratchet train` itself: its console on a pseudo-terminal, MLflow in SQLite, Prometheus metrics
-fetched once a second and written as a file, webhooks to a local server. At the end the cell checks that every receiver
-has its data, because a callback that sends nothing costs nothing.
+The training with callbacks is the command `ratchet train`: its console on a pseudo-terminal, MLflow in SQLite,
+Prometheus metrics fetched once a second and written as a file, webhooks to a local server. At the end the cell checks
+that every receiver has its data, because a callback that sends nothing costs nothing.
 """
 
 import fcntl
@@ -50,9 +50,9 @@ class Told:
 
     drawn_bytes: int = 0
     drawn: bytes = b""
-    """The last of them."""
+    """The last LAST_BYTES of the drawn bytes."""
     fetched: int = 0
-    """Answers with figures of the run."""
+    """Number of HTTP responses with metrics of a step."""
     messages: list[bytes] = field(default_factory=list)
 
 
@@ -61,35 +61,37 @@ class Training:
     """Result of a training."""
 
     step_s: list[float]
-    """By step, the first one first; all are measured by the worker."""
+    """Seconds of each step, in order, measured by the worker."""
     whole_s: float
-    """From the end of the first step to the end of the last."""
+    """Seconds from the end of the first step to the end of the last."""
     begun_s: float
-    """CPU seconds of the supervisor until half of the steps were done: what it imports, what callbacks begin with."""
+    """CPU seconds of the supervisor until half of the steps were done: imports and the start of callbacks."""
     supervisor_s: float
-    """CPU seconds of the supervisor for each step after that."""
+    """CPU seconds of the supervisor per step after that."""
     adapter: str
-    """Digest."""
+    """Digest of the adapter."""
     untold: list[str]
-    """Callbacks whom something has not reached."""
+    """Receivers that lack data."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """When those who watch are held (SIGSTOP): in every other block of steps, from `first` on."""
+    """Blocks of steps in which the supervisor with its callbacks is stopped (SIGSTOP): every other block, from step
+    `first`."""
 
     first: int
     block: int
     odd: bool
-    """Held in the first, third, ... block; else in the second, fourth ..."""
+    """True: stop in the first, third, ... block. False: in the second, fourth, ..."""
 
     def held(self, step: int) -> bool:
-        """Return whether the step after this many is unwatched."""
+        """Return whether the step after this many steps is unmonitored."""
         return step >= self.first and ((step - self.first) // self.block % 2 == 0) == self.odd
 
 
 def trained(layout: ProjectLayout, threads: int, watched: bool, turns: Turns | None = None) -> Training:
-    """Train a fresh project, with as many threads (0: as `machine.threads: 0` takes). SystemExit when that fails."""
+    """Train a fresh project with this many threads (0: the number that `machine.threads: 0` selects). Raises SystemExit
+    if the training fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", OMP)}
     environment |= {"TERM": "xterm-256color"} | ({OMP: str(threads)} if threads else {})
     told = Told()
@@ -102,7 +104,7 @@ def trained(layout: ProjectLayout, threads: int, watched: bool, turns: Turns | N
             process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
             try:
                 readings = list(watch(process, layout, told, turns))
-            finally:  # it may be held; the worker goes with it
+            finally:  # the process may be stopped (SIGSTOP); the worker ends with it
                 process.kill()
                 process.wait()
     events = [event for path in journals(layout) for event in JournalReader(path).read()]
@@ -126,7 +128,8 @@ def trained(layout: ProjectLayout, threads: int, watched: bool, turns: Turns | N
 def watch(
     process: "subprocess.Popen[bytes]", layout: ProjectLayout, told: Told, turns: Turns | None
 ) -> Iterator[tuple[float, float]]:
-    """Until it ends: Unix time and the supervisor's CPU seconds so far. On the way figures are fetched, turns taken."""
+    """Yield Unix time and the supervisor's CPU seconds every second until the process ends. Also fetch the metrics, and
+    stop and resume the process according to `turns`."""
     port = params_file.load(layout.params).machine.metrics_port
     began_s, next_s, step = time.monotonic(), 0.0, 0
     held, over = False, False
@@ -152,7 +155,7 @@ def watch(
 
 
 def fetched(port: int) -> bool:
-    """Return whether the port has metrics of a step. It opens some time after the start and closes at the end."""
+    """Return whether the port has metrics of a step. The port opens some time after the start and closes at the end."""
     with suppress(urllib.error.URLError, ConnectionError):
         reply = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
         return b"\nratchet_step{" in reply.read()
@@ -160,12 +163,12 @@ def fetched(port: int) -> bool:
 
 
 def journals(layout: ProjectLayout) -> Iterator[Path]:
-    """Return the journals of a project's only run, if it has one."""
+    """Return the journals of a project's runs. A project of this benchmark has at most one run."""
     return layout.runs.glob("*/journal.jsonl")
 
 
 def at(readings: list[tuple[float, float]], moment: float) -> float:
-    """The reading of a moment, between two readings in proportion."""
+    """Return the reading at a moment, interpolated linearly between two readings."""
     before = max((one for one in readings if one[0] <= moment), default=readings[0])
     after = min((one for one in readings if one[0] > moment), default=readings[-1])
     if after[0] <= before[0]:
@@ -193,12 +196,13 @@ def missed(layout: ProjectLayout, told: Told, events: list[JournalEvent]) -> lis
 
 @contextmanager
 def terminal(told: Told) -> Iterator[int]:
-    """The end of a pseudo-terminal that a program writes to; what it draws is read, and thrown away."""
+    """Yield the slave end of a pseudo-terminal. A thread reads and counts the bytes that a program writes to it, and
+    keeps the last LAST_BYTES."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
 
     def read() -> None:
-        with suppress(OSError):  # nobody holds the other end any more
+        with suppress(OSError):  # the other end is closed
             while data := os.read(master, 1 << 16):
                 told.drawn_bytes += len(data)
                 told.drawn = (told.drawn + data)[-LAST_BYTES:]
@@ -215,7 +219,7 @@ def terminal(told: Told) -> Iterator[int]:
 
 @contextmanager
 def receiver(told: Told) -> Iterator[str]:
-    """Address of a server that takes every message."""
+    """Yield the address of a server that accepts every message."""
 
     class Takes(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -224,7 +228,7 @@ def receiver(told: Told) -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Takes)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -237,7 +241,7 @@ def receiver(told: Told) -> Iterator[str]:
 
 def main(project: Path) -> None:
     """Train the project without callbacks."""
-    set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
+    set_library_defaults()  # as `ratchet train` does: the way threads wait changes step times
     layout = ProjectLayout(project)
     settings: Settings = params_file.load(layout.params)
     train(Project.from_parts(layout, settings), lambda _: [], lambda *_: None)

@@ -5,8 +5,8 @@
 Parts: `peer` (Trainer with peft under kills, damage, signals, NaN, full disks; see peer_faults.py), `damage` (crashes
 inside a save, flipped bits, snapshots), `killed` (one long training with many kills: ledger, metrics, recovery),
 `inside` (resume at every step, the cost of a checkpoint), `campaign` (`ratchet chaos` with a large plan). Every
-schedule is drawn from the seed, which is printed and is in the JSON. The exit code is 0 only if all of our rows
-meet their targets; the peer is reported, not judged. Rows are named as in docs/reliability.md.
+schedule is drawn from the seed, which is printed and is in the JSON. The exit code is 0 only if all rows of Ratchet
+meet their targets; rows of the peer are reported, not judged. Rows are named as in docs/reliability.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported: one thread a process, and none that spins, for many processes share few cores.
+# Set before torch is imported: one thread per process, and no spinning threads, because many processes share few cores.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 import surroundings
@@ -30,7 +30,7 @@ from ratchet.storage.layout import ProjectLayout
 
 PARTS = ("peer", "damage", "killed", "inside", "campaign")
 STEPS = 24
-"""Of the peer's trainings."""
+"""Optimizer steps of the peer's trainings."""
 PLANS = {
     True: {"sigkill": 4, "sigterm": 1, "nan": 1, "bitflip": 1},
     False: {
@@ -39,7 +39,7 @@ PLANS = {
         "journal": 3, "moved": 2,
     },
 }  # fmt: skip
-"""Blows or faults by the rows of `ratchet chaos`, quick or not."""
+"""Number of faults of each category of `ratchet chaos`; the key is `quick`."""
 ROW_OF = {
     "none": "R12", "sigkill": "R1", "supervisor": "R1", "sigterm": "R7", "sigstop": "R14", "hang": "R14", "oom": "R9",
     "nan": "R8", "spike": "R8", "weights": "R8", "enospc": "R6", "eio": "R6", "erofs": "R6", "bitflip": "R4",
@@ -47,13 +47,13 @@ ROW_OF = {
 }  # fmt: skip
 
 CAMPAIGN_EPOCHS = 4
-"""Long enough for blows to meet steps: those of the small project take some 40 ms."""
+"""With so many epochs, faults occur during steps: a step of the small project takes about 40 ms."""
 
 Say = Callable[[str], None]
 
 
 def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
-    """`ratchet chaos` with a large plan."""
+    """Run `ratchet chaos` with a large plan, and return a few rows per category."""
     from small_project import rows_of
 
     from ratchet.config import params_file
@@ -86,7 +86,7 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
 
 
 def peer(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say) -> list[dict[str, Any]]:
-    """Run the peer's faults and print each result."""
+    """Inject the peer's faults, print each result, and return the rows."""
     import peer_faults
 
     amounts = peer_faults.QUICK if quick else peer_faults.FULL
@@ -96,7 +96,7 @@ def peer(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say)
 def ours(
     parts: list[str], project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Say
 ) -> list[dict[str, Any]]:
-    """All rows that are judged."""
+    """Run the parts of Ratchet, and return all rows that have a target."""
     rows: list[dict[str, Any]] = []
     if "damage" in parts:
         import damage
@@ -120,11 +120,11 @@ def ours(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="some ten kills of each side: minutes")
+    parser.add_argument("--quick", action="store_true", help="about ten kills on each side: minutes")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--project", type=Path, metavar="DIR", help="another project; stages base and prepare have run")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="for the trials; failed ones are left there")
+    parser.add_argument("--project", type=Path, metavar="DIR", help="a project in which base and prepare have run")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder for the trials; failed ones are kept")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)

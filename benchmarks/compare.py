@@ -3,9 +3,9 @@
     pip install -c constraints.txt -e .
     python benchmarks/compare.py [--quick] [--json FILE]
 
-Needs 2.5 GB of disk for ten million events, which the benchmark writes first. Targets: within 10 s on two processors,
-imports and page included; within 600 MB of memory; the only spike among the losses is found, exactly. `--quick`: one
-million.
+The benchmark first writes the ten million events, which need 2.5 GB of disk. Targets: at most 10 s on two processors,
+including imports and the page; at most 600 MB of memory; the page shows the exact value of the only spike among the
+losses. `--quick`: one million events.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MOST_EVENTS, CHUNK, SHORT = 10_000_000, 20_000, 1_000
 
 
 def main() -> int:
-    """Run it; 0 if all targets are met."""
+    """Run the benchmark. The exit code is 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the events")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def write(layout: ProjectLayout, seed: int, events: int) -> str:
-    """A run with so many steps in its journal; its id."""
+    """Write a run with this many steps in its journal, and return its id."""
     spec = RunSpec(train=Train(seed=seed), data_digest="d" * 64, base_digest="b" * 64)
     paths = RunPaths(layout.runs / spec.run_id)
     paths.root.mkdir(parents=True)

@@ -3,15 +3,15 @@
     pip install -c constraints.txt -e .
     python benchmarks/compression.py [--quick] [--json FILE] [--only bytes|loss]
 
-Two ranks over gloo, a core each (compression_cell.py). The gradients of the first part are those of a LoRA of rank 16
-on all linear layers of a model like Qwen2.5-0.5B, 8.8 million numbers (quick: a quarter); the ranks run in two network
-namespaces whose link is limited by tc (compression_link.py), which needs root. Calculated bytes are compared with the
+Two ranks use gloo and one core each (compression_cell.py). The gradients of the first part are those of a LoRA of rank
+16 on all linear layers of a model like Qwen2.5-0.5B, 8.8 million numbers (quick: a quarter). The ranks run in two
+network namespaces; tc limits their link (compression_link.py), which needs root. Calculated bytes are compared with the
 interface's counter. Gradients are summed after the backward pass, so the sum adds its time to the step; an unlimited
 link shows the cost of compression itself. All methods take turns, round by round.
 
-The second part trains a small model of the bundled requests by each method, with several seeds: same rows, same order,
-same steps. The noise is that of `none` from seed to seed: a method is within it if its mean loss is higher by at
-most two standard errors of a difference of two means.
+The second part trains a small model on the bundled requests with each method and several seeds: same rows, same order,
+same steps. The noise is the variation of `none` between seeds: a method is within the noise if its mean loss is higher
+by at most two standard errors of a difference of two means.
 """
 
 import argparse
@@ -46,21 +46,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "topk-1% at once": {"method": "topk", "topk_fraction": 0.01, "warmup_ratio": 0},
 }
 AGGRESSIVE = {"powersgd-4 at once", "topk-1% at once"}
-"""What these cost is told; the others, with the settings that are the defaults, must lose nothing."""
+"""Methods whose loss is reported without a target. The other methods, with default settings, must not lose quality."""
 LINKS = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "unshaped": None}
 LAYERS, QUICK_LAYERS, RANK = 24, 6, 16
 ROUNDS, QUICK_ROUNDS = 9, 5
 SEEDS, QUICK_SEEDS = 5, 3
 STEPS = 1000
-"""Of the training whose bytes are computed: its first steps may be sent whole."""
+"""Steps of the training for which bytes are computed. Its first steps may be sent uncompressed."""
 SAVED_PERCENT = 49.9
-"""Half, but for the four bytes a bucket with which float16 agrees on a scale."""
+"""Target in per cent: half, minus the four bytes per bucket with which float16 agrees on a scale."""
 HEADERS_PERCENT = 6.0
-"""Ethernet, IP and TCP: 66 bytes of 1,514, and as much for an acknowledgement in the other direction now and then."""
+"""Allowed excess in per cent for Ethernet, IP and TCP headers: 66 of 1,514 bytes, and the same number for each
+acknowledgement in the other direction."""
 CELL_S = 1500
 TRAIN_ROWS = 1200
 BASE_STEPS = 150
-"""Of pre-training: so that an adapter has something to adapt."""
+"""Pre-training steps of the base, so that the adapter has a trained model to adapt."""
 TRAIN = {
     "quantization": "none", "rank": RANK, "alpha": 2 * RANK, "epochs": 3, "batch_size": 16, "learning_rate": 0.01,
     "dropout": 0.05, "warmup_ratio": 0.05,
@@ -76,7 +77,7 @@ class Rank:
 
 
 def on_both(given: dict[str, Any], ranks: tuple[Rank, Rank], meeting: str) -> list[dict[str, Any]]:
-    """Return the results of compression_cell.py on both ranks. End the benchmark if one fails."""
+    """Run compression_cell.py on both ranks, and return their results. End the benchmark if one fails."""
     script = Path(__file__).with_name("compression_cell.py")
     started = []
     for number, rank in enumerate(ranks):
@@ -88,7 +89,7 @@ def on_both(given: dict[str, Any], ranks: tuple[Rank, Rank], meeting: str) -> li
         command = [*rank.prefix, sys.executable, str(script), json.dumps(asked)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
     until = time.monotonic() + CELL_S
-    try:  # where one fails, the other would wait for it
+    try:  # if one rank fails, the other would wait for it
         while time.monotonic() < until and all(not process.returncode for process in started):
             if all(process.poll() is not None for process in started):
                 break
@@ -133,7 +134,7 @@ def _there(end: End) -> Rank:
 
 
 def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row]:
-    """Return rows for the bytes that a rank sends per sum. `shared`: the counter has both ranks and is ignored."""
+    """Yield rows for the bytes that a rank sends per sum. `shared`: the counter includes both ranks and is ignored."""
     methods = [one["methods"] for one in both]
     whole = sum(middle(method["none"]["sent"])[0] for method in methods)
     yield told("numbers in a gradient, millions", both[0]["numbers"] / 1e6)
@@ -152,7 +153,7 @@ def _bytes(both: Sequence[dict[str, Any]], shared: bool = False) -> Iterator[Row
 
 
 def _seconds(link_name: str, both: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    """Return rows for the seconds of a sum, until the later rank has it."""
+    """Yield rows for the seconds until the later rank has the sum."""
     ranks = [one["methods"] for one in both]
     seconds = {
         name: [max(pair) for pair in zip(*(rank[name]["seconds"] for rank in ranks), strict=True)] for name in METHODS
@@ -194,18 +195,18 @@ def after_equal_tokens(quick: bool) -> Iterator[Row]:
 
 
 def _settings() -> Settings:
-    """Those of the small project, with a base that has seen more text."""
+    """Return the settings of the small project, with a base that is pre-trained for longer."""
     small = small_project.SETTINGS
     base = small.base.model_copy(update={"tiny": small.base.tiny.model_copy(update={"steps": BASE_STEPS})})
     return small.model_copy(update={"base": base})
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a quarter of the gradient, 5 rounds, 3 seeds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--only", choices=("bytes", "loss"), help="one of the two parts")
+    parser.add_argument("--only", choices=("bytes", "loss"), help="run only this part")
     given = parser.parse_args()
     rows: list[Row] = []
     if given.only != "loss":

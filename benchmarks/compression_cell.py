@@ -1,7 +1,7 @@
 """Runs one rank of benchmarks/compression.py in its own process. Reads JSON, prints JSON.
 
-`link`: sums of gradients as a LoRA has them, by every method in turn. `loss`: trainings of a small model by every
-method, with the project's own data, batches, adapters, loss, optimizer and schedule.
+`link`: sums LoRA gradients with every method in turn. `loss`: trains a small model with every method, using the
+project's own data, batches, adapters, loss, optimizer and schedule.
 """
 
 import json
@@ -32,14 +32,16 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def lora(layers: int, rank: int) -> Named:
-    """Parameters of a LoRA on all linear layers of a Qwen2.5-0.5B of so many blocks: two matrices for each."""
+    """Return the parameters of a LoRA on all linear layers of a Qwen2.5-0.5B with this many blocks: two matrices per
+    layer."""
     widths = [(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)]
     shapes = [shape for n, m in widths for shape in ((rank, m), (n, rank))] * layers
     return [(str(number), nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
 
 
 def measure_link(given: dict[str, Any]) -> dict[str, Any]:
-    """For each method the seconds of each sum, and bytes of one: by the formula, and as the interface counted them."""
+    """Return, for each method, the seconds of each sum and the bytes of a sum: as calculated, and as counted by the
+    interface."""
     parameters = lora(given["layers"], given["rank"])
     draw = torch.Generator().manual_seed(dist.get_rank())
     drawn = [torch.randn(parameter.shape, generator=draw) for _, parameter in parameters]
@@ -48,7 +50,7 @@ def measure_link(given: dict[str, Any]) -> dict[str, Any]:
         for name, settings in given["methods"].items()
     }
     found: dict[str, Any] = {name: {"seconds": [], "counted": [], "sent": []} for name in wires}
-    for _ in range(given["rounds"] + 1):  # the first of each method makes what is kept, and is not measured
+    for _ in range(given["rounds"] + 1):  # the first sum of each method allocates its state, and is not measured
         for name, wire in wires.items():
             seconds, counted, sent = _one_sum(wire, parameters, drawn, given["interface"])
             found[name]["seconds"].append(seconds)
@@ -75,7 +77,7 @@ def _one_sum(
 
 
 def measure_loss(given: dict[str, Any]) -> dict[str, Any]:
-    """For each method and seed the validation loss at the end, in nats per token."""
+    """Return, for each method and seed, a training's results with its final validation loss in nats per token."""
     found: dict[str, Any] = {}
     for seed in range(given["seeds"]):
         for name, compression in given["methods"].items():

@@ -14,17 +14,17 @@ from pathlib import Path
 
 PLACES = "/usr/sbin:/sbin:/usr/bin:/bin"
 BURST_BYTES = 256_000
-"""Of the bucket: at 1 Gbit/s 2 ms worth, so that a timer that comes late does not cost speed."""
+"""Size of the token bucket: 2 ms at 1 Gbit/s, so that a late timer does not reduce the speed."""
 QUEUE_MS = 50
 
 
 class NoLinkError(Exception):
-    """Why there can be none here."""
+    """This machine cannot create a link; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of the link: its namespace, and the command prefix to run a process in it."""
+    """One end of the link: its namespace, interface and address."""
 
     namespace: str
     interface: str
@@ -32,7 +32,7 @@ class End:
 
     @property
     def prefix(self) -> list[str]:
-        """Prefix of a command line to run it at this end."""
+        """Command prefix that runs a process in this namespace."""
         return [_tool("ip"), "netns", "exec", self.namespace]
 
 
@@ -51,10 +51,10 @@ def _run(*command: str) -> None:
 
 @contextmanager
 def link() -> Iterator[tuple[End, End]]:
-    """Both ends of a cable, as fast as the kernel copies, for as long as the context lasts.
+    """Yield both ends of a link that is as fast as the kernel copies. The link exists until the context ends.
 
     Raises:
-        NoLinkError: not root, no tools, no namespaces.
+        NoLinkError: not root, no tools, or no namespaces.
     """
     if os.geteuid():
         raise NoLinkError("namespaces need root")
@@ -78,7 +78,7 @@ def link() -> Iterator[tuple[End, End]]:
 
 
 def shape(ends: Sequence[End], rate: str | None) -> None:
-    """Let each end send at `rate` (such as 100mbit), in both directions at once; None: as fast as it goes.
+    """Limit each end to send at `rate` (such as 100mbit); both directions may be used at once. None: no limit.
 
     Raises:
         NoLinkError: the kernel has no token bucket.
@@ -94,7 +94,7 @@ def shape(ends: Sequence[End], rate: str | None) -> None:
 def sent_bytes(interface: str) -> int:
     """Return the bytes that this end has sent, with Ethernet, IP and TCP headers, from within its namespace.
 
-    From /proc: sysfs shows the interfaces of the namespace in which it was mounted.
+    The number comes from /proc, because sysfs shows the interfaces of the namespace in which it was mounted.
     """
     for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, counters = line.partition(":")

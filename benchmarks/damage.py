@@ -1,4 +1,4 @@
-"""Rows of benchmarks/chaos.py about single checkpoints: crashes during a save, damage, and snapshots."""
+"""Measures rows of benchmarks/chaos.py about single checkpoints: crashes during a save, damage, and snapshots."""
 
 import os
 import random
@@ -30,7 +30,7 @@ CRASHED = 9
 
 @dataclass
 class Training:
-    """Model and optimizer without a loop: steps are made of random gradients."""
+    """Model and optimizer without a training loop: steps use random gradients."""
 
     spec: RunSpec
     model: Model
@@ -38,7 +38,7 @@ class Training:
 
     @classmethod
     def of(cls, project: ProjectLayout, settings: Settings) -> "Training":
-        """The project's base with a fresh adapter."""
+        """Load the project's base with a new adapter."""
         card = BaseCard.load(project.base_card)
         device = torch.device("cpu")
         base = loading.load(base_model.locate(project, card), card, settings.train, device)
@@ -52,7 +52,7 @@ class Training:
         return {"spec": self.spec.model_dump(mode="json"), "environment": {"torch": torch.__version__}}
 
     def step(self) -> None:
-        """Change everything."""
+        """Take an optimizer step that changes all trainable weights and the optimizer state."""
         for _, parameter in adapters.trainable_parameters(self.model):
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
@@ -61,23 +61,23 @@ class Training:
         return checkpoint.take_snapshot(TrainState(step=step), self.model, self.optimizer)
 
     def seal(self, paths: RunPaths, taken: TrainSnapshot) -> None:
-        """As the saver does: write, then rotate."""
+        """Write the snapshot and rotate old checkpoints, as the saver does."""
         checkpoint.write(paths, taken, self.identity, lambda: None)
         checkpoint.rotate(paths, KEPT, set())
 
     def newest(self, paths: RunPaths) -> TrainSnapshot | None:
-        """As a starting worker does."""
+        """Read the newest valid checkpoint, as a starting worker does."""
         path = checkpoint.find_newest_valid(paths, self.spec, lambda _: None)
         return None if path is None else checkpoint.read(path)
 
 
 def of_snapshot(taken: TrainSnapshot) -> str:
-    """Fingerprint of weights, optimizer and state."""
+    """Return the fingerprint of weights, optimizer and state."""
     return fingerprint({**taken.weights, **taken.optimizer_tensors}, [taken.state.to_json(), taken.optimizer_values])
 
 
 def crash_points(training: Training, folder: Path) -> list[Any]:
-    """R2: the process dies before the k-th operation on the disk of one save and its rotation, for every k."""
+    """R2: end the process before the k-th disk operation of one save and its rotation, for every k."""
     before = RunPaths(folder / "before")
     before.checkpoints.mkdir(parents=True)
     for step in (2, 4):
@@ -92,7 +92,7 @@ def crash_points(training: Training, folder: Path) -> list[Any]:
         paths = RunPaths(folder / "crashed")
         shutil.copytree(before.root, paths.root)
         died = _dies_at(point, partial(training.seal, paths, taken))
-        files.remove_partials(paths.checkpoints)  # as a starting run does, which holds the lock
+        files.remove_partials(paths.checkpoints)  # a starting run, which holds the lock, does the same
         found = training.newest(paths)
         failures += found is None or of_snapshot(found) not in (old, new)
         shutil.rmtree(paths.root)
@@ -103,7 +103,8 @@ def crash_points(training: Training, folder: Path) -> list[Any]:
 
 
 def _dies_at(point: int, work: Callable[[], None]) -> bool:
-    """Do the work in a forked process that dies before its operation number `point`; False if it got to its end."""
+    """Do the work in a forked process that ends before its operation number `point`. Return False if the work was
+    completed."""
     child = os.fork()
     if child == 0:
         done = 0
@@ -125,7 +126,8 @@ def _dies_at(point: int, work: Callable[[], None]) -> bool:
 
 
 def damaged(training: Training, folder: Path, flips: int, draw: random.Random) -> list[Any]:
-    """R4, R5: each file of the newest checkpoint with a flipped bit, cut, empty, missing; the older one is taken."""
+    """R4, R5: damage each file of the newest checkpoint (flip a bit, truncate, empty, remove). The older one must be
+    used."""
     paths = RunPaths(folder / "damaged")
     paths.checkpoints.mkdir(parents=True)
     for step in (2, 4):
@@ -148,7 +150,7 @@ def damaged(training: Training, folder: Path, flips: int, draw: random.Random) -
         path.unlink()
         unseen["others"] += _step_of(training, paths) != 2
         path.write_bytes(content)
-        unseen["others"] += _step_of(training, paths) != 4  # whole again: the newest is taken
+        unseen["others"] += _step_of(training, paths) != 4  # the file is complete again: the newest one is used
     shutil.rmtree(paths.root)
     return [
         count(f"R4 undetected of {flips * len(names)} flipped bits in {len(names)} files", unseen["flips"]),
@@ -162,7 +164,8 @@ def _step_of(training: Training, paths: RunPaths) -> int:
 
 
 def isolated(project: ProjectLayout, settings: Settings, folder: Path) -> list[Any]:
-    """R26: weights and optimizer are overwritten as soon as a snapshot is taken; copy and sealed file do not notice."""
+    """R26: overwrite weights and optimizer right after a snapshot. Neither the snapshot nor the saved file may
+    change."""
     leaks = 0
     for name in ("adamw", "adamw_8bit"):
         train = settings.train.model_copy(update={"optimizer": name, "rank": 64})  # large enough for 8-bit states
@@ -192,7 +195,7 @@ def _all_tensors(training: Training) -> list[torch.Tensor]:
 def rows(
     project: ProjectLayout, folder: Path, quick: bool, seed: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """All rows of this file. To be called before any thread is started: it forks."""
+    """Measure all rows of this module. Call it before any thread is started, because it forks."""
     settings = params_file.load(project.params)
     loading.use_threads(1)
     training = Training.of(project, settings)

@@ -3,20 +3,20 @@
     pip install -c constraints.txt -e .
     python benchmarks/distill.py [--quick] [--json FILE] [--keep FOLDER] [--validation]
 
-Both bases are tiny and were trained on the same texts (help pages and training prompts, no label), so they have the
-same tokenizer. The teacher is trained on the labels of one half of the rows. Of the other half the
-students have few labels, and prompts without labels. Four students, all else equal, steps and validation rows too:
+Both bases are tiny. They are trained on the same texts (help pages and training prompts, without labels), so they have
+the same tokenizer. The teacher is trained on the labels of one half of the rows. Of the other half, the students have
+few labels, and prompts without labels. There are four students; all else is equal, including steps and validation rows:
 
-- `alone`: learns from the few labels;
-- `probabilities`: from the same rows, with the teacher's probabilities (`train.distill`);
-- `answers`: from the few labels and the teacher's answers to the unlabelled prompts (`ratchet generate`,
+- `alone`: learns from the few labels; - `probabilities`: learns from the same rows, with the teacher's probabilities
+(`train.distill`);
+- `answers`: learns from the few labels and the teacher's answers to the unlabelled prompts (`ratchet generate`,
   `ratchet select`);
-- `both`: from these rows, with the teacher's probabilities.
+- `both`: learns from the rows of `answers`, with the teacher's probabilities.
 
-Each has the learning rate, of `rates`, that gave its first seed the least loss of the validation rows, and keeps the
-checkpoint of the least validation loss. Intervals are paired over rows and seeds (quality_gate/finalists.py). The
-sizes, and the values of DISTILL, SAMPLES and AGREEMENT, were chosen on validation rows (`--validation` judges by
-them); then the test rows were judged once. Time per answer: one row at a time, in turns with the teacher.
+Each student uses the learning rate of `rates` that gave its first seed the lowest validation loss, and keeps the
+checkpoint with the lowest validation loss. Intervals are paired over rows and seeds (quality_gate/finalists.py). The
+sizes and the values of DISTILL, SAMPLES and AGREEMENT were chosen on validation rows (`--validation` judges on them);
+then the test rows were judged once. The time per answer is measured one row at a time, in turns with the teacher.
 """
 
 import argparse
@@ -68,11 +68,11 @@ from ratchet.storage.layout import ProjectLayout
 Split = Literal["validation", "test"]
 SPLITS: tuple[Split, ...] = ("validation", "test")
 TIMED = 60
-"""Rows that are answered one at a time."""
+"""Number of rows for which the time per answer is measured."""
 TEACHER_RATE = 3e-3
 TEACHER_BATCH_ROWS, BATCH_ROWS = 32, 16
 SAMPLES, AGREEMENT = 3, 1.0
-"""Answers to each prompt, and the share of them that must agree; else the prompt is left out."""
+"""SAMPLES: answers to each prompt. AGREEMENT: share of them that must agree; otherwise the prompt is left out."""
 DISTILL = DistillSettings(teacher=TEACHER, weight=0.5, temperature=1.0, top_k=64)
 
 ARMS: dict[str, tuple[str, DistillSettings | None]] = {
@@ -81,33 +81,34 @@ ARMS: dict[str, tuple[str, DistillSettings | None]] = {
     "answers": ("distilled", None),
     "both": ("distilled", DISTILL),
 }
-"""Of each student: its rows, and who says more about them."""
+"""For each student: the name of its rows, and the teacher's probabilities, if it uses them."""
 COMPARED = (
     Compared("probabilities", "alone", ("loss",)),
     Compared("answers", "alone", ("accuracy", "loss")),
     Compared("both", "alone", ("accuracy", "loss")),
     Compared("both", "answers"),
 )
-"""What probabilities on the few rows alone do to accuracy is reported: on validation rows it did not change surely."""
+"""Pairs that are compared. The accuracy of `probabilities` has no target: on validation rows it did not change
+reliably."""
 MOST_SIZE, MOST_TIME = 0.25, 0.75
-"""Of the student, beside the teacher."""
+"""Targets for the ratio of student to teacher: parameters, and time per answer."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a run."""
+    """Sizes of data, models and trainings of a mode."""
 
     labelled: int
-    """Rows whose labels the students know."""
+    """Number of rows that have labels for the students."""
     unlabelled: int
-    """Prompts at most that only the teacher labels."""
+    """Largest number of prompts that only the teacher labels."""
     validation: int
-    """Labelled rows that choose learning rate and checkpoint."""
+    """Number of labelled rows that select learning rate and checkpoint."""
     teacher: TinyModelSettings
     student: TinyModelSettings
     teacher_epochs: float
     steps: int
-    """Of each student."""
+    """Optimizer steps of each student."""
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
 
@@ -125,26 +126,26 @@ SIZES = {
         9, 500, (1e-3, 3e-3), (0, 1, 2, 3, 4),
     ),
 }  # fmt: skip
-"""Of the quick run and the full one."""
+"""Sizes by `quick`."""
 
 
 @dataclass(frozen=True)
 class DistilledProjects:
-    """Projects of the students, and test rows, after the teacher has answered."""
+    """Projects of the students and rows of the splits, after the teacher has answered."""
 
     size: Size
     division: Division
     teacher: Model
     answers: Answers
     projects: dict[str, ProjectLayout]
-    """By name of the rows they learn from."""
+    """Keys: names of the rows that the students learn from."""
     rows: dict[Split, TokenRows]
-    """Validation and test."""
+    """Validation and test rows."""
     pad: int
 
 
 def prepared(work: Path, size: Size) -> DistilledProjects:
-    """Train the teacher, ask it, and lay out the students' projects."""
+    """Train the teacher, generate its answers, and create the students' projects."""
     division = divide(bundled(), size.labelled, size.unlabelled, size.validation)
     read = [*division.learned, *division.judged]
     big = settings_of(size.teacher, train_of(TEACHER_RATE, size.teacher_epochs, TEACHER_BATCH_ROWS))
@@ -179,7 +180,8 @@ def students(
     teacher: DistillSettings | None = None,
     rows: int = BATCH_ROWS,
 ) -> Settings:  # fmt: skip
-    """Return the settings of a student for this many rows: with more rows fewer epochs, and equal steps."""
+    """Return the settings of a student for this many rows. With more rows there are fewer epochs, so that steps are
+    equal."""
     epochs = size.steps * BATCH_ROWS / rows
     return settings_of(size.student, train_of(rate, epochs, BATCH_ROWS, seed, teacher), tables)
 
@@ -193,7 +195,7 @@ def student(there: DistilledProjects, arm: str, rate: float, seed: int) -> Model
 
 
 def measure(there: DistilledProjects, judged: Split) -> list[Row]:
-    """Train all students, and judge."""
+    """Train all students, and return all rows."""
     size, rows = there.size, there.rows
     chosen: dict[str, float] = {}
     found = {"teacher": [scores(there.teacher, rows[judged])]}
@@ -214,7 +216,7 @@ def measure(there: DistilledProjects, judged: Split) -> list[Row]:
 
 
 def setting(there: DistilledProjects, chosen: dict[str, float], judged: Split) -> Iterator[Row]:
-    """Return rows for the data that each model was trained on."""
+    """Yield rows for the data that each model was trained on."""
     yield told(f"{judged} rows", len(there.rows[judged]))
     yield told("labelled rows of the teacher", len(there.division.teachers))
     for name, layout in there.projects.items():
@@ -228,7 +230,7 @@ def setting(there: DistilledProjects, chosen: dict[str, float], judged: Split) -
 
 
 def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
-    """Return rows for the gain from the teacher."""
+    """Yield rows for the gain from the teacher."""
     counts = [float(rows.count_trained([row])) for row in range(len(rows))]
     for what, tokens_of in (("accuracy", None), ("loss", counts)):
         values = {who: [one.right if tokens_of is None else one.nats for one in all_] for who, all_ in found.items()}
@@ -238,7 +240,7 @@ def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
 
 
 def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
-    """Compare size and time of the student with the teacher's."""
+    """Compare size and time of the student with those of the teacher."""
     sizes = {name: sum(one.numel() for one in model.parameters()) for name, model in models.items()}
     times = seconds_per_answer(models, there.rows["test"], there.pad, TIMED)
     for name in models:
@@ -250,11 +252,11 @@ def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer rows: minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work there, and leave it; what is there is used")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this folder, keep and reuse it")
     parser.add_argument("--validation", action="store_true", help="judge by validation rows: to choose settings")
     options = parser.parse_args()
     torch.set_num_threads(1)

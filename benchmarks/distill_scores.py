@@ -1,4 +1,4 @@
-"""Scores models for benchmarks/distill.py: row by row, paired, and one answer at a time."""
+"""Scores models for benchmarks/distill.py: per row, in pairs, and for the time of one answer."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.storage.records.sweep import SweepObjective
 
 LEVEL = 0.025
-"""One-sided, of each end of an interval: 95 % together."""
+"""One-sided error of each end of an interval; both ends together give 95 %."""
 BATCH = 32
 
 
@@ -31,9 +31,9 @@ class Scores:
     """Per-row scores of one model."""
 
     right: list[float]
-    """1 where the greedy answer is the given one."""
+    """1 for each row whose greedy answer equals the reference."""
     nats: list[float]
-    """Negative log-likelihood of the given answer."""
+    """Negative log-likelihood of each row's reference answer."""
 
     @property
     def accuracy(self) -> float:
@@ -41,7 +41,7 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Nats a row."""
+        """Nats per row."""
         return statistics.mean(self.nats)
 
 
@@ -61,22 +61,24 @@ def scores(model: Model, rows: TokenRows) -> Scores:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two ways of training, of which the first is meant to be better."""
+    """Two ways of training; the first is expected to be better."""
 
     first: str
     second: str
     targets: tuple[str, ...] = ()
-    """In which of accuracy and loss the first must surely be better, or the benchmark fails."""
+    """Metrics (accuracy, loss) in which the first must be reliably better; otherwise the benchmark fails."""
 
 
 def compared(
     what: str, found: dict[str, list[list[float]]], pair: Compared, tokens_of: list[float] | None
 ) -> Iterator[Row]:
-    """Return the advantage of the first model, with an interval over rows and seeds.
+    """Yield the advantage of the first model, with an interval over rows and seeds.
 
     Args:
-        what: `accuracy`, or `loss` with the answer tokens of each row.
-        found: of each way, of each seed, of each row.
+        what: `accuracy` or `loss`.
+        found: scores by way of training, seed and row.
+        pair: the two ways of training.
+        tokens_of: for `loss`, the answer tokens of each row.
     """
     wanted: Direction = "maximize" if tokens_of is None else "minimize"
     comparator = FinalistComparator(SweepObjective(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
@@ -94,7 +96,7 @@ def compared(
 
 
 def means(what: str, found: dict[str, list[list[float]]], tokens_of: list[float] | None) -> Iterator[Row]:
-    """Return the mean of each method and of each of its seeds."""
+    """Yield the mean of each method, and the lowest and highest mean of its seeds."""
     for who, several in found.items():
         each = [math.fsum(one) / (len(one) if tokens_of is None else math.fsum(tokens_of)) for one in several]
         yield told(f"{what}: {who}", statistics.mean(each))
@@ -104,8 +106,8 @@ def means(what: str, found: dict[str, list[list[float]]], tokens_of: list[float]
 
 
 def seconds_per_answer(models: dict[str, Model], rows: TokenRows, pad: int, timed: int) -> dict[str, list[float]]:
-    """Of each model on the same rows, one at a time; the models take turns. All write as many tokens as the given
-    answer has: what differs is the model, not the length of what it says."""
+    """Return the seconds per answer of each model on the same rows, one at a time; the models take turns. All models
+    generate as many tokens as the reference has, so that times differ by the model and not by the length of answers."""
     found: dict[str, list[float]] = {name: [] for name in models}
     for row in range(min(timed, len(rows))):
         prompt, given = _divided(rows, row)
@@ -117,7 +119,8 @@ def seconds_per_answer(models: dict[str, Model], rows: TokenRows, pad: int, time
 
 
 def _divided(rows: TokenRows, row: int) -> tuple[list[int], list[int]]:
-    """Prompt and answer of a row, the end of turn included and what the template writes after it left out."""
+    """Return the tokens of prompt and answer of a row, without the tokens that the template writes after the end of the
+    turn."""
     span = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
     ids, labels = rows.input_ids[span].tolist(), rows.labels[span].tolist()
     first = next(place for place, label in enumerate(labels) if label != IGNORE_INDEX)

@@ -3,10 +3,11 @@
     pip install -c constraints.txt -e .
     python benchmarks/distill_source.py [--quick] [--json FILE]
 
-Loss and gradient of one micro-batch of a small student (random weights, LoRA on all layers, one thread, float32), in
-turns: without a teacher, with its 32 most probable tokens from disk (`ratchet distill` has asked it before), with the
-same asked now, and with every token asked now. Ratios are medians over rounds. The cost of asking before
-is measured too, as the number of passes over the rows that compensate for it.
+The benchmark computes loss and gradient of one micro-batch of a small student (random weights, LoRA on all layers, one
+thread, float32). Four ways take turns: without a teacher; with the teacher's 32 most probable tokens from disk (stored
+before, as `ratchet distill` does); with the same tokens from a teacher in memory; and with all tokens from a teacher in
+memory. Ratios are medians over rounds. The cost of storing the probabilities is reported as the number of passes over
+the rows that compensate for it.
 """
 
 import argparse
@@ -46,34 +47,35 @@ STUDENT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
 TEACHER = {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8, "num_attention_heads": 5}
 AT_ONCE, TOKENS = 8, 96
 SIZES = {True: {"rounds": 9, "rows": 64}, False: {"rounds": 40, "rows": 256}}
-"""Of the quick run and the full one."""
+"""Number of rounds and rows by `quick`."""
 LARGEST_DIFFERENCE = 1e-3
-"""Of the losses with the same tokens from disk and from memory: 16 bits are on disk."""
+"""Limit for the difference of losses with the same tokens from disk and from memory. Probabilities on disk have 16
+bits."""
 
 Ask = Callable[[list[list[int]], SequenceBatch], Any]
 
 
 def settings(top_k: int | None) -> Train:
-    """Memory of a student that learns from a teacher in the same process."""
+    """Return the settings of a student that learns from a teacher in the same process."""
     distill = DistillSettings(teacher="teacher", mode="online", temperature=2.0, top_k=top_k)
     return Train(quantization="none", rank=8, alpha=16, distill=distill)
 
 
 def random_rows(count: int) -> TokenRows:
-    """Half of each is learned from."""
+    """Return random rows. Half of the tokens of each row are trained on."""
     draw = np.random.default_rng(1)
     ids = draw.integers(3, VOCABULARY, (count, TOKENS)).tolist()
     return TokenRows.from_lists(ids, [[IGNORE_INDEX] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
 
 
 def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
-    """Random weights; the larger their spread, the surer the model."""
+    """Return a model with random weights. The larger `spread` is, the more peaked are the model's distributions."""
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=spread, **shape))
 
 
 def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[TeacherShardReader, float]:
-    """Seal the teacher's probabilities of all rows as `ratchet distill` does, and return the seconds."""
+    """Store the teacher's probabilities of all rows as `ratchet distill` does. Return a reader and the seconds."""
     chosen, plan, out = settings(TOP_K), TeacherShardPlan.from_rows(rows), folder / "distill"
     begun_s = time.perf_counter()
     shards = TeacherShardWriter(folder / "shards", plan)
@@ -90,7 +92,7 @@ def on_disk(folder: Path, found: TeacherCandidate, rows: TokenRows) -> tuple[Tea
 
 
 def one(model: Model, ask: Ask | None, rows: TokenRows, number: int) -> tuple[float, float]:
-    """Seconds and loss of a micro-batch."""
+    """Return seconds and loss of a micro-batch."""
     sequences = [[(AT_ONCE * number + place) % len(rows)] for place in range(AT_ONCE)]
     begun_s = time.perf_counter()
     batch = SequenceBatch.from_sequences(rows, sequences, CPU)
@@ -103,7 +105,7 @@ def one(model: Model, ask: Ask | None, rows: TokenRows, number: int) -> tuple[fl
 
 
 def measured(folder: Path, rounds: int, count: int) -> list[Row]:
-    """All ways in turns; who begins changes."""
+    """Measure all ways in turns. The order rotates from round to round."""
     rows = random_rows(count)
     model_of(TEACHER, 0.08).save_pretrained(folder / "teacher")
     found = TeacherCandidate(folder / "teacher", model_spec.load(folder / "teacher"), VOCABULARY, VOCABULARY)
@@ -120,7 +122,7 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
         names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
         for name in names:
             took_s, loss = one(model, ways[name], rows, max(0, number))
-            if number >= 0:  # the first is not counted
+            if number >= 0:  # the first round is a warm-up
                 seconds[name].append(took_s)
                 losses[name].append(loss)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses["disk"], losses["memory"], strict=True))
@@ -139,7 +141,7 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and rows")
     parser.add_argument("--json", type=Path, help="file for the rows")

@@ -1,4 +1,4 @@
-"""Inputs of benchmarks/distill.py: divided bundled requests, projects, a teacher and its answers.
+"""Creates inputs of benchmarks/distill.py: divided bundled requests, projects, a teacher and its answers.
 
 Rows are divided by the content of their prompt alone: test, validation, and two halves for training. The teacher has
 the labels of one half. The students have few labels of the other half, and the prompts of its other rows.
@@ -47,7 +47,7 @@ from ratchet.training.run_spec import build_launch, build_run_spec
 TEACHER = "models/teacher"
 CPU = torch.device("cpu")
 HALVES, ORDER = 101, 102
-"""Seeds of the draws by content: which half a row is in, and which come first."""
+"""Seeds of the hashes of a row's content that select its half, and its position in the order."""
 LABELLED, DISTILLED = "labelled.csv", "distilled.jsonl"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -64,11 +64,11 @@ class Division:
     """Division of the bundled rows into training data of teacher and students."""
 
     teachers: list[Request]
-    """With labels."""
+    """Rows of the teacher, with labels."""
     labelled: list[Request]
-    """Of the students, with labels."""
+    """Rows of the students, with labels."""
     unlabelled: list[Request]
-    """Students know the prompts; the labels only tell how good the teacher's answers are."""
+    """Rows whose prompts the students know. The labels only serve to report how good the teacher's answers are."""
     validation: list[Request]
     test: list[Request]
 
@@ -79,12 +79,12 @@ class Division:
 
     @property
     def judged(self) -> list[Request]:
-        """Validation and test: the same in every project."""
+        """Validation and test rows, which are the same in every project."""
         return [*self.validation, *self.test]
 
 
 def bundled() -> list[Request]:
-    """All rows of both tables."""
+    """Return all rows of both bundled tables."""
     folder = small_project.BUNDLED / "raw"
     with (folder / "support.csv").open(newline="", encoding="utf-8") as stream:
         rows = [Request(row["request"], row["intent"]) for row in csv.DictReader(stream)]
@@ -93,7 +93,7 @@ def bundled() -> list[Request]:
 
 
 def divide(rows: Iterable[Request], labelled: int, unlabelled: int, validation: int) -> Division:
-    """So many of each; the order is that of a hash of the prompt."""
+    """Divide the rows into parts of these sizes. The order is that of a hash of the prompt."""
     own = {splits.normalize_text(row.request): row for row in rows}
     found: dict[str, list[Request]] = {"train": [], "validation": [], "test": [], "teacher": []}
     for key in sorted(own, key=lambda key: splits.hash_position(key, ORDER)):
@@ -108,10 +108,10 @@ def divide(rows: Iterable[Request], labelled: int, unlabelled: int, validation: 
 
 
 def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (LABELLED,)) -> Settings:
-    """As a new project's, without quantisation: a merge is then exact.
+    """Return the settings of a new project, without quantisation, so that a merge is exact.
 
     Args:
-        tables: files of data/raw; those that are no CSV hold messages.
+        tables: files of data/raw. A CSV file has columns; other files hold messages.
     """
     sources = [
         SourceSettings(files=f"data/raw/{name}", record_schema="columns" if name.endswith(".csv") else "messages")
@@ -131,7 +131,7 @@ def settings_of(tiny: TinyModelSettings, train: Train, tables: Sequence[str] = (
 def train_of(
     rate: float, epochs: float, batch_rows: int, seed: int = 0, teacher: DistillSettings | None = None
 ) -> Train:
-    """Return training settings. The checkpoint of the lowest validation loss counts, despite later overfitting."""
+    """Return training settings. The checkpoint with the lowest validation loss is used, despite later overfitting."""
     return Train(
         quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_size=batch_rows, seed=seed,
         validate_every_steps=25, distill=teacher or DistillSettings(),
@@ -139,14 +139,14 @@ def train_of(
 
 
 def write(path: Path, rows: Iterable[Request]) -> None:
-    """A table."""
+    """Write a table as CSV."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([Request._fields, *rows])
 
 
 def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Sequence[Request]) -> ProjectLayout:
-    """A project whose base has read the prompts of `read` (those that are learned from), and whose labelled table is
-    `rows`. Sources other than that lie there already; a base or data that are there stay."""
+    """Create a project. Its base is trained on the prompts of `read`; its labelled table is `rows`. Other sources must
+    exist already. An existing base and existing data are kept."""
     layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
@@ -164,13 +164,13 @@ def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Seq
 
 
 def with_base_of(other: ProjectLayout, folder: Path) -> None:
-    """A new project begins with the base of another."""
+    """Create a project with the base of another one, unless it has a base."""
     if not ProjectLayout(folder).base.exists():
         files.link_tree(other.base, ProjectLayout(folder).base)
 
 
 def trained(layout: ProjectLayout, settings: Settings) -> Path:
-    """The adapter of a run: the worker's own code, in this process."""
+    """Return the adapter of a run. The training uses the worker's own code in this process."""
     run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
     try:
         if not run.paths.is_finished():
@@ -183,14 +183,14 @@ def trained(layout: ProjectLayout, settings: Settings) -> Path:
 
 
 def with_adapter(layout: ProjectLayout, settings: Settings, folder: Path) -> Model:
-    """The base with it, merged: what would be served."""
+    """Return the base with the adapter merged: the model that would be served."""
     card = BaseCard.load(layout.base_card)
     model = loading.load(base_model.locate(layout, card), card, settings.train, CPU)
     return adapters.load(model, folder).merge_and_unload().eval()
 
 
 def keep_model(model: Model, layout: ProjectLayout) -> Path:
-    """The model as a plain directory of its project, with the tokenizer."""
+    """Save the model with its tokenizer as a plain directory of its project, and return the directory."""
     place = layout.root / TEACHER
     model.save_pretrained(place)
     for name in TOKENIZER:
@@ -204,20 +204,20 @@ class Answers:
     """Answers of the teacher to prompts without labels, as a data source."""
 
     place: Path
-    """What `ratchet select` wrote."""
+    """File that `ratchet select` wrote."""
     asked: int
-    """Prompts."""
+    """Number of prompts."""
     right: float
-    """Of all answers."""
+    """Share of right answers among all answers."""
     kept: int
-    """Rows."""
+    """Number of rows that were kept."""
     kept_right: float
-    """Of these."""
+    """Share of right answers among the kept rows."""
 
 
 def asked(layout: ProjectLayout, model: Path, division: Division, samples: int, agreement: float) -> Answers:
-    """`ratchet generate`, some answers to each of the students' unlabelled prompts, and `ratchet select`: those that
-    are a label the teacher was trained on, and that so many of the samples agree on."""
+    """Run `ratchet generate` for the students' unlabelled prompts, with several samples per prompt, and `ratchet
+    select`. An answer is kept if it is a label of the teacher's training data and enough samples agree on it."""
     prompts, output, place = (layout.root / name for name in ("unlabelled.jsonl", "answers.jsonl", DISTILLED))
     rows = division.unlabelled
     prompts.write_text("".join(json.dumps({"id": n, "prompt": row.request}) + "\n" for n, row in enumerate(rows)))
@@ -241,7 +241,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def add_distilled(layout: ProjectLayout, answers: Answers) -> None:
-    """The answers and their card become a source of a project."""
+    """Copy the answers and their card into the sources of a project."""
     layout.raw.mkdir(parents=True, exist_ok=True)
     for path in (answers.place, card_path(answers.place)):
         shutil.copyfile(path, layout.raw / path.name)

@@ -3,17 +3,19 @@
     pip install -c constraints.txt -e .
     python benchmarks/evaluate.py [--quick] [--json FILE]
 
-A Llama of 17 million random parameters is asked three tasks over the bundled text: `passages` (a long passage, four
-short endings), `shots` (the same with short passages, behind five examples which, as in MMLU, are the same for all
-documents) and `endings` (one ending each, so there is nothing to share). Both compute in float32, with one thread and
-the same batch size, each time in a process of its own (evaluate_cell.py), in turns; who begins changes.
+A Llama of 17 million random parameters evaluates three tasks over the bundled text: `passages` (a long passage, four
+short endings), `shots` (the same with short passages, after five examples which, as in MMLU, are the same for all
+documents) and `endings` (one ending each, so requests have no common prefix). Both sides compute in float32, with one
+thread and the same batch size, each time in a new process (evaluate_cell.py). They take turns, and the order
+alternates.
 
-Evaluation is what the harness's function `evaluate` takes: building requests, computing, scoring. Both sides call it,
-and both are timed. Ours includes writing results to disk, and a test of what the model's cache supports. CPU time is
-reported as well, because other processes affect it less, and so is the time of the whole command: a process from start
-to end, including imports, loading and the command's index of 14,000 tasks.
+The timed part is the harness's function `evaluate`: building requests, computing, scoring. Both sides call it. The time
+of Ratchet includes writing results to disk, and a test of what the model's cache supports. CPU time is reported as
+well, because other processes affect it less. The time of the whole command is reported too: a process from start to
+end, including imports, loading and the command's index of 14,000 tasks.
 
-Labels: all 20 labels as answers to a prompt (models/scoring.py), and prompt and label computed again for each pair.
+Labels: scores all 20 labels as answers to a prompt (models/scoring.py), and compares this with computing prompt and
+label again for each pair.
 """
 
 import argparse
@@ -34,17 +36,17 @@ from report_rows import Row, at_least, at_most, count, middle, ratio, told
 CELL_S = 1800
 BATCH_ROWS = 8
 TASKS = {"passages": CHOICES, "shots": CHOICES, "endings": 1}
-"""Requests of each document."""
+"""Number of requests per document."""
 LEAST_RATIO = 1.5
 ALONE = "endings"
-"""The task whose requests have nothing in common: told, not judged."""
+"""Task whose requests have no common prefix; its speed is reported without a target."""
 SHAPES: dict[bool, dict[str, int]] = {
     True: {"documents": 12, "pairs": 2, "commands": 1, "prompts": 8},
     False: {"documents": 40, "pairs": 5, "commands": 3, "prompts": 24},
 }
-"""Of the quick run and the full one."""
+"""Sizes by `quick`."""
 LARGEST_DIFFERENCE_NATS = 1e-4
-"""Of any continuation's log-likelihood: sums of the same float32 numbers."""
+"""Limit for the difference of any continuation's log-likelihood: both sides sum the same float32 numbers."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 Pair = dict[str, dict[str, Any]]
@@ -57,7 +59,7 @@ def cell(work: Path, **given: Any) -> dict[str, Any]:
 
 
 def process(work: Path, line: list[str]) -> str:
-    """Return the output of a new Python process in the folder that paths in the tasks are relative to."""
+    """Run a new Python process in the folder that contains the tasks' relative paths. Return its output."""
     done = subprocess.run(
         [sys.executable, *line], capture_output=True, text=True, cwd=work, env=os.environ | ENVIRONMENT,
         timeout=CELL_S, check=False,
@@ -68,7 +70,7 @@ def process(work: Path, line: list[str]) -> str:
 
 
 def pairs(work: Path, number: int) -> Iterator[Pair]:
-    """Both evaluations of all tasks, one after the other, again and again."""
+    """Yield pairs of evaluations of all tasks, one of each side. The order alternates."""
     for i in range(number):
         order = ("ours", "theirs") if i % 2 else ("theirs", "ours")
         found = {
@@ -83,7 +85,7 @@ def pairs(work: Path, number: int) -> Iterator[Pair]:
 
 
 def commands(work: Path, number: int) -> Iterator[tuple[float, float]]:
-    """Seconds of whole processes, ours and theirs: all tasks in one."""
+    """Yield the seconds of whole processes of Ratchet and lm_eval. Each process evaluates all tasks."""
     for i in range(number):
         start = time.perf_counter()
         cell(work, do="ours", tasks=list(TASKS), batch_rows=BATCH_ROWS, out=f"whole-{i}")
@@ -93,7 +95,7 @@ def commands(work: Path, number: int) -> Iterator[tuple[float, float]]:
 
 
 def judged(task: str, found: list[Pair], requests: int) -> Iterator[Row]:
-    """The rows of one task."""
+    """Yield the rows of one task."""
 
     def each(who: str, what: str) -> list[float]:
         return [pair[who][task][what] for pair in found]
@@ -116,7 +118,7 @@ def judged(task: str, found: list[Pair], requests: int) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer documents and pairs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -1,6 +1,6 @@
 """Runs one cell of benchmarks/evaluate.py in its own process: creates, evaluates, or scores labels. JSON in and out.
 
-Both sides end in the same function of the harness, `evaluate`: it builds requests, has them computed and scores them.
+Both sides call the same function of the harness, `evaluate`, which builds requests, has them computed and scores them.
 Its time counts as evaluation. Imports, the index of tasks and loading are excluded for both.
 """
 
@@ -98,7 +98,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class Clock:
-    """Seconds spent in a function, and those of them in which the process had a CPU."""
+    """Measures the time of a function, and the CPU time that the process used in it, in seconds."""
 
     def __init__(self, timed: Callable[..., Any]) -> None:
         self.timed, self.seconds, self.cpu_s = timed, 0.0, 0.0

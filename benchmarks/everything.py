@@ -3,9 +3,11 @@
     make bench                      installs the peers first
     python benchmarks/everything.py [--only NAME ...] [--full] [--document FILE] [--json FOLDER]
 
-All quick modes together take about half an hour on two idle cores. The planned time of each benchmark is printed, and
-a benchmark that takes three times as long is killed. After a failure or a missed target all others still run. The exit
-code is 0 only if every row of every benchmark is ok. A benchmark names peers that are not installed.
+All quick modes together take about half an hour on two idle cores. The planned time of each benchmark is printed, and a
+benchmark that takes three times as long is killed. After a failure or a missed target all others still run. The exit
+code is 0 only if every row of every benchmark is ok and all quick modes took at most half an hour. A benchmark reports
+peers that are not installed.
+
 In the document only regions between `<!-- measured: NAME -->` and `<!-- end -->` are written, each as soon as its
 benchmark has ended.
 """
@@ -35,12 +37,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 SUMMARY = "summary"
-"""Region of machine, versions and all benchmarks."""
+"""Region with machine, versions and all benchmarks."""
 PATIENCE = 3.0
-"""How many times the planned time a quick mode may take."""
+"""A quick mode is killed after this multiple of its planned time."""
 MINUTES = 30.0
 SKIPPED = "skipped: "
-"""A line that begins so is a benchmark's word for what it left out, and why."""
+"""Prefix of a line in which a benchmark reports a part that it left out, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,12 @@ class Benchmark:
 
     name: str
     planned_s: float
-    """Of the quick mode, on two quiet cores."""
+    """Planned seconds of the quick mode on two idle cores."""
     shown: Shown = "all"
     arguments: tuple[str, ...] = ()
 
     def command(self, full: bool) -> list[str]:
-        """Its command line, from the project's root, but for the JSON file."""
+        """Return the command line for the project's root, without the option for the JSON file."""
         quick = () if full else ("--quick",)
         return ["python", f"benchmarks/{self.name}.py", *quick, *self.arguments]
 
@@ -70,7 +72,7 @@ BENCHMARKS = (
     Benchmark("sweep", 300),
     Benchmark("callbacks", 128),
     Benchmark("compare", 12),
-    # What the peer does when it is hurt, and what a save costs, takes as long again: see its full mode.
+    # The parts `peer` and `inside` take as long again; only the full mode runs them.
     Benchmark("chaos", 140, shown="missed", arguments=("--only", "damage", "killed", "campaign")),
     Benchmark("formats", 95, shown="missed"),
     Benchmark("gate_power", 45, shown="missed"),
@@ -79,7 +81,7 @@ BENCHMARKS = (
 
 
 def measure(benchmark: Benchmark, full: bool, target: Path) -> Outcome:
-    """Run one; its rows, or why there are none."""
+    """Run one benchmark. Return its rows, or the reason for their absence."""
     command, begun, started = benchmark.command(full), datetime.now(UTC), time.monotonic()
     planned_s = None if full else benchmark.planned_s
     lines, code = run([sys.executable, *command[1:], "--json", str(target)], planned_s and PATIENCE * planned_s)
@@ -121,12 +123,12 @@ def run(command: Sequence[str], limit_s: float | None) -> tuple[list[str], int |
 
 
 def read(target: Path, code: int | None, lines: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The benchmark's own account, and in what it failed: an exit code without rows that explain it."""
+    """Return the benchmark's JSON, and a failure: a timeout, or an exit code that no row explains."""
     if code is None:
         return {}, f"ended after {PATIENCE:g} times the planned time"
     try:
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or half of one
+    except (OSError, ValueError):  # the file is missing or incomplete
         last = next((line for line in reversed(lines) if line.strip()), "nothing was printed")
         return {}, f"exit code {code}: {last.strip().replace(f'{ROOT}/', '')}"
     explained = code == 0 or any(not row["ok"] for row in found["rows"])
@@ -134,12 +136,12 @@ def read(target: Path, code: int | None, lines: Sequence[str]) -> tuple[dict[str
 
 
 def chosen(only: Sequence[str]) -> list[Benchmark]:
-    """Those that are asked for; all when none is."""
+    """Return the benchmarks with these names, or all if there are none."""
     return [one for one in BENCHMARKS if not only or one.name in only]
 
 
 def missing_regions(text: str, benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Regions that a document would need."""
+    """Return the names of regions that the document does not have exactly once."""
     there = regions.names(text)
     return [name for name in (SUMMARY, *(one.name for one in benchmarks)) if there.count(name) != 1]
 
@@ -150,14 +152,15 @@ def put(document: Path, name: str, content: str) -> None:
 
 
 def told(outcome: Outcome) -> str:
-    """Return a line about the progress."""
+    """Return a progress line."""
     planned = f" of {outcome.planned_s:,.0f} planned" if outcome.planned_s else ""
     state = outcome.failure or (f"{len(outcome.missed)} not ok" if outcome.missed else "ok")
     return f"{outcome.name}: {outcome.took_s:,.0f} s{planned}; {state}"
 
 
 def main() -> int:
-    """Returns 1 when one failed, missed a target, or all together took too long; 2 when the document has no place."""
+    """Run the benchmarks. The exit code is 1 if a benchmark failed, a target was missed, or the total time is too long;
+    it is 2 if the document lacks a region."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[one.name for one in BENCHMARKS], default=(), metavar="NAME")
     parser.add_argument("--full", action="store_true", help="full modes: hours")
@@ -186,7 +189,7 @@ def main() -> int:
 
 
 def ended(outcomes: Sequence[Outcome], judge_time: bool) -> int:
-    """Say in short what came of all, and whether it is as it must be."""
+    """Print a summary. Return 0 if all benchmarks are ok and, with `judge_time`, took at most MINUTES in total."""
     minutes = sum(one.took_s for one in outcomes) / 60
     print("\n".join(["", *map(told, outcomes), f"all: {minutes:.1f} min, at most {MINUTES:g} planned"]))
     late = judge_time and minutes > MINUTES

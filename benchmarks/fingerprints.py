@@ -9,7 +9,7 @@ import torch
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor], rest: Any = None) -> str:
-    """SHA-256 over names, types, shapes and bytes of tensors, and over plain values."""
+    """Return the SHA-256 of names, types, shapes and bytes of tensors, and of plain values."""
     found = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

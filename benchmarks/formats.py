@@ -1,7 +1,8 @@
 """Measures the matrix of docs/formats.md (architecture x format x runtime): each file is written, loaded and compared.
 
-The models are tiny and random, of transformers' real classes, with weights so wide that distributions are far from
-uniform. Every position of some rows is compared with transformers in float32 on the merged weights.
+The models are tiny and random, and use transformers' real classes. The spread of the weights is large, so that
+distributions are far from uniform. The benchmark compares every position of some rows with transformers in float32 on
+the merged weights.
 
     python benchmarks/formats.py [--quick] [--json FILE] [--markdown FILE]
 """
@@ -36,7 +37,8 @@ from ratchet.models.runtimes import onnx as onnx_runtime
 from ratchet.storage.records.export import DistributionDistance
 
 VOCABULARY, TOKENS = 544, 512
-"""Rows of the embedding, and entries that the tokenizer learns: some families' classes add tokens of their own."""
+"""Rows of the embedding, and entries that the tokenizer learns. The rest is for tokens that some families' classes
+add."""
 ROWS, ROW_TOKENS = 4, 48
 BEGIN, END = "<|begin|>", "<|end|>"
 SHAPE: dict[str, Any] = {
@@ -86,14 +88,16 @@ class Cell:
 
     @property
     def ok(self) -> bool:
-        """Whether the divergence is within the bound, or the format was refused with a message."""
+        """Whether divergence and tokenizer agreement are within the bounds, or the format was refused with a
+        message."""
         if self.found is None:
             return bool(self.why)
         return self.found.kl <= self.allowed and self.texts >= RULE.min_tokenizer_agreement * len(probe_inputs.TEXTS)
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """Train a byte-level BPE with GPT-2's splits on our own texts, and reload it with the family's class."""
+    """Train a byte-level BPE with GPT-2's splits on the project's documentation, and reload it with the family's
+    class."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -110,7 +114,7 @@ def tokenizer_of(directory: Path) -> Any:
     )
     whole.save_pretrained(str(directory))
     opened = base_model.load_tokenizer(directory)
-    opened.save_pretrained(str(directory))  # some families' classes rebuild it and ignore the file
+    opened.save_pretrained(str(directory))  # some families' classes rebuild the tokenizer and ignore the file
     return opened
 
 

@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 BLUE, GREY, RED, BLACK = "#0072B2", "#DDDDDD", "#D55E00", "#000000"
-"""Okabe and Ito, Color Universal Design, 2008."""
+"""Palette: Okabe and Ito, Color Universal Design, 2008."""
 SHOWN_N = (250, 500, 1000, 2000)
 COMPARED_N = (250, 1000)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the decisions on evaluations of n samples with one true difference."""
+    """Shares of the gate's decisions on evaluations of n samples with one true difference."""
 
     n: int
     difference: float
@@ -24,13 +24,13 @@ class Shares:
     hold: float
     reject: float
     raw: float
-    """Promoted by a rule that only asks whether the score is not below the champion's."""
+    """Share promoted by a rule that only requires a score not below the champion's."""
     unpaired: float
-    """Promoted by a rule that asks whether intervals of two standard errors overlap."""
+    """Share promoted by a rule that requires overlapping intervals of two standard errors."""
 
 
 def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
-    """Draw STEM.svg and STEM.png, the same bytes each time."""
+    """Draw STEM.svg and STEM.png. The bytes are the same each time."""
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()

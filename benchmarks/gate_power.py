@@ -4,12 +4,12 @@
 
 1. An equal model that claims to be better: how often it is rejected, and how often promoted.
 2. A model that is worse by exactly the margin: how often it is promoted.
-3. Shares of PROMOTE, HOLD and REJECT by true difference and number of samples, with two common rules: "not below the
-   champion" (a threshold at the champion's score), and "intervals of two standard errors overlap" (how
-   results of lm-eval are read, whose errors are those of each model alone).
+3. Shares of PROMOTE, HOLD and REJECT by true difference and number of samples, compared with two common rules: "not
+   below the champion" (a threshold at the champion's score), and "intervals of two standard errors overlap" (the usual
+   reading of results of lm-eval, which reports a separate error for each model).
 
-Every error rate may be 5 % and three standard errors of the simulation. Seeds are fixed. --quick draws 300 cases
-instead of 2,000; --picture draws STEM.svg and STEM.png.
+Every error rate may be at most 5 % plus three standard errors of the simulation. Seeds are fixed. --quick draws 300
+cases instead of 2,000; --picture draws STEM.svg and STEM.png.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from ratchet.quality_gate.paired_test import PairedScores
 ALPHA = 0.05
 CASES, CASES_QUICK = 2000, 300
 MARGIN, DISCORDANCE, ACCURACY = 0.03, 0.1, 0.7
-"""Of the power curve."""
+"""Margin, share of samples that differ, and accuracy of the power curve."""
 SIZES = (100, 250, 500, 1000, 2000)
 STEPS = tuple(np.arange(-2.0, 1.01, 0.5).tolist())
 """True differences of the power curve, in margins."""
@@ -40,7 +40,7 @@ CLAIMS = 5
 
 @dataclass(frozen=True)
 class World:
-    """A kind of evaluation, how many samples it has, and a margin that so many can resolve."""
+    """A kind of evaluation, its number of samples, and a margin that this number can resolve."""
 
     name: str
     draw: Draw
@@ -71,7 +71,7 @@ HARDEST = World("losses of which 5 % rise", rarely, 400, 0.05)
 
 
 def main() -> int:
-    """Draw, judge, report."""
+    """Draw the evaluations, judge them and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="300 cases each instead of 2,000")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
@@ -90,12 +90,12 @@ def rng(name: str) -> np.random.Generator:
 
 
 def rarely_enough(name: str, wrong: int, cases: int) -> Row:
-    """An error rate that must not exceed 5 %, but for what the number of cases leaves open."""
+    """Return a row for an error rate: at most 5 %, plus three standard errors for the number of cases."""
     return at_most(name, wrong / cases, round(ALPHA + 3 * (ALPHA * (1 - ALPHA) / cases) ** 0.5, 4))
 
 
 def errors(cases: int) -> Iterator[Row]:
-    """Error rates by kind of evaluation."""
+    """Yield rows for the error rates of each kind of evaluation."""
     for world in WORLDS:
         yield from equal(world, cases)
     for world in WORLDS:
@@ -106,7 +106,7 @@ def errors(cases: int) -> Iterator[Row]:
 
 
 def equal(world: World, cases: int) -> Iterator[Row]:
-    """An equal model that claims to be better, and must not be worse."""
+    """Yield rows for an equal model that claims to be better, and must not be worse."""
     stream = rng(f"equal {world.text}")
     found = [
         decide([world.draw(stream, world.n, 0.0)], improve("m0"), keep(world.margin)) for _ in range(cases)
@@ -116,14 +116,14 @@ def equal(world: World, cases: int) -> Iterator[Row]:
 
 
 def worse(world: World, cases: int) -> int:
-    """Return rows for the share of models worse by the margin that are promoted."""
+    """Return how many models that are worse by the margin are promoted."""
     stream = rng(f"worse {world.text}")
     rule = keep(world.margin)
     return sum(decide([world.draw(stream, world.n, -world.margin)], rule) == "PROMOTE" for _ in range(cases))
 
 
 def claims(cases: int) -> Row:
-    """An equal model that claims five improvements, one of which may come true by luck."""
+    """Return a row for an equal model that claims five improvements. One of them may appear true by chance."""
     stream, rule = rng("claims"), improve(*(f"m{k}" for k in range(CLAIMS)))
     promoted = sum(
         decide([answers(stream, 200, 0.0, ACCURACY, DISCORDANCE) for _ in range(CLAIMS)], rule) == "PROMOTE"
@@ -133,7 +133,7 @@ def claims(cases: int) -> Row:
 
 
 def peers(cases: int) -> Iterator[Row]:
-    """Return rows for other rules on a model two points worse, and on an equal model."""
+    """Yield rows for other rules on a model that is two points worse, and on an equal model."""
     for loss, what in ((RAW_LOSS, "two points worse"), (0.0, "equal")):
         for discordance in (0.1, 0.2):
             stream = rng(f"peers {loss} {discordance}")
@@ -146,12 +146,12 @@ def peers(cases: int) -> Iterator[Row]:
 
 
 def not_below(pairs: PairedScores) -> bool:
-    """The raw rule: the candidate's score is at least the champion's."""
+    """Raw rule: the candidate's score is at least the champion's."""
     return sum(pairs.new) >= sum(pairs.old)
 
 
 def overlaps(pairs: PairedScores) -> bool:
-    """Unpaired: not below by more than two standard errors of each mean."""
+    """Unpaired rule: intervals of two standard errors around the two means overlap."""
     (new, new_error), (old, old_error) = (
         (float(np.mean(scores)), float(np.std(scores, ddof=1)) / len(scores) ** 0.5)
         for scores in (pairs.new, pairs.old)
@@ -160,10 +160,10 @@ def overlaps(pairs: PairedScores) -> bool:
 
 
 def curve(cases: int) -> list[Shares]:
-    """Decisions by number of samples and true difference, all rules on the same draws."""
+    """Return shares of decisions by number of samples and true difference. All rules judge the same draws."""
     found = []
     for n in SIZES:
-        known: dict[tuple[int, int], str] = {}  # what the gate says of so many discordant pairs
+        known: dict[tuple[int, int], str] = {}  # the gate's decision by numbers of discordant pairs
         for step in STEPS:
             stream = rng(f"curve {n} {step}")
             decisions, raw, unpaired = [], 0, 0
@@ -181,7 +181,7 @@ def curve(cases: int) -> list[Shares]:
 
 
 def table(shares: list[Shares]) -> Iterator[Row]:
-    """The power curve in figures."""
+    """Yield the rows of the power curve."""
     for one in shares:
         text = f"n={one.n}, true difference {100 * one.difference:+.1f} points, margin {100 * MARGIN:g}"
         yield told(f"PROMOTE: {text}", one.promote)

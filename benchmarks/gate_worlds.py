@@ -17,16 +17,17 @@ from ratchet.storage.records.gate import Champion, ChampionFile, Decision
 
 Rng = np.random.Generator
 Draw = Callable[[Rng, int, float], PairedScores]
-"""Makes an evaluation of n samples in which the candidate is truly better by so much (worse: negative)."""
+"""Draws an evaluation of n samples; the candidate's true advantage is the last argument (negative: worse)."""
 
 MODEL, CHAMPION, ADAPTER = "c" * 64, "a" * 64, "d" * 64
 CURRENT = ChampionFile(champion=Champion(version=1, model_digest=CHAMPION, adapter_digest="x" * 64, run_id="r0"))
 RESAMPLES = 1000
-"""Of each comparison here; the gate's own default is ten times that."""
+"""Resamples of each comparison in the benchmark; the gate's default is ten times as many."""
 
 
 def answers(rng: Rng, n: int, better: float, accuracy: float, discordance: float) -> PairedScores:
-    """Right and wrong answers: so many of the champion's are right, on so many samples (or more) the two differ."""
+    """Draw right and wrong answers: `accuracy` is the champion's; the models differ on at least the share `discordance`
+    of samples."""
     discordance = max(discordance, abs(better))
     won, lost = (discordance + better) / 2, (discordance - better) / 2
     right = accuracy - lost
@@ -36,37 +37,39 @@ def answers(rng: Rng, n: int, better: float, accuracy: float, discordance: float
 
 
 def of_answers(accuracy: float, discordance: float) -> Draw:
-    """`answers` as a `GumbelLogitsWarper`."""
+    """Return `answers` with these parameters as a `Draw`."""
     return lambda rng, n, better: answers(rng, n, better, accuracy, discordance)
 
 
 def sampled(rng: Rng, n: int, better: float) -> PairedScores:
-    """Means of four sampled answers to questions that are hard to different degrees."""
+    """Draw means of four sampled answers to questions of different difficulty."""
     hard = 0.1 + 0.8 * rng.beta(3, 2, n)
     new = rng.binomial(4, hard + better) / 4
     return PairedScores(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
 
 
 def skewed(rng: Rng, n: int, better: float) -> PairedScores:
-    """Losses, lognormal; their changes are exponential: most samples a little better, some much worse."""
+    """Draw lognormal losses. Their changes are exponential: most samples get slightly better, some much worse."""
     old = rng.lognormal(0, 1, n)
     return PairedScores((old + rng.exponential(0.2, n) - 0.2 - better).tolist(), old.tolist(), "lower")
 
 
 def rarely(rng: Rng, n: int, better: float) -> PairedScores:
-    """Losses of which one in twenty rises by one (on average), and all others hardly move: the hardest to see."""
+    """Draw losses of which one in twenty rises by one (on average), while all others hardly change: the hardest case to
+    detect."""
     old = rng.lognormal(0, 1, n)
     rise = (rng.random(n) < 0.05) * rng.exponential(1.0, n) - 0.05
     return PairedScores((old + rise + rng.normal(0, 0.05, n) - better).tolist(), old.tolist(), "lower")
 
 
 def conversations(rng: Rng, n: int, better: float) -> PairedScores:
-    """Right and wrong answers in conversations of one to six turns: what goes wrong, goes wrong in several at once."""
+    """Draw right and wrong answers in conversations of one to six turns. Errors occur in several turns of a
+    conversation at once."""
     sizes = rng.integers(1, 7, n)
     places = np.repeat(np.arange(n), sizes)[:n]
     old = rng.random(n) < 0.8
     gains, losses = 0.2, (0.2 * 0.2 * 0.7 - better) / (0.8 * 0.7)
-    fate = rng.random(n)  # of each conversation
+    fate = rng.random(n)  # one draw per conversation
     turned = rng.random(n) < 0.7
     improves, worsens = fate[places] < gains, fate[places] > 1 - losses
     new = np.where(old, ~(worsens & turned), improves & turned)
@@ -76,7 +79,8 @@ def conversations(rng: Rng, n: int, better: float) -> PairedScores:
 
 
 def nats(rng: Rng, n: int, better: float) -> PairedScores:
-    """Perplexity that fell by this fraction; texts of 20 to 200 tokens, changes with heavy tails (t with 5 degrees)."""
+    """Draw perplexities that fell by the fraction `better`: texts of 20 to 199 tokens, changes with heavy tails (t with
+    5 degrees of freedom)."""
     tokens = rng.integers(20, 200, n).astype(float)
     old = rng.normal(2.5, 0.4, n)
     new = old + np.log1p(-better) + 0.2 * rng.standard_t(5, n)
@@ -84,15 +88,15 @@ def nats(rng: Rng, n: int, better: float) -> PairedScores:
 
 
 def decide(pairs: Sequence[PairedScores], *rules: MustImproveRule | MustNotRegressRule) -> Decision:
-    """The gate's decision about an evaluation with metrics m0, m1, ..., all of the same samples."""
+    """Return the gate's decision on an evaluation with metrics m0, m1, ..., all of the same samples."""
     found = decide_verdict(evidence(pairs), Gate(rules=rules, resamples=RESAMPLES))
-    if found.decision == "INVALID":  # it would look like an error rate of nought
+    if found.decision == "INVALID":  # it would count as an error rate of zero
         raise RuntimeError(f"an evaluation that the gate takes for broken: {found.reasons[0].text}")
     return found.decision
 
 
 def keep(margin: float) -> MustNotRegressRule:
-    """The first metric must not be worse than the champion's by the margin."""
+    """Return a rule: the first metric must not be worse than the champion's by the margin."""
     return MustNotRegressRule(rule="must_not_regress", metric="m0", margin=margin)
 
 
@@ -102,7 +106,7 @@ def improve(*metrics: str) -> MustImproveRule:
 
 
 def evidence(pairs: Sequence[PairedScores]) -> GateEvidence:
-    """All that the gate judges by, nothing wrong but perhaps the scores."""
+    """Return all evidence that the gate uses. Only the scores can give it a reason to reject."""
     names = ids(len(pairs[0].new))
     samples: dict[ModelRole, dict[str, dict[str, SampleScore]]] = {"candidate": {}, "champion": {}}
     for place, one in enumerate(pairs):
@@ -128,13 +132,13 @@ def evidence(pairs: Sequence[PairedScores]) -> GateEvidence:
 
 @lru_cache
 def ids(n: int) -> tuple[str, ...]:
-    """Names of samples."""
+    """Return names of samples."""
     return tuple(f"s{k:06d}" for k in range(n))
 
 
 @lru_cache(maxsize=100_000)
 def _sample(name: str, value: float, weight: float) -> SampleScore:
-    """Nothing is checked, and answers are made once: records are what takes most of the time."""
+    """Return a record without validation, from a cache: creating records takes most of the time."""
     return SampleScore.model_construct(id=name, value=value, weight=weight)
 
 
@@ -148,7 +152,7 @@ def _bundle() -> ModelBundle:
 
 
 def _unit(pairs: PairedScores) -> str:
-    """As evaluation would name it."""
+    """Return the unit that an evaluation would report."""
     if pairs.better == "higher":
         return "proportion" if {*pairs.new, *pairs.old} <= {0.0, 1.0} else SHARE
     return "1" if pairs.weights else "nats per token, mean of rows"

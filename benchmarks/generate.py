@@ -3,13 +3,14 @@
     pip install -c constraints.txt -e .
     python benchmarks/generate.py [--quick] [--json FILE]
 
-A Llama of 8 layers with random weights answers passages of the bundled text, of very different length; a random
-fiftieth of the vocabulary ends an answer, so answers are of very different length too. Both compute greedily in
-float32 with one thread on the same loaded model (generate_cell.py), in turns; who begins changes. The pipeline gets the
-texts in the order they come in, as it is used; ours sorts them by itself. Judged is the pipeline's best batch size.
+A Llama of 8 layers with random weights answers passages of the bundled text. Lengths of passages vary widely; a random
+fiftieth of the vocabulary ends an answer, so lengths of answers vary widely too. Both sides compute greedily in float32
+with one thread on the same loaded model (generate_cell.py), in turns, and the order alternates. The pipeline receives
+the texts in their original order, which is its usual use; Ratchet sorts them by itself. The target applies to the
+pipeline's best batch size.
 
-Tokens are those of the answers, end tokens included, the same on both sides. Also reported: CPU time, the number of
-tokens and mean log-probabilities that rounding leaves undecided, and the cost of sampling.
+Tokens are those of the answers, including end tokens; both sides produce the same number. Also reported: CPU time, the
+number of tokens and mean log-probabilities that rounding leaves undecided, and the cost of sampling.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SHAPES: dict[bool, dict[str, Any]] = {
     True: {"prompts": 96, "tokens": 192, "pairs": 2, "batches": [16]},
     False: {"prompts": 256, "tokens": 192, "pairs": 5, "batches": [8, 16, 32]},
 }
-"""Of the quick run and the full one; `batches` are those of the pipeline."""
+"""Sizes by `quick`; `batches` are batch sizes of the pipeline."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
@@ -45,7 +46,7 @@ def cell(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(found: dict[str, Any]) -> list[Row]:
-    """Return the judged rows and the reported rows."""
+    """Return the rows with targets and the rows without."""
     pairs, tokens = found["pairs"], found["tokens"]
 
     def each(who: str, what: str) -> list[float]:
@@ -76,7 +77,7 @@ def _with_target(value: float, spread: float) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer prompts, shorter answers, one batch size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

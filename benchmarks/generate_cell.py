@@ -23,7 +23,7 @@ TEXT = Path(__file__).parents[1] / "data" / "text" / "help.txt"
 
 
 class Sides:
-    """The model, what is asked, and both ways to answer."""
+    """The model, the prompts, and both ways to generate."""
 
     def __init__(self, prompts: int, tokens: int) -> None:
         text = TEXT.read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ class Sides:
         self.figures: dict[str, int] = {}
 
     def ours(self, **changes: Any) -> list[DecodingResult]:
-        """In the order of the texts."""
+        """Generate with Ratchet. The results are in the order of the texts."""
         settings = DecodingOptions(**{**vars(self.settings), **changes})
         asked = (
             DecodingRequest(i, tuple(self.tokenizer(text)["input_ids"]), f"stream {i}")
@@ -58,11 +58,11 @@ class Sides:
         return found
 
     def read(self, answers: Sequence[DecodingResult]) -> list[str]:
-        """Their texts."""
+        """Return the texts of the answers."""
         return [self.tokenizer.decode(one.ids, skip_special_tokens=True) for one in answers]
 
     def theirs(self, batch: int) -> list[str]:
-        """The pipeline's answers."""
+        """Return the pipeline's answers."""
         asked = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer)
         wanted = GenerationConfig(
             max_new_tokens=self.settings.max_new_tokens, do_sample=False, eos_token_id=self.ends,
@@ -73,14 +73,14 @@ class Sides:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Return the result of a function and its seconds."""
+    """Return the result of a function, and its wall and CPU seconds."""
     start, cpu = time.perf_counter(), time.process_time()
     found = work()
     return found, {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
 
 
 def turn(sides: Sides, batches: Sequence[int], ours_first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Times of one answering each, and how many texts differ."""
+    """Generate once with each side. Return the times, and the number of texts that differ."""
     answers: dict[str, list[str]] = {}
     times: dict[str, Any] = {}
     order = ["ours", *map(str, batches)]
@@ -99,13 +99,13 @@ def turn(sides: Sides, batches: Sequence[int], ours_first: bool) -> tuple[dict[s
 
 
 def main() -> None:
-    """All of it."""
+    """Run all measurements and print them as JSON."""
     shape = json.loads(sys.argv[1])
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     sides = Sides(shape["prompts"], shape["tokens"])
     whole, texts = sides.texts, sides.texts[:2]
-    sides.texts = texts  # what is paid once
+    sides.texts = texts  # a warm-up for costs that occur once
     sides.ours()
     sides.theirs(2)
     sides.texts = whole

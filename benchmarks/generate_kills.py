@@ -1,10 +1,11 @@
 """Kills a generation at random moments, and compares its output byte for byte with an undisturbed generation.
 
-python benchmarks/generate_kills.py [--quick] [--kills 20] [--prompts 2000] [--seed 0] [--json FILE]
+    python benchmarks/generate_kills.py [--quick] [--kills 20] [--prompts 2000] [--seed 0] [--json FILE]
 
-The base of a small project (4 bits) answers the bundled requests, drawn at temperature 0.8. At each moment the worker
-is killed (SIGKILL), or worker and supervisor, or the supervisor is asked to stop (SIGTERM); some die while they load.
-Exits with 0 only if no answer differs or is missing, and no stored answer was computed again.
+The base of a small project (4 bits) answers the bundled requests at temperature 0.8. At each random moment, the
+benchmark kills the worker (SIGKILL), kills worker and supervisor, or asks the supervisor to stop (SIGTERM). Some kills
+occur during loading. The exit code is 0 only if no answer differs or is missing, and no stored answer was computed
+again.
 """
 
 import argparse
@@ -42,7 +43,7 @@ KINDS = ("worker", "both", "stop")
 
 
 def settings_of(settings: Settings) -> Settings:
-    """The same project, generating."""
+    """Return the settings of the same project with a section `generate`."""
     how = Generate(max_new_tokens=TOKENS, temperature=0.8, shard_rows=100, window_rows=256)
     machine = settings.machine.model_copy(update={"max_restarts": 10, "restart_delay_s": 0.0})
     return settings.model_copy(update={"generate": how, "machine": machine})
@@ -59,7 +60,7 @@ class Trial:
     faults: Sequence[dict[str, Any]] = ()
     kinds: Counter[str] = field(default_factory=Counter)
     computed_again: int = 0
-    """Answers that were kept when somebody was killed, and not there when the next worker was ready."""
+    """Answers that were stored at a kill, and were missing when the next worker was ready."""
 
     @property
     def output(self) -> Path:
@@ -67,12 +68,12 @@ class Trial:
 
     @property
     def root(self) -> Path | None:
-        """The run's directory, once there is one."""
+        """Directory of the run, if it exists."""
         found = sorted((self.folder / "runs" / ".generations").glob("[0-9a-f]*"))
         return found[0] if found else None
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """The command, as a process."""
+        """Start the command as a process."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {RUNS_VARIABLE: str(self.folder / "runs"), "RATCHET_FAULTS": json.dumps(self.faults)}
         command = [sys.executable, "-m", "ratchet", "--project", str(self.layout.root), "generate", str(self.prompts)]
@@ -81,7 +82,7 @@ class Trial:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def finish(self) -> int:
-        """Let it come to its end; the exit code."""
+        """Run the command to its end. Return the exit code."""
         return self.start().wait(PATIENCE_S)
 
     def readies(self) -> list[dict[str, Any]]:
@@ -108,7 +109,7 @@ class Trial:
 
 
 def worker_of(supervisor: int) -> int | None:
-    """The supervisor's child, if it has one now."""
+    """Return the supervisor's child process, if there is one."""
     try:
         children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     except OSError:
@@ -117,17 +118,18 @@ def worker_of(supervisor: int) -> int | None:
 
 
 def lines(trial: Trial) -> int:
-    """Lines of the present ledger."""
+    """Return the number of lines of the current ledger."""
     root = trial.root
     path = None if root is None else root / "ledger.jsonl"
     return path.read_bytes().count(b"\n") if path is not None and path.exists() else 0
 
 
 def break_off(trial: Trial, new_answers: int | None, kind: str) -> bool:
-    """Start it, and end it after so many new answers (None: while it loads); False: it was finished before.
+    """Start the generation, and end it after this many new answers (None: while it loads). Return False if it finished
+    before.
 
     Raises:
-        RuntimeError: it did not come so far, or did not go.
+        RuntimeError: the generation did not get this far in PATIENCE_S.
     """
     ready_before = len(trial.readies())
     process = trial.start()
@@ -168,7 +170,7 @@ def _lives(pid: int) -> bool:
 
 
 def alone(trial: Trial, new_answers: int) -> bool:
-    """Start it, kill its worker alone after so many answers, and stop it once the next worker is ready."""
+    """Start the generation, kill only its worker after this many answers, and stop it when the next worker is ready."""
     ready_before = len(trial.readies())
     process = trial.start()
     deadline_s, base, struck = time.monotonic() + PATIENCE_S, 0, False
@@ -189,7 +191,8 @@ def alone(trial: Trial, new_answers: int) -> bool:
 
 
 def campaign(trial: Trial, kills: int, prompts: int, seed: int) -> int:
-    """Kill it so many times, fewer only if it is done before, then let it finish; how often it was killed.
+    """Kill the generation this many times (fewer if it finishes before), then let it finish. Return the number of
+    kills.
 
     Raises:
         RuntimeError: the last start failed.
@@ -217,13 +220,13 @@ def campaign(trial: Trial, kills: int, prompts: int, seed: int) -> int:
 
 
 def places(output: Path) -> list[tuple[str, int]]:
-    """Id and sample of every record, in order."""
+    """Return id and sample of every record, in order."""
     records = (json.loads(line) for line in output.read_bytes().splitlines())
     return [(record["id"], record["sample"]) for record in records]
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """The bundled requests, so many of them."""
+    """Write this many of the bundled requests."""
     with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(islice(csv.DictReader(stream), count))
     if len(rows) < count:
@@ -233,7 +236,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=2000)

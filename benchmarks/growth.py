@@ -3,14 +3,15 @@
     pip install -c constraints.txt -e .
     python benchmarks/growth.py [--quick] [--json FILE] [--picture STEM]
 
-Everything is the worker's own loop (growth_cell.py) on a random Llama of two thin layers, each cell a process with one
-thread. **Steps**: one training of 2,000 steps (full: 10,000), with validations and checkpoints, looked at as it goes.
-Memory is resident memory of the process; its slope, by least squares over all samples after the first quarter, is a
-share of what the process holds. Speed is the median of windows of 50 steps of the last third beside those of the
-second, because the first third includes warm-up. **Rows**: sealed splits of 1,000, 10,000 and 100,000 generated rows
-(full: a million): how long digests, opening, and the order of rows and their first batch take, and the tokens a second
-then; sizes take turns. **Ranks**: bytes of a checkpoint by trainable parameters: weight and two moments in float32 are
-12. --picture draws STEM.svg and STEM.png.
+All cells use the worker's own loop (growth_cell.py) on a random Llama of two thin layers. Each cell is a process with
+one thread. **Steps**: one training of 2,000 steps (full: 10,000), with validations and checkpoints, is sampled while it
+runs. Memory is resident memory of the process. Its slope, by least squares over all samples after the first quarter, is
+reported relative to the median resident memory. Speed is the median over windows of 50 steps of the last third,
+compared with those of the second third, because the first third includes warm-up. **Rows**: sealed splits of 1,000,
+10,000 and 100,000 generated rows (full: also a million). Measured are the times for verifying digests, for opening, and
+for ordering rows and building the first batch, and then tokens per second; sizes take turns. **Ranks**: bytes of a
+checkpoint by trainable parameters; weight and two moments in float32 are 12 bytes. --picture draws STEM.svg and
+STEM.png.
 """
 
 import argparse
@@ -35,20 +36,21 @@ SHAPES: dict[bool, dict[str, Any]] = {
     True: {"steps": 2000, "rows": (1_000, 10_000, 100_000), "turns": 3, "short": 150},
     False: {"steps": 10_000, "rows": (1_000, 10_000, 100_000, 1_000_000), "turns": 5, "short": 400},
 }
-"""Of the quick run and the full one; `short`: steps of each training by rows."""
+"""Sizes by `quick`; `short`: steps of each training by rows."""
 BATCHINGS = ("shuffled", "by_length", "packed")
 STATE_BYTES = 12
-"""Of a trainable parameter: its weight and AdamW's two moments, in float32."""
+"""Bytes per trainable parameter: its weight and AdamW's two moments, in float32."""
 FLAT = 0.95
-"""Tokens a second may fall by this factor over steps or rows: a machine is no quieter than that."""
+"""Tokens per second over steps or rows may fall to this share: the noise of a machine is of this size."""
 GROWS_BY_1000_STEPS = 0.01
-"""Of resident memory."""
+"""Allowed growth per 1,000 steps, as a share of resident memory."""
 JOURNAL_BYTES = 400
-"""A step, with what validations and checkpoints tell, at one in a hundred."""
+"""Allowed bytes of the journal per step, including validations and checkpoints, which occur once in a hundred steps."""
 REST_BYTES = 64 * 1024
-"""Of a checkpoint of this model: counters, losses of validations, and gradient norms by module, at 50 steps at most."""
+"""Allowed bytes of a checkpoint of this model without tensors: counters, validation losses, and gradient norms by
+module for at most 50 steps."""
 ROW_US = 20.0
-"""Of start-up, a row: its digest, its lengths, its place in the order or in a pack."""
+"""Allowed µs of start-up per row: for its digest, its lengths, and its place in the order or in a pack."""
 
 
 def cell(**given: Any) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def cell(**given: Any) -> dict[str, Any]:
 
 
 def measure(work: Path, shape: dict[str, Any]) -> Growth:
-    """All cells."""
+    """Run all cells."""
     steps = cell(do="steps", folder=str(work / "steps"), steps=shape["steps"], every=100)
     print(f"{shape['steps']:,} steps: {sum(steps['step_s']):.1f} s", flush=True)
     ranks = cell(do="ranks", folder=str(work / "ranks"), ranks=RANKS)["ranks"]
@@ -87,7 +89,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def of_steps(steps: dict[str, Any]) -> Iterator[Row]:
-    """Rows about one long training."""
+    """Yield the rows of one long training."""
     speed = windows(steps)
     third = len(speed) // 3
     value, spread = ratio(speed[-third:], speed[third : 2 * third])
@@ -112,7 +114,7 @@ def of_steps(steps: dict[str, Any]) -> Iterator[Row]:
 
 
 def of_ranks(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    """Rows about checkpoints."""
+    """Yield the rows about checkpoints."""
     parameters, sizes = [one["parameters"] for one in ranks], [one["bytes"] for one in ranks]
     line = statistics.linear_regression(parameters, sizes)
     off = max(abs(line.slope * x + line.intercept - y) / y for x, y in zip(parameters, sizes, strict=True))
@@ -122,7 +124,7 @@ def of_ranks(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 
 def of_rows(rows: dict[int, list[dict[str, Any]]]) -> Iterator[Row]:
-    """Rows about data."""
+    """Yield the rows about data."""
     few, many = min(rows), max(rows)
 
     def all_of(name: str, count: int) -> list[float]:
@@ -144,7 +146,7 @@ def of_rows(rows: dict[int, list[dict[str, Any]]]) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2,000 steps, 100,000 rows: minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

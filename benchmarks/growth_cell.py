@@ -1,7 +1,7 @@
 """Runs one cell of benchmarks/growth.py in its own process: the trainer on generated rows. JSON in and out.
 
-`steps`: one training of many steps, looked at as it goes. `ranks`: checkpoints by the size of the adapter. `rows`: how
-long data takes to be ready, and then tokens a second, by the number of rows. `make`: the rows.
+`steps`: samples one training of many steps while it runs. `ranks`: checkpoints by the size of the adapter. `rows`:
+seconds until data is ready, then tokens per second, by the number of rows. `make`: writes the rows.
 """
 
 import json
@@ -40,11 +40,11 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
 SHORTEST, LONGEST = 16, 65
-"""Tokens of a row, drawn evenly; the longest is one less."""
+"""Range of tokens per row, drawn uniformly; the longest row has one token less than LONGEST."""
 VALIDATION_ROWS = 32
 BATCH_ROWS = 8
 ASKED = 0.5
-"""Share of a row that is not learned from."""
+"""Share of a row that is not trained on."""
 
 
 class Watched(Journal):
@@ -55,7 +55,7 @@ class Watched(Journal):
         self._every, self._look = every, look
 
     def append(self, kind: str, **data: Any) -> JournalEvent:
-        """As a journal does."""
+        """Append an event. Call the function if the event is a step that is a multiple of `every`."""
         event = super().append(kind, **data)
         if kind == "step" and data["step"] % self._every == 0:
             self._look(data["step"])
@@ -63,7 +63,7 @@ class Watched(Journal):
 
 
 class StopAfter(GracefulShutdown):
-    """Asks to stop after so many steps."""
+    """Requests a stop after this many steps."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class StopAfter(GracefulShutdown):
 
 
 def drawn(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids and labels of so many random rows."""
+    """Return token ids and labels of this many random rows."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(SHORTEST, LONGEST, count)
     flat = draw.integers(3, SHAPE["vocab_size"], int(lengths.sum())).tolist()
@@ -86,7 +86,7 @@ def drawn(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def make(folder: Path, counts: list[int]) -> dict[str, Any]:
-    """Splits as stage prepare seals them, without its texts: a directory a number of rows."""
+    """Write splits as stage prepare seals them, without texts: one directory per number of rows."""
     for count in counts:
         with files.sealed_directory(folder / f"data-{count}", "data") as scratch:
             _write({"train": count, "validation": VALIDATION_ROWS}, token_files.SplitWriters(scratch))
@@ -115,7 +115,8 @@ def loop_of(
     root: Path, train: Train, rows: tuple[TokenRows, TokenRows], every: int = 50, stop: GracefulShutdown | None = None,
     look: Callable[[int], None] = lambda _: None,
 ) -> TrainingLoop:  # fmt: skip
-    """A loop as a worker makes it, that saves at every `every`-th step and calls `look` at every tenth of them."""
+    """Return a loop as a worker creates it. It saves every `every` steps and calls `look` every tenth of `every`
+    steps."""
     paths, device = RunPaths(root), torch.device("cpu")
     paths.checkpoints.mkdir(parents=True)
     torch.manual_seed(0)
@@ -142,7 +143,7 @@ def sealed_bytes(paths: RunPaths) -> tuple[int, int]:
 
 
 def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
-    """Samples of one training; resident memory, sizes on the disk."""
+    """Return samples of one training: resident memory, and sizes on disk."""
     rows = TokenRows.from_lists(*drawn(512, 0)), TokenRows.from_lists(*drawn(VALIDATION_ROWS, 1))
     train, samples = settings_of(512, steps), []
 
@@ -168,7 +169,7 @@ def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
 
 
 def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
-    """Trainable parameters and bytes of a checkpoint."""
+    """Return trainable parameters and bytes of a checkpoint by rank."""
     rows = TokenRows.from_lists(*drawn(64, 0)), TokenRows.from_lists(*drawn(8, 1))
     found = []
     for rank in ranks:
@@ -181,8 +182,10 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
 
 
 def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
-    """Seconds until the first batch of each way of batching is there, and tokens a second of the training then."""
-    validation = token_files.load_rows(data, "validation")  # and what reading imports, which is not of the data
+    """Return the seconds until the first batch of each way of batching is ready, and tokens per second of the training
+    afterwards."""
+    # this also does the imports, which are not a cost of the data
+    validation = token_files.load_rows(data, "validation")
     before, begun = capacity.resident_bytes(), time.perf_counter()
     files.verify_sealed(data, "data")
     verified = time.perf_counter()
@@ -196,7 +199,8 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
         found[f"{batching}_s"] = time.perf_counter() - begun
     found["resident_bytes"] = capacity.resident_bytes() - before
     stop = StopAfter(steps)
-    whole = settings_of(len(rows[0]), max(steps, len(rows[0]) // BATCH_ROWS))  # an epoch, of which it sees the begin
+    # one epoch; the training stops early in it
+    whole = settings_of(len(rows[0]), max(steps, len(rows[0]) // BATCH_ROWS))
 
     def count(step: int) -> None:
         stop.left = steps - step
@@ -211,7 +215,7 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Do what the first argument, an object in JSON, asks for."""
+    """Run the action that the first argument (JSON) requests."""
     given = json.loads(sys.argv[1])
     loading.use_threads(1)
     torch.use_deterministic_algorithms(True)

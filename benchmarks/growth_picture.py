@@ -10,24 +10,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 BLUE, RED, BLACK = "#0072B2", "#D55E00", "#000000"
-"""Okabe and Ito, Color Universal Design, 2008."""
+"""Palette: Okabe and Ito, Color Universal Design, 2008."""
 WINDOW_STEPS = 50
 MB = 1e6
 
 
 @dataclass(frozen=True)
 class Growth:
-    """All that was measured."""
+    """All measurements."""
 
     steps: dict[str, Any]
-    """Of growth_cell.py: one training of many steps."""
+    """Results of one training of many steps (growth_cell.py)."""
     ranks: Sequence[dict[str, Any]]
     rows: dict[int, list[dict[str, Any]]]
-    """By number of rows, one a turn."""
+    """Results by number of rows, one per turn."""
 
 
 def windows(steps: dict[str, Any]) -> list[float]:
-    """Tokens a second of each so many steps of a training; a rest at its end is left out."""
+    """Return tokens per second of each window of WINDOW_STEPS steps. An incomplete window at the end is left out."""
     starts = range(0, len(steps["step_s"]) - WINDOW_STEPS + 1, WINDOW_STEPS)
     return [
         sum(steps["tokens"][start : start + WINDOW_STEPS]) / sum(steps["step_s"][start : start + WINDOW_STEPS])
@@ -86,7 +86,7 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], title: str, below:
 
 
 def _frame(axes: Axes, title: str, below: str) -> None:
-    """From zero on: flat is to look flat, and only what is flat."""
+    """Set labels. The axis begins at zero, so that only a constant quantity looks flat."""
     axes.set_title(title)
     axes.set_xlabel(below)
     axes.set_ylim(bottom=0, top=1.15 * max(max(line.get_ydata()) for line in axes.lines))

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/chaos.py that the training loop gives in this process, without a supervisor.
+"""Measures rows of benchmarks/chaos.py with the training loop in this process, without a supervisor.
 
 Each trainer is created as in a worker: new model, adapter and data, and the state of the newest checkpoint.
 """
@@ -36,7 +36,7 @@ from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.trainer import TrainingLoop
 
 MTBF_S = 30 * 60.0
-"""Row R23: one failure in half an hour."""
+"""Mean time between failures of row R23: one failure in half an hour."""
 BATCHINGS = ("shuffled", "by_length", "packed")
 LARGE_RANK = 128
 LARGE_EVERY_STEPS = 4
@@ -44,7 +44,7 @@ PERCENT_OF_WALL = 1.0
 
 
 class StopAfter(GracefulShutdown):
-    """Asks to stop once the journal has so many more steps than now, or after so long."""
+    """Requests a stop when the journal has this many more steps than at the start, or after this many seconds."""
 
     def __init__(self, paths: RunPaths, steps: int | None = None, seconds: float | None = None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class StopAfter(GracefulShutdown):
 
 
 def events_of(paths: RunPaths, kind: str) -> list[JournalEvent]:
-    """Events of one kind."""
+    """Return the events of one kind."""
     return [event for event in JournalReader(paths.journal).read() if event.kind == kind]
 
 
@@ -68,7 +68,7 @@ def steps_of(paths: RunPaths) -> list[JournalEvent]:
 
 
 def quantised(project: ProjectLayout, settings: Settings) -> tuple[Model, RunSpec]:
-    """The project's own base and adapter."""
+    """Load the project's base, attach an adapter, and return them with the specification of the run."""
     card = BaseCard.load(project.base_card)
     model = loading.load(base_model.locate(project, card), card, settings.train, torch.device("cpu"))
     spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
@@ -94,7 +94,7 @@ def loop_of(
     make: Callable[[ProjectLayout, Settings], tuple[Model, RunSpec]] = quantised,
     stop: Callable[[RunPaths], GracefulShutdown] = lambda _: GracefulShutdown(),
 ) -> TrainingLoop:
-    """A loop in the run directory `root`, from its newest checkpoint."""
+    """Return a loop in the run directory `root` that starts from its newest checkpoint."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     model, spec = make(project, settings)
@@ -120,7 +120,7 @@ def loop_of(
 
 
 def of_loop(loop: TrainingLoop) -> str:
-    """Fingerprint of what an ended loop has sealed: all that later steps would depend on."""
+    """Return the fingerprint of the last checkpoint of an ended loop: all state that later steps depend on."""
     sealed = checkpoint.read(loop.context.paths.checkpoint(loop.state.step))
     return fingerprint(
         {**sealed.weights, **sealed.optimizer_tensors}, [sealed.state.to_json(), sealed.optimizer_values]
@@ -128,7 +128,7 @@ def of_loop(loop: TrainingLoop) -> str:
 
 
 def changed(settings: Settings, train: dict[str, Any], machine: dict[str, Any]) -> Settings:
-    """Settings with other values in two sections; checked."""
+    """Return settings with other values in two sections. Section `train` is validated."""
     return settings.model_copy(
         update={
             "train": Train.model_validate(settings.train.model_dump() | train),
@@ -141,7 +141,7 @@ def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: boo
     """R11: stop and resume after every step (quick: every fourth) of two epochs, for each kind of batching."""
     found = []
     for batching in BATCHINGS:
-        rows_a_step = 4 if batching == "packed" else settings.train.batch_size  # packs are few
+        rows_a_step = 4 if batching == "packed" else settings.train.batch_size  # there are few packs
         train = {"batching": batching, "pack_tokens": 256, "epochs": 2, "batch_size": rows_a_step}
         own = changed(settings, train, {"checkpoint_every": 1000})
         whole = loop_of(project, folder / "whole", own)
@@ -166,7 +166,7 @@ def resumed(project: ProjectLayout, folder: Path, settings: Settings, quick: boo
 
 
 def stalls(project: ProjectLayout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
-    """R20, R21: what a checkpoint costs training, and the disk, for a state of some 110 MB."""
+    """R20, R21: measure the cost of a checkpoint for the training and the disk, for a state of about 110 MB."""
     train = {
         "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_size": 8, "epochs": 1,
         "validate_every_steps": 1000,
@@ -207,7 +207,8 @@ def _until_stopped(loop: TrainingLoop) -> None:
 
 
 def at_default(project: ProjectLayout, folder: Path, settings: Settings, seconds: float) -> list[Any]:
-    """R20: the default interval for so long, nothing computed."""
+    """R20: measure the blocked time with the default interval in a training of this many seconds; nothing is
+    extrapolated."""
     train = {
         "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_size": 8, "epochs": 1000,
         "validate_every_steps": 100_000,
@@ -223,10 +224,11 @@ def at_default(project: ProjectLayout, folder: Path, settings: Settings, seconds
 
 
 def goodput(recovery_s: Sequence[float], measured: Sequence[dict[str, Any]]) -> list[Any]:
-    """R23: of half an hour with one failure, the share that is new steps; computed from what was measured here.
+    """R23: compute the share of half an hour with one failure that is spent on new steps, from the measurements of this
+    module.
 
-    One failure costs the time from the kill to the first new step, and half an interval on average; in between
-    checkpoints hold training up.
+    One failure costs the time from the kill to the first new step, and half an interval on average. Between failures,
+    checkpoints block the training.
     """
     figures = {row["name"]: row["value"] for row in measured}
     every_s = figures["R20 default interval for these figures (s)"]
@@ -238,10 +240,10 @@ def goodput(recovery_s: Sequence[float], measured: Sequence[dict[str, Any]]) -> 
 def rows(
     project: ProjectLayout, folder: Path, recovery_s: Sequence[float], quick: bool, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """All rows of this file.
+    """Measure all rows of this module.
 
     Args:
-        recovery_s: from kills to new steps, measured on real trainings; without any, goodput is not computed.
+        recovery_s: seconds from kills to new steps, measured on real trainings; if empty, goodput is not computed.
     """
     settings = params_file.load(project.params)
     loading.use_threads(1)

@@ -1,6 +1,6 @@
 """Kills the workers of real trainings, and checks the ledger of samples, the series of metrics, and the cost of a kill.
 
-python benchmarks/killed.py PROJECT     trains the project as `ratchet train` does, without MLflow
+`python benchmarks/killed.py PROJECT` trains the project as `ratchet train` does, without MLflow.
 """
 
 import json
@@ -37,11 +37,12 @@ POLL_S = 0.003
 INTERVAL_STEPS = 4
 """Optimizer steps between two checkpoints of these trainings."""
 MOST_STEPS_BETWEEN = 6
-"""A worker is killed after so many new steps at most; at least one."""
+"""A worker is killed after 1 to this many new steps."""
 STALL_S, SLOW_S = 5.0, 0.3
-"""Of row R15: a step takes less than STALL_S, a save of some 25 operations of SLOW_S more."""
+"""Limits of row R15: a step takes less than STALL_S; a save of about 25 operations of SLOW_S takes longer."""
 DETECTION_S = 3.4
-"""Target of row R22. torchrun needed 3.36 s to the first step of a trivial script's next worker (measured by us)."""
+"""Target of row R22 in seconds. torchrun needed 3.36 s to the first step of a trivial script's next worker (own
+measurement)."""
 
 
 @dataclass
@@ -49,15 +50,15 @@ class Deaths:
     """Cost of each kill."""
 
     lost_steps: list[int] = field(default_factory=list)
-    """Steps that had been told and were done again."""
+    """Steps that had been logged and were computed again."""
     to_attempt_s: list[float] = field(default_factory=list)
-    """From the kill until the supervisor starts the next worker."""
+    """Seconds from the kill until the supervisor starts the next worker."""
     to_ready_s: list[float] = field(default_factory=list)
-    """From there until model, data and checkpoint are loaded, imports included."""
+    """Seconds from there until model, data and checkpoint are loaded, imports included."""
     to_step_s: list[float] = field(default_factory=list)
-    """From the kill until the first step that had not been told before."""
+    """Seconds from the kill until the first step that had not been logged before."""
     save_steps: int = 0
-    """Most steps that were done while one save was under way."""
+    """Largest number of steps that were computed during one save."""
 
 
 class Follower:
@@ -85,7 +86,7 @@ class Follower:
         return max((e.data["step"] for e in self.events if e.kind == "step"), default=0)
 
     def until(self, process: subprocess.Popen[str], there: Callable[[JournalEvent], bool]) -> JournalEvent | None:
-        """The first new event of a kind; None when the command ended first."""
+        """Wait for the first new event that meets the condition. Return None if the command ends first."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             ended = process.poll() is not None
@@ -111,7 +112,8 @@ def start(layout: ProjectLayout, *faults: InjectedFault) -> subprocess.Popen[str
 
 
 def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
-    """Settings of a training that is long enough for so many kills, and puts up with them."""
+    """Return the settings of a training that is long enough for this many kills, and whose restart limit allows
+    them."""
     steps = math.ceil(kills * (MOST_STEPS_BETWEEN + 1) / 2 * 1.2) + MOST_STEPS_BETWEEN
     epochs = max(2, math.ceil(steps * settings.train.batch_size / rows))
     train = settings.train.model_copy(update={"epochs": epochs, "validate_every_steps": 8})
@@ -126,7 +128,7 @@ def _reached(step: int, event: JournalEvent) -> bool:
 
 
 def run_killed(layout: ProjectLayout, kills: int, draw: random.Random) -> tuple[Follower, Deaths]:
-    """Train to the end, killing the worker so many times; returns the journal and the costs."""
+    """Train to the end and kill the worker this many times. Return the journal and the costs."""
     follower, deaths = Follower(layout), Deaths()
     process = start(layout)
     for _ in range(kills):
@@ -150,7 +152,7 @@ def run_killed(layout: ProjectLayout, kills: int, draw: random.Random) -> tuple[
 
 
 def _follow_recovery(follower: Follower, process: subprocess.Popen[str], killed: float, deaths: Deaths) -> bool:
-    """Watch a run come back; False if it had ended."""
+    """Record the recovery of a run. Return False if the run had ended."""
     if follower.until(process, lambda e: e.kind == "attempt_started") is None:
         return False
     begun = time.monotonic()
@@ -167,7 +169,7 @@ def _follow_recovery(follower: Follower, process: subprocess.Popen[str], killed:
 
 
 def steps_in_a_save(events: Sequence[JournalEvent]) -> int:
-    """Most steps between a checkpoint's own and the event that says that it is sealed."""
+    """Return the largest number of steps between a checkpoint's step and the event that reports its completion."""
     last, most = 0, 0
     for event in events:
         if event.kind == "step":
@@ -178,7 +180,8 @@ def steps_in_a_save(events: Sequence[JournalEvent]) -> int:
 
 
 def second_writer(layout: ProjectLayout) -> list[Any]:
-    """R25: the same command while it runs (in a step without end), and again after both processes were killed."""
+    """R25: start the same command while the first one runs (in a step that hangs), and again after both processes were
+    killed."""
     from report_rows import count
 
     follower, process = Follower(layout), start(layout, InjectedFault(kind="hang", step=3))
@@ -195,7 +198,7 @@ def second_writer(layout: ProjectLayout) -> list[Any]:
 
 
 def crash_loop(layout: ProjectLayout, retries: int) -> list[Any]:
-    """R16: a worker that dies in the same step each time; the command must give up by itself, with the reason."""
+    """R16: a worker dies in the same step each time. The command must give up by itself and report the reason."""
     from report_rows import count
 
     follower = Follower(layout)
@@ -207,7 +210,7 @@ def crash_loop(layout: ProjectLayout, retries: int) -> list[Any]:
 
 
 def slow_disk(layout: ProjectLayout) -> list[Any]:
-    """R15: a save, of some 25 operations, takes longer than the time after which a worker counts as stalled."""
+    """R15: a save of about 25 operations takes longer than the time after which a worker counts as stalled."""
     from report_rows import count
 
     follower = Follower(layout)
@@ -220,14 +223,14 @@ def slow_disk(layout: ProjectLayout) -> list[Any]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for a command; its exit code, and what it printed."""
+    """Wait for a command. Return its exit code and its output."""
     output, _ = process.communicate(timeout=PATIENCE_S)
     return process.returncode, output
 
 
 def ledger(layout: ProjectLayout, settings: Settings, events: Sequence[JournalEvent]) -> tuple[int, int, int]:
-    """Steps whose rows are not those of the plan, steps that were told otherwise when done again, and rows that did
-    not come exactly once in a whole epoch."""
+    """Return three counts: steps whose rows differ from the plan, repeated steps whose logged rows differ, and rows
+    that did not occur exactly once in a complete epoch."""
 
     from ratchet.data.batches import BatchPlan
 
@@ -249,7 +252,7 @@ def ledger(layout: ProjectLayout, settings: Settings, events: Sequence[JournalEv
 def rows(
     project: ProjectLayout, folder: Path, kills: int, seed: int, say: Callable[[str], None]
 ) -> tuple[list[Any], Deaths]:
-    """Rows R10, R12, R22, R24 and R25, and the costs that row R23 is computed from."""
+    """Measure rows R10, R12, R15, R16, R22, R24 and R25. Also return the costs from which row R23 is computed."""
     from report_rows import at_most, count, told
 
     from ratchet.runs.fault_injection.outcome import TrainingFingerprint, find_differences
@@ -289,7 +292,7 @@ def rows(
 
 
 def watched(project: ProjectLayout, folder: Path) -> list[Any]:
-    """Rows R15, R16 and R25."""
+    """Measure rows R15, R16 and R25."""
     settings = params_file.load(project.params)
     machine = settings.machine.model_copy(
         update={
@@ -309,7 +312,7 @@ def watched(project: ProjectLayout, folder: Path) -> list[Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many percent do not exceed (nearest rank)."""
+    """Return the smallest value that at least this percentage of values does not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)]
 

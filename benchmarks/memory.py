@@ -3,10 +3,11 @@
     pip install -c constraints.txt -e .
     python benchmarks/memory.py [--quick] [--json FILE]
 
-Each cell is a process of its own that does what a worker does (memory_cell.py): forecast, load, adapt, three optimizer
-steps of two micro-batches each, validation, checkpoints. The project's own monitor measures each phase. On a CPU that
-is resident memory (VmHWM), on a GPU what torch's allocator gave out (max_memory_allocated). Errors are those of the
-peak, and on a CPU also those of the memory above the libraries, which take a known half gigabyte.
+Each cell is a process of its own that does the work of a worker (memory_cell.py): forecast, load, adapt, three
+optimizer steps of two micro-batches each, validation, checkpoints. The project's own monitor measures each phase. On a
+CPU it measures resident memory (VmHWM); on a GPU it measures the memory that torch's allocator gave out
+(max_memory_allocated). Errors refer to the peak, and on a CPU also to the memory above the libraries, which take a
+known half gigabyte.
 """
 
 import argparse
@@ -53,14 +54,14 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 QUICK_CELLS: dict[str, Sequence[int]] = {"llama-37M": (3, 6), "gpt2-52M": (0, 5, 6)}
-"""Of each model, numbers of cells; see `cpu_cells`."""
+"""Numbers of cells for each model; see `cpu_cells`."""
 LIMITS = {"7B": 10, "13B": 18}
 """Limits in GiB for QLoRA of rank 16, 2,048 tokens, one row."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training."""
+    """Settings of one training."""
 
     model: str
     rank: int
@@ -71,9 +72,10 @@ class Cell:
 
 
 def cpu_cells(quick: bool) -> Iterator[Cell]:
-    """Half of all combinations of five settings with two values each, so that every pair of values occurs; 24 cells.
+    """Yield half of all combinations of five settings with two values each, such that every pair of values occurs; 24
+    cells.
 
-    Quick: five of the smaller models, with every value of each setting.
+    Quick: five cells of the smaller models, with every value of each setting.
     """
     for model, numbers in QUICK_CELLS.items() if quick else ((model, range(8)) for model in CPU_MODELS):
         for number in numbers:
@@ -84,7 +86,8 @@ def cpu_cells(quick: bool) -> Iterator[Cell]:
 
 
 def gpu_cells(quick: bool) -> Iterator[Cell]:
-    """QLoRA with and without checkpointing; the largest only as they are trained."""
+    """Yield QLoRA cells with and without checkpointing. The largest model has checkpointing only, as in practice. One
+    cell of the smallest model is not quantised."""
     for model in ["llama-1B"] if quick else list(GPU_MODELS):
         yield Cell(model, 16, 2048, 1, True, "nf4")
         yield Cell(model, 64, 1024, 4, True, "nf4")
@@ -138,13 +141,14 @@ class Result:
     forecast: int
     measured: int
     floor: int
-    """Libraries, which are in both."""
+    """Memory of libraries, which both numbers include."""
     process: int
-    """The most that the process held on the device, with what torch's allocator keeps and the context."""
+    """Largest memory of the process on the device, including the cache of torch's allocator and the context."""
 
     @classmethod
     def of(cls, cell: Cell, found: dict[str, Any]) -> "Result":
-        """On a GPU the context is left out: torch's allocator does not count it."""
+        """Create the result of a cell. On a GPU the context is left out, because torch's allocator does not count
+        it."""
         phases = found["forecast"].values()
         totals = [sum(count for part, count in parts.items() if part != "CUDA context") for parts in phases]
         floor = found["measured"]["baseline"] if found["device"] == "cpu" else 0
@@ -152,7 +156,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Signed, relative to what was measured."""
+        """Signed error relative to the measured peak."""
         return self.forecast / self.measured - 1
 
     @property
@@ -162,7 +166,7 @@ class Result:
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Return a line for each cell."""
+    """Yield a header, and a line for each cell."""
     yield "model        rank tokens rows checkpointing quantisation  forecast  measured    error  above libraries"
     for one in results:
         cell = one.cell
@@ -174,7 +178,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def judged(results: Sequence[Result], on_gpu: bool) -> Iterator[Row]:
-    """The rows that a benchmark ends with."""
+    """Yield the rows of the benchmark."""
     errors = [100 * abs(one.error) for one in results]
     where = "GPU" if on_gpu else "CPU"
     yield at_most(f"{where}: median error of the peak, %", statistics.median(errors), 5 if on_gpu else 10)
@@ -192,7 +196,7 @@ def judged(results: Sequence[Result], on_gpu: bool) -> Iterator[Row]:
 
 
 def _limits(results: Sequence[Result]) -> Iterator[Row]:
-    """Return the total device memory of a QLoRA step with 2,048 tokens."""
+    """Yield rows for the total device memory of a QLoRA step with 2,048 tokens."""
     for name, limit in LIMITS.items():
         for one in results:
             if one.cell.model == f"llama-{name}" and one.cell.tokens == 2048:
@@ -200,7 +204,7 @@ def _limits(results: Sequence[Result]) -> Iterator[Row]:
 
 
 def measure(models: dict[str, dict[str, Any]], cells: Sequence[Cell], dtype: str) -> list[Result]:
-    """All cells, a model at a time: of the large ones a disk may not hold two."""
+    """Measure all cells, one model at a time, because a disk may not have space for two large models."""
     results = []
     for name in dict.fromkeys(cell.model for cell in cells):
         with tempfile.TemporaryDirectory(prefix="ratchet-memory-") as folder:
@@ -214,7 +218,7 @@ def measure(models: dict[str, dict[str, Any]], cells: Sequence[Cell], dtype: str
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="five cells instead of 24; on a GPU the smallest model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -32,11 +32,11 @@ from ratchet.training.trainer import TrainingLoop
 
 STEPS = 3
 QUESTION = 0.25
-"""Share of a row that is not learned from."""
+"""Share of a row that is not trained on."""
 
 
 def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> TokenRows:
-    """Random rows, all as long as the longest."""
+    """Return random rows of equal length."""
     draw = np.random.default_rng(seed)
     ids = [draw.integers(3, vocabulary, tokens).tolist() for _ in range(count)]
     asked = int(QUESTION * tokens)
@@ -44,7 +44,7 @@ def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> TokenRows:
 
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
-    """Forecast and measured bytes by phase."""
+    """Return forecast and measured bytes by phase."""
     base, work_place = Path(cell["base"]), RunPaths(Path(cell["work"]))
     work_place.checkpoints.mkdir(parents=True)
     device = loading.pick_device("auto")
@@ -97,4 +97,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
-    os._exit(0)  # as a worker ends: taking torch apart takes seconds, and a thread of its may end the process badly
+    os._exit(0)  # as a worker ends: shutting torch down takes seconds, and one of its threads may make the process fail

@@ -3,14 +3,15 @@
     pip install -c constraints.txt -e .
     python benchmarks/merge.py [--quick] [--json FILE]
 
-Both write the same model in float32 from the same base and adapter, in files of the same size, each time in a process
-of its own (merge_cell.py) with one thread, in turns. `original`: the adapter is added to the base's own weights; peft
-loads, merges, saves. `dequantized`: to what 4 bits make of them; peft loads in 4 bits, dequantises, merges, saves.
+Both sides write the same model in float32 from the same base and adapter, in files of the same size, each time in a new
+process (merge_cell.py) with one thread, in turns. `original`: the adapter is added to the base's own weights; peft
+loads, merges, saves. `dequantized`: the adapter is added to weights that were quantised to 4 bits and dequantised; peft
+loads in 4 bits, dequantises, merges, saves.
 
-Memory is resident memory (VmHWM) above what the same process held when everything was imported: libraries are half a
-gigabyte on both sides. The total is reported, too. It includes pages of mapped files, so the sampled peak of the
-process's own memory (RssAnon) is judged as well. Time begins after the imports and ends when all is on the disk
-(fsync), for both. Ratios are medians over pairs.
+Memory is resident memory (VmHWM) above the memory of the same process after all imports: libraries take half a gigabyte
+on both sides. The total is reported, too. It includes pages of mapped files, so the sampled peak of the process's own
+memory (RssAnon) has a target as well. For both sides, time begins after the imports and ends when all files are on disk
+(fsync). Ratios are medians over pairs.
 """
 
 import argparse
@@ -35,14 +36,14 @@ SHAPES: dict[bool, dict[str, Any]] = {
     True: {"layers": 6, "shard_bytes": 16_000_000, "pairs": 3},
     False: {"layers": 16, "shard_bytes": 32_000_000, "pairs": 5},
 }
-"""Of the quick run and the full one: some 200 MB in 14 files, and 480 MB in 16."""
+"""Sizes by `quick`: about 200 MB in 14 files, and 480 MB in 16."""
 LARGEST_DIFFERENCE = 1e-6
-"""Of any weight: sums of the same float32 numbers."""
+"""Limit for the difference of any weight: both sides sum the same float32 numbers."""
 
 
 def cell(**given: Any) -> dict[str, Any]:
     """Return the results of merge_cell.py. End the benchmark if it fails."""
-    os.sync()  # what the one before has left to be written is not to be paid by this one
+    os.sync()  # write pending data of the previous cell, so that this cell does not pay for it
     script = Path(__file__).with_name("merge_cell.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
@@ -56,7 +57,7 @@ def cell(**given: Any) -> dict[str, Any]:
 
 
 def pairs(work: Path, way: str, count: int, shard_bytes: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Both merges, one after the other, again and again; who begins changes. Their results lie there for the last."""
+    """Yield pairs of merges, one of each side. The order alternates. The results of the last pair remain on disk."""
     for number in range(count):
         order = ("ours", "peft") if number % 2 else ("peft", "ours")
         found = {}
@@ -72,7 +73,7 @@ def pairs(work: Path, way: str, count: int, shard_bytes: int) -> Iterator[dict[s
 
 
 def judged(way: str, found: list[dict[str, dict[str, Any]]], difference: float) -> Iterator[Row]:
-    """The rows of one way to merge."""
+    """Yield the rows of one way to merge."""
 
     def of(who: str, key: str) -> list[float]:
         return [one[who][key] for one in found]
@@ -95,7 +96,7 @@ def judged(way: str, found: list[dict[str, dict[str, Any]]], difference: float) 
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer pairs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -34,7 +34,8 @@ TRAIN = Train(quantization="nf4", double_quantization=True, compute_dtype="float
 
 
 def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
-    """A base of many files with random weights, a tokenizer, and a LoRA of all linear layers that does something."""
+    """Create a base of many files with random weights, a tokenizer, and a LoRA of all linear layers with non-zero
+    effect."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
         num_attention_heads=12, num_key_value_heads=12, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -56,7 +57,7 @@ def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
 
 
 def ours(work: Path, way: Any, target: Path, shard_bytes: int) -> None:
-    """Shards to shards."""
+    """Merge with Ratchet, shard by shard."""
     recipe = MergeRecipe(
         base=work / "base", card=CARD, train=TRAIN, adapters=(WeightedAdapter(work / "adapter"),), modules=(),
         merge_base=way,
@@ -66,7 +67,8 @@ def ours(work: Path, way: Any, target: Path, shard_bytes: int) -> None:
 
 
 def theirs(work: Path, way: str, target: Path, shard_bytes: int) -> None:
-    """As peft's documentation does it; with 4 bits, dequantised before. Then all of it is on the disk, as ours is."""
+    """Merge as peft's documentation does; with 4 bits, dequantise first. Then write all files to disk with fsync, as
+    Ratchet does."""
     if way == "original":
         model = AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch.float32)
     else:
@@ -82,7 +84,7 @@ def theirs(work: Path, way: str, target: Path, shard_bytes: int) -> None:
 
 
 class OwnMemory(threading.Thread):
-    """Looks again and again how much memory is the process's own (RssAnon of proc(5)), and remembers the most."""
+    """Samples the process's own memory (RssAnon of proc(5)), and keeps the largest value."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -91,7 +93,7 @@ class OwnMemory(threading.Thread):
 
     @staticmethod
     def now_bytes() -> int:
-        """At this moment."""
+        """Return the current value in bytes."""
         with open("/proc/self/status", encoding="ascii") as stream_:  # noqa: PTH123 (read hundreds of times a second)
             line = next(line for line in stream_ if line.startswith("RssAnon:"))
         return int(line.split()[1]) * 1024
@@ -102,14 +104,14 @@ class OwnMemory(threading.Thread):
             self.most_bytes = max(self.most_bytes, self.now_bytes())
 
     def end(self) -> int:
-        """The most that was seen, in bytes."""
+        """Stop sampling, and return the largest value in bytes."""
         self._over.set()
         self.join()
         return self.most_bytes
 
 
 def measured(merge: Callable[[], None]) -> dict[str, Any]:
-    """Memory and time of one merge in this process, above what it holds when everything is imported."""
+    """Return memory and time of one merge in this process. Memory is counted above the memory after all imports."""
     before, own_before = capacity.resident_bytes(), OwnMemory.now_bytes()
     if not capacity.reset_peak():
         raise SystemExit("this kernel does not let a process forget its peak of memory")
@@ -128,7 +130,7 @@ def measured(merge: Callable[[], None]) -> dict[str, Any]:
 
 
 def compare(one: Path, other: Path) -> dict[str, Any]:
-    """The largest difference of a number; the names must be the same."""
+    """Return the largest difference of a number. Raises SystemExit if the names of tensors differ."""
     found = [{name: path for path in folder.glob("*.safetensors") for name in _names(path)} for folder in (one, other)]
     if found[0].keys() != found[1].keys():
         raise SystemExit(f"{one} and {other} hold other tensors: {sorted(found[0].keys() ^ found[1].keys())[:4]}")

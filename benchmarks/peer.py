@@ -1,7 +1,8 @@
-"""Starts, watches and judges attempts of the peer (peer_trainer.py). The faults are in peer_faults.py.
+"""Starts, observes and judges attempts of the peer (peer_trainer.py). The faults are in peer_faults.py.
 
-Every attempt is a process of its own, forked from a server that has the libraries imported: a second instead of twelve.
-A manual fix is counted when the newest checkpoint is deleted after a refused start, as a user would have to do.
+Every attempt is a process of its own, forked from a server that has imported the libraries: a start takes one second
+instead of twelve. A manual fix is counted when a restart is refused and the newest checkpoint is deleted, as a user
+would have to do.
 """
 
 import json
@@ -24,7 +25,7 @@ from ratchet.storage.layout import ProjectLayout
 
 PATIENCE_S = 180.0
 STARTS = 30
-"""Of one run in a row without success: more, and it is given up."""
+"""Limit for consecutive failed starts of one run; the run is given up after more."""
 OUTPUT = "output.txt"
 
 
@@ -36,22 +37,23 @@ class Row:
     fault: str
     trials: int = 0
     exact: int = 0
-    """Trials that ended with the weights, optimizer and steps of the uninterrupted run."""
+    """Trials that ended with the weights, optimizer state and number of steps of the uninterrupted run."""
     unaided: int = 0
-    """Trials that needed no hand to end."""
+    """Trials that ended without a manual fix."""
     silent: int = 0
-    """Trials that ended with success, and wrongly."""
+    """Trials that reported success with a wrong result."""
     slowest_s: float = 0.0
-    """Longest from the repeated command to training again (SIGTERM: from the signal to the end of the process)."""
+    """Longest time in seconds from the repeated command until training resumes (SIGTERM: from the signal to the end of
+    the process)."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the row as plain values."""
         return asdict(self)
 
 
 def _attempt(options: Options, environment: Mapping[str, str]) -> None:
-    """The body of a forked process."""
+    """Train in a forked process. Output goes to a file; an exception ends the process with exit code 1."""
     os.environ.update(environment)
     with (options.out / OUTPUT).open("ab") as stream:
         os.dup2(stream.fileno(), 1)
@@ -68,15 +70,17 @@ class Bench:
     """Runs attempts of the peer on one project.
 
     Args:
-        project: its base and data stages have run.
-        folder: for the checkpoints of all trials.
-        say: told of what goes on.
+        project: project in which stages base and prepare have run.
+        folder: folder for the checkpoints of all trials.
+        steps: optimizer steps of a training.
+        save_every: optimizer steps between two checkpoints.
+        say: receives progress messages.
     """
 
     def __init__(
         self, project: ProjectLayout, folder: Path, steps: int, save_every: int, say: Callable[[str], None]
     ) -> None:
-        # The server looks for the modules to import beforehand here: it does not know our sys.path.
+        # The server does not have this process's sys.path; it finds the modules to preload through PYTHONPATH.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         os.environ["HF_HUB_OFFLINE"] = "1"
         self._processes = multiprocessing.get_context("forkserver")
@@ -90,14 +94,14 @@ class Bench:
         say(f"  the peer's uninterrupted run: {steps} steps in {self.training_s:.1f} s")
 
     def new(self, **changes: Any) -> Options:
-        """Options with an empty folder of their own."""
+        """Return options with a new, empty folder."""
         self._number += 1
         out = self.folder / f"{self._number:03}"
         out.mkdir(parents=True)
         return replace(self._options, **({"out": out} | changes))
 
     def undisturbed(self, **changes: Any) -> tuple[dict[str, Any], float]:
-        """Result, and seconds of training, of a run that nothing happens to."""
+        """Train without faults. Return the result and the seconds."""
         options = self.new(**changes)
         process = self.begin(options)
         begun = time.monotonic()
@@ -114,7 +118,7 @@ class Bench:
         return process
 
     def join(self, options: Options, process: Any) -> int:
-        """Wait for the end of a process; returns its exit code."""
+        """Wait for the end of a process. Return its exit code."""
         process.join(PATIENCE_S)
         if process.is_alive():
             process.kill()
@@ -122,7 +126,8 @@ class Bench:
         return int(process.exitcode)
 
     def wait(self, options: Options, process: Any, event: str, step: int = 0, nth: int = 1) -> bool:
-        """Until the log tells an event (of this step at least) for the n-th time; False if the process ends first."""
+        """Wait until the log has an event (of at least this step) for the n-th time. Return False if the process ends
+        first."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             ended = not process.is_alive()
@@ -135,13 +140,14 @@ class Bench:
         raise SystemExit(f"the peer told no {event!r} within {PATIENCE_S:g} s: {last_line(options)}")
 
     def begin(self, options: Options, **environment: str) -> Any | None:
-        """A process that has begun to train; None if the start was refused."""
+        """Start a process and wait until it trains. Return None if the start was refused."""
         before = sum(e["event"] == "begin" for e in log(options))
         process = self.start(options, **environment)
         return process if self.wait(options, process, "begin", nth=before + 1) else None
 
     def to_the_end(self, options: Options) -> list[str]:
-        """Start until the run ends, lending a hand where it refuses; returns what each refused start said."""
+        """Start until the run ends, and delete the newest checkpoint after each refused start. Return the last output
+        line of each refused start."""
         refusals: list[str] = []
         while self.join(options, self.start(options)) != 0:
             refusals.append(last_line(options))
@@ -150,7 +156,7 @@ class Bench:
         return refusals
 
     def judge(self, options: Options, row: Row, reference: Mapping[str, Any] | None = None, trials: int = 1) -> bool:
-        """Compare an ended run with the reference and count it; its folder goes."""
+        """Compare an ended run with the reference, count the result, and delete the run's folder."""
         found = result(options)
         exact = same(found, reference or self.reference)
         row.exact += trials * exact
@@ -169,7 +175,7 @@ def result(options: Options) -> dict[str, Any]:
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Weights, optimizer and number of steps."""
+    """Return whether weights, optimizer state and number of steps are equal."""
     return bool(a) and all(a[key] == b[key] for key in ("weights", "optimizer", "step"))
 
 
@@ -181,19 +187,19 @@ def log(options: Options) -> list[dict[str, Any]]:
 
 
 def last_line(options: Options) -> str:
-    """The last thing that a process printed, without paths."""
+    """Return the last line that a process printed, without directories of paths."""
     path = options.out / OUTPUT
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
     return re.sub(r"/\S*/", "", lines[-1])[:160] if lines else "nothing was printed"
 
 
 def checkpoints(options: Options) -> list[Path]:
-    """By step, oldest first."""
+    """Return the checkpoints, sorted by step."""
     return sorted(options.out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def lend_a_hand(options: Options) -> bool:
-    """Delete the newest checkpoint, which a restart refused; False when there is none."""
+    """Delete the newest checkpoint, from which a restart was refused. Return False if there is none."""
     found = checkpoints(options)
     if found:
         shutil.rmtree(found[-1])

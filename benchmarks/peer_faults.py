@@ -20,14 +20,14 @@ DECISIVE = (
     "adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
     "adapter_config.json",
 )  # fmt: skip
-"""Files of a checkpoint that decide how training goes on."""
+"""Files of a checkpoint that a resumed training depends on."""
 QUICK_DAMAGES = (
     ("adapter_model.safetensors", "cut"), ("optimizer.pt", "missing"), ("rng_state.pth", "missing"),
     ("trainer_state.json", "empty"),
 )  # fmt: skip
 PAUSE_S = 0.12
-"""In every micro-batch of the SIGTERM row: Trainer waits 3 s after the signal before it looks for it (kill_wait), and a
-toy would have ended by then."""
+"""Pause in seconds in every micro-batch of the SIGTERM row. Trainer waits 3 s after the signal before it acts on it
+(kill_wait); without the pause, the small training would end before that."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ QUICK = Amounts(runs=1, kills_per_run=5, flips_per_file=1, terms=2, quick=True)
 def rows(
     project: ProjectLayout, folder: Path, amounts: Amounts, seed: int, steps: int, say: Callable[[str], None]
 ) -> list[Row]:
-    """All rows. Every schedule is drawn from `seed` and the name of the row."""
+    """Measure all rows. Every schedule is drawn from `seed` and the name of the row."""
     bench = Bench(project, folder, steps, save_every=2, say=say)
     found: list[Row] = []
     for measure in (kills, flips, damages, terms, nan, memory, by_length, full_disk, sizes):
@@ -62,7 +62,7 @@ def rows(
 
 
 def kills(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """SIGKILL at times uniform over the training, not counting starts; then the same command again."""
+    """Send SIGKILL at times that are uniform over the training without starts; then run the same command again."""
     row = Row("R1", "SIGKILL, a checkpoint every 2 steps")
     metrics = wrong = 0
     for _ in range(amounts.runs):
@@ -83,7 +83,8 @@ def kills(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def _strike(bench: Bench, options: Options, wait_s: float, row: Row) -> tuple[bool, list[str]]:
-    """Start, and kill after `wait_s` of training. Return whether it was killed, and messages of refused starts."""
+    """Start, and kill after `wait_s` of training. Return whether the process was killed, and messages of refused
+    starts."""
     refusals: list[str] = []
     while True:
         started = time.monotonic()
@@ -99,7 +100,7 @@ def _strike(bench: Bench, options: Options, wait_s: float, row: Row) -> tuple[bo
 
 
 def _stopped_at(bench: Bench, step: int, **changes: Any) -> Options:
-    """A run that was killed when its checkpoint of `step` was whole, and the one before it too."""
+    """Return a run that was killed as soon as its checkpoint of `step` was complete. Later checkpoints are deleted."""
     options = bench.new(**changes)
     process = bench.begin(options)
     bench.wait(options, process, "saved", step=step)
@@ -113,7 +114,7 @@ def _stopped_at(bench: Bench, step: int, **changes: Any) -> Options:
 
 
 def _middle(bench: Bench) -> int:
-    """A step with a checkpoint, halfway."""
+    """Return a step with a checkpoint, halfway through the training."""
     return bench.steps // 4 * 2
 
 
@@ -125,7 +126,7 @@ def _copied(bench: Bench, options: Options) -> Options:
 
 
 def _resume_damaged(bench: Bench, stopped: Options, row: Row, name: str, damage: Callable[[Path], str]) -> None:
-    """Damage one file of the newest checkpoint, start again, and count what comes of it."""
+    """Damage one file of the newest checkpoint, start again, and count the result."""
     options = _copied(bench, stopped)
     newest = checkpoints(options)[-1]
     what = damage(newest / name)
@@ -147,7 +148,7 @@ def _resume_damaged(bench: Bench, stopped: Options, row: Row, name: str, damage:
         lend_a_hand(options)
         bench.to_the_end(options)
     if not bench.judge(options, row):
-        row.notes.append(f"{name} {what}: went on from step {begun}, result differs")
+        row.notes.append(f"{name} {what}: resumed from step {begun}, result differs")
 
 
 def flips(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
@@ -188,7 +189,7 @@ DAMAGES: dict[str, Callable[[Path], str]] = {"cut": _cut, "empty": _empty, "miss
 
 
 def damages(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """Each file of the newest checkpoint cut short, empty and missing; an older checkpoint is whole."""
+    """Truncate, empty or remove each file of the newest checkpoint. An older checkpoint is intact."""
     row = Row("R5", "file cut, empty or missing")
     stopped = _stopped_at(bench, _middle(bench))
     every = [(name, damage) for name in DECISIVE for damage in DAMAGES]
@@ -198,14 +199,15 @@ def damages(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def terms(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """SIGTERM with `enable_jit_checkpoint`; then the same command again."""
+    """Send SIGTERM with `enable_jit_checkpoint`; then run the same command again."""
     row = Row("R7", "SIGTERM (enable_jit_checkpoint)")
     for _ in range(amounts.terms):
         options = bench.new(jit=True, pause_s=PAUSE_S)
         process = bench.begin(options)
         if process is None:
             raise SystemExit(f"the peer does not start: {last_line(options)}")
-        process.join(draw.uniform(0, bench.steps * PAUSE_S))  # the second half is left for its 3 s of waiting
+        # after at most half the time, because Trainer waits 3 s before it acts
+        process.join(draw.uniform(0, bench.steps * PAUSE_S))
         sent = time.monotonic()
         process.terminate()
         bench.join(options, process)
@@ -222,7 +224,7 @@ def terms(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def nan(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """The loss of one micro-batch is NaN, once."""
+    """Make the loss of one micro-batch NaN, once."""
     row = Row("R8", "one NaN loss", trials=1)
     options = bench.new()
     code = bench.join(options, bench.start(options, **{NAN_STEP: str(draw.randrange(3, bench.steps - 2))}))
@@ -237,7 +239,8 @@ def nan(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def memory(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """Out of memory in one micro-batch after half of the steps, with and without `auto_find_batch_size`."""
+    """Raise an out-of-memory error in one micro-batch after half of the steps, with and without
+    `auto_find_batch_size`."""
     row = Row("R9", "out of memory once")
     for finds in (True, False):
         options = bench.new(find_batch_size=finds)
@@ -248,13 +251,13 @@ def memory(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
         row.notes.append(f"{'auto_find_batch_size' if finds else 'default'}: exit code {code}; {text}")
         row.unaided += code == 0
         if code:
-            bench.to_the_end(options)  # the fault is not there any more
+            bench.to_the_end(options)  # the fault is not injected again
         bench.judge(options, row)
     return row
 
 
 def by_length(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """Killed in the first and in the second epoch of a run with `group_by_length`."""
+    """Kill a run with `group_by_length` in its first or its second epoch, and resume it."""
     row = Row("R11", "group_by_length, resumed")
     reference, _ = bench.undisturbed(by_length=True)
     for step in (_middle(bench) - 2, bench.steps - 4):
@@ -267,7 +270,7 @@ def by_length(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def full_disk(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """A file system that fills up with the third checkpoint; then there is room again, and the command is repeated."""
+    """Fill a file system with the third checkpoint; then enlarge the file system and repeat the command."""
     row = Row("R6", "disk full, then room again")
     room = bench.folder / "small-disk"
     size_kb = _size_kb(_stopped_at(bench, 2).out) * 5 // 2
@@ -290,7 +293,7 @@ def full_disk(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
 
 
 def sizes(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
-    """Bytes of a checkpoint, and how many of them are weights and optimizer."""
+    """Measure the bytes of a checkpoint, and its share of weights and optimizer state."""
     row = Row("R21", "bytes a save")
     stopped = _stopped_at(bench, 2)
     bytes_of = {path.name: path.stat().st_size for path in checkpoints(stopped)[-1].iterdir()}
@@ -305,7 +308,7 @@ def _size_kb(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _small_disk(folder: Path, size_kb: int) -> Iterator[bool]:
-    """A tmpfs of this size, if we may mount one."""
+    """Mount a tmpfs of this size. Yield whether it could be mounted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(folder)]
     mounted = (

@@ -2,15 +2,15 @@
 
     python benchmarks/peer_trainer.py PROJECT OUT --steps 24 --save-every 2 [--jit] [--by-length] [--find-batch-size]
 
-It is written as the documentation says: checkpoints by steps, `save_total_limit`, resume from `get_last_checkpoint`,
-`full_determinism`. The base is loaded as ours is (NF4 by bitsandbytes, compute type and all), the adapter attached by
-the same peft call, so that only the training loop differs. Read for it: transformers 5.23, `training_args.py`,
+The script follows the documentation: checkpoints by steps, `save_total_limit`, resume from `get_last_checkpoint`,
+`full_determinism`. The base is loaded as Ratchet loads it (NF4 by bitsandbytes, same compute dtype), and the same peft
+call attaches the adapter, so that only the training loop differs. Sources: transformers 5.23, `training_args.py`,
 `trainer.py`, `trainer_utils.get_last_checkpoint`, `trainer_jit_checkpoint.py`.
 
-OUT gets the checkpoints, `log.jsonl` (what happened when: for the benchmark, which kills by it) and, at the end,
-`result.json`: SHA-256 of trainable weights and of the optimizer's state, the Trainer's own log, whether all is finite.
-Faults are asked for in the environment, like ours: PEER_NAN_STEP (the loss of a micro-batch of this step becomes NaN)
-and PEER_OOM_MICRO_BATCH (this micro-batch runs out of memory); each strikes once a process.
+OUT receives the checkpoints, `log.jsonl` (events, by which the benchmark times its kills) and, at the end,
+`result.json`: SHA-256 of trainable weights and of the optimizer's state, the Trainer's own log, and whether all weights
+are finite. Environment variables request faults, as in Ratchet: PEER_NAN_STEP (the loss of a micro-batch of this step
+becomes NaN) and PEER_OOM_MICRO_BATCH (this micro-batch runs out of memory). Each fault occurs once per process.
 """
 
 import argparse
@@ -58,16 +58,16 @@ class Options:
     steps: int
     save_every: int
     jit: bool = False
-    """Seal a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
+    """Save a checkpoint at SIGTERM (`enable_jit_checkpoint`)."""
     by_length: bool = False
-    """Rows of like length together (`train_sampling_strategy="group_by_length"`)."""
+    """Put rows of similar length into the same batch (`train_sampling_strategy="group_by_length"`)."""
     find_batch_size: bool = False
-    """Go on with smaller micro-batches after an out-of-memory (`auto_find_batch_size`)."""
+    """Continue with smaller micro-batches after an out-of-memory error (`auto_find_batch_size`)."""
     pause_s: float = 0.0
-    """Wait in every micro-batch: the time that a larger model would take."""
+    """Pause in seconds in every micro-batch, which stands for the time of a larger model."""
 
     def arguments(self) -> list[str]:
-        """This call as a command line."""
+        """Return the options as a command line."""
         switches = {"--jit": self.jit, "--by-length": self.by_length, "--find-batch-size": self.find_batch_size}
         numbers = {"--steps": self.steps, "--save-every": self.save_every, "--pause-s": self.pause_s}
         return [
@@ -77,7 +77,7 @@ class Options:
 
 
 class Log(TrainerCallback):  # type: ignore[misc]
-    """Tells on disk, line by line, what happens; the benchmark looks there for the moment to strike."""
+    """Writes events to a file, one per line. The benchmark reads the file to time its faults."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Log(TrainerCallback):  # type: ignore[misc]
 
 
 class FaultyTrainer(Trainer):  # type: ignore[misc]
-    """Trainer with faults in `compute_loss`, the method that its documentation gives to subclasses."""
+    """Trainer with faults in `compute_loss`, the method that its documentation lets subclasses override."""
 
     pause_s = 0.0
     nan_step = 0
@@ -122,7 +122,8 @@ class FaultyTrainer(Trainer):  # type: ignore[misc]
 
 
 def training_arguments(settings: Settings, options: Options) -> TrainingArguments:
-    """Our settings in Trainer's words; the batch of a step is made of micro-batches by gradient accumulation."""
+    """Return the project's settings as Trainer's arguments. Gradient accumulation combines micro-batches into the batch
+    of a step."""
     train, rows = settings.train, min(settings.machine.micro_batch_size, settings.train.batch_size)
     return TrainingArguments(
         output_dir=str(options.out),
@@ -151,7 +152,7 @@ def training_arguments(settings: Settings, options: Options) -> TrainingArgument
 
 
 def trainer_of(options: Options, log: Log) -> Trainer:
-    """Base, adapter, data and Trainer, as a training script makes them."""
+    """Create base, adapter, data and Trainer, as a training script does."""
     layout = ProjectLayout(options.project)
     settings = params_file.load(layout.params)
     loading.use_threads(settings.machine.threads)
@@ -159,7 +160,7 @@ def trainer_of(options: Options, log: Log) -> Trainer:
     card = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, card)
     model = adapters.attach(loading.load(path, card, settings.train, device), settings.train, card.digest)
-    model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
+    model.peft_config["default"].base_model_name_or_path = str(path)  # peft would look for the digest on the hub
     tokenizer = base_model.load_tokenizer(path, layout.chat_template, card.added_tokens)
     rows = token_files.open_split(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
@@ -178,7 +179,7 @@ def trainer_of(options: Options, log: Log) -> Trainer:
 
 
 def train(options: Options) -> None:
-    """Train to the end, or from the last checkpoint to the end."""
+    """Train to the end, starting from the last checkpoint if there is one."""
     options.out.mkdir(parents=True, exist_ok=True)
     log = Log(options.out / LOG)
     log.tell("start")

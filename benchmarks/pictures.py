@@ -3,10 +3,10 @@
     make pictures
     python benchmarks/pictures.py [--target FOLDER] [--keep FOLDER]
 
-Needs tmux, Chromium and Prometheus, about five minutes on two quiet cores, and no network. Everything is real: tmux
+Needs tmux, Chromium and Prometheus, about five minutes on two idle cores, and no network. All programs are real: tmux
 shows the consoles, Chromium draws the pages and MLflow's UI, and pictures_dashboard.py draws the dashboard from the
-answers of a Prometheus that fetches from the run every second. Exit code 2: a program is missing. `--keep` keeps the
-project; if it exists already, only its pages are drawn again.
+answers of a Prometheus that scrapes the run every second. Exit code 2: a program is missing. `--keep` keeps the
+project; if the project exists already, it is not trained again, and only pages, MLflow's UI and generations are drawn.
 """
 
 import argparse
@@ -48,35 +48,36 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "pictures"
 PROGRAMS = {"tmux": "tmux", "prometheus": "prometheus"}
 MOST_BYTES = 1_500_000
-"""All of them together."""
+"""Limit for the bytes of all pictures together."""
 KILLED_AT, SHOWN_AT, WATCHED_AT = 80, 190, 120
-"""Steps: of the first training, where its worker is killed, and where it is shown; of the others, where they are."""
+"""Steps: at KILLED_AT the first training's worker is killed; at SHOWN_AT its console is shown; at WATCHED_AT of all
+other trainings, `ratchet watch` is shown."""
 OVER = 3
-"""Trials of the sweep that are over when its board is shown."""
+"""Number of finished trials of the sweep when its board is shown."""
 PATIENCE_S = 300.0
 UI_SIZE = (1440, 800)
 SETTLE_S = 3.0
-"""Until what a page of MLflow draws by and by stands there."""
+"""Seconds that a page of MLflow needs to draw everything."""
 DISMISS = """[...document.querySelectorAll('button')].filter(one => one.textContent === 'Exit shared view')
     .forEach(one => [...one.parentElement.parentElement.querySelectorAll('button')].at(-1).click())"""
-"""The note that a view is not one's own."""
+"""Close the note that the view is shared."""
 SHOWN_METRICS = "train/"
 DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
     .filter(one => one.data?.some(line => line.y?.length > 20)).length >= 3"""
-"""Curves, not the bars of what is known once."""
+"""At least three plots are curves. Plots with fewer points are bars of values that are logged once."""
 WITHOUT_TOOLS = (
     "document.head.append(Object.assign(document.createElement('style'), {textContent: '.modebar {display: none}'}))"
 )
 VIEWS = ("Best first", "Seeds", "Sweeps")
 ASSISTANT = {"mlflow.assistant.panelOpen_v1": "false", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
-"""What MLflow's UI keeps of its assistant in a browser."""
+"""Keys of the browser's storage in which MLflow's UI keeps the state of its assistant."""
 
 
 def main() -> int:
-    """Make them; 2 when a program is missing."""
+    """Take the pictures. The exit code is 2 if a program is missing, and 1 if the pictures are too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=TARGET, metavar="FOLDER", help="default: docs/pictures")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the project")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder of the project, which is kept")
     options = parser.parse_args()
     chromium = find()
     lacking = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
@@ -116,7 +117,7 @@ class Studio:
         self._settings = settings(self._port, self._metrics, project.parent / f"{project.name}-replica")
 
     def train(self) -> None:
-        """Everything that is a training, and the pictures of consoles and the dashboard."""
+        """Run all trainings, and take the pictures of consoles and the dashboard."""
         say("project")
         made(self.layout.root, self._settings)
         put(self.layout, self._settings)
@@ -133,7 +134,7 @@ class Studio:
         put(self.layout, self._settings)
 
     def _first(self) -> None:
-        """The first training, on a terminal; its worker is killed once."""
+        """Run the first training in a terminal, and kill its worker once."""
         say("console")
         with self._screen("train") as terminal:
             steps = partial(steps_of, self.layout, put(self.layout, self._settings))
@@ -146,7 +147,7 @@ class Studio:
     def _stages(self) -> None:
         say("export, evaluate, gate")
         for verb in ("export", "evaluate", "gate"):
-            self._ratchet(verb, allowed=(0, 3))  # a gate that is not passed is an answer
+            self._ratchet(verb, allowed=(0, 3))  # 3: the gate is not passed, which is a valid result
 
     def _dashboard(self, server: prometheus_server.Server, began: float) -> None:
         say("dashboard")
@@ -163,11 +164,12 @@ class Studio:
             pictures_pages.smaller(picture.convert("RGB"), self._target / "dashboard.png")
 
     def _others(self) -> None:
-        """Trainings with other seeds and ranks, at the same time, looked at from elsewhere."""
+        """Run trainings with other seeds and ranks at the same time, and watch them from the first project."""
         say("watch")
         running, runs = [], []
         try:
-            for number, variant in enumerate(OTHERS):  # a project trains one at a time; their runs are together
+            # a project trains one run at a time; the trainings share one runs directory
+            for number, variant in enumerate(OTHERS):
                 chosen = varied(self._settings, variant)
                 project = linked(self.layout, self._scratch / f"beside-{number}", chosen)
                 runs.append(put(project, chosen))
@@ -180,17 +182,17 @@ class Studio:
             for process in running:
                 process.kill()
                 process.wait()
-        for variant in OTHERS:  # and now MLflow of this project is told of them
+        for variant in OTHERS:  # send these finished runs to this project's MLflow
             put(self.layout, varied(self._settings, variant))
             self._ratchet("train")
         put(self.layout, quiet(self._settings))
-        self._ratchet("train")  # the stage's result is that of the first one again, which was evaluated
+        self._ratchet("train")  # restores the result of the first training, which was evaluated
 
     def _watched(self, runs: Sequence[str]) -> None:
         wait_until(lambda: min(steps_of(self.layout, run) for run in runs) >= 1, "no training begins")
         with self._screen("watch", *(run[:6] for run in runs)) as terminal:
             terminal.until(lambda: min(steps_of(self.layout, run) for run in runs) >= WATCHED_AT, "too few steps")
-            time.sleep(1.0)  # it is drawn twice a second
+            time.sleep(1.0)  # the screen is drawn twice a second
             self._terminal(terminal, "watch")
 
     def _sweep(self) -> None:
@@ -218,7 +220,7 @@ class Studio:
                 pictures_pages.shoot(self._browser, page.as_uri(), part, target, dark)
 
     def mlflow(self) -> None:
-        """MLflow's UI: the runs, the curves of one, the sweep."""
+        """Take screenshots of MLflow's UI: the runs, the curves of one run, the sweep."""
         say("MLflow")
         port, log = prometheus_server.free_port(), self._scratch / "ui.log"
         with log.open("wb") as stream:
@@ -234,7 +236,7 @@ class Studio:
         wait_until(lambda: answers(f"{address}/health"), "MLflow does not answer")
         views = dict(re.findall(r"^ +(\S.*?) {2,}(http\S+)$", log.read_text(encoding="utf-8"), re.MULTILINE))
         pictures_pages.opened(tab, address)
-        for key, value in ASSISTANT.items():  # a panel that opens by itself would take a third of the picture
+        for key, value in ASSISTANT.items():  # a panel that opens by itself would cover a third of the picture
             tab.ask(f"localStorage.setItem('{key}', '{value}')")
         for view in VIEWS:
             pictures_pages.opened(tab, views[view])
@@ -257,7 +259,7 @@ class Studio:
         pictures_pages.window(tab, self._target / "mlflow-run.png")
 
     def _run_of(self, name: str) -> str:
-        """MLflow's id of a run."""
+        """Return MLflow's id of a run."""
         with sqlite3.connect(self.layout.mlflow_database) as store:
             found = store.execute("select run_uuid from runs where name like ?", (f"%{name}%",)).fetchone()
         if found is None:
@@ -283,7 +285,7 @@ class Studio:
     def _start(
         self, *words: str, stdout: int | IO[bytes] = subprocess.DEVNULL, project: ProjectLayout | None = None
     ) -> "subprocess.Popen[bytes]":
-        """Start a command in the background. Its run, if any, is added to the others."""
+        """Start a command in the background. If it creates a run, the run is in the first project's runs directory."""
         environment = os.environ | {"RATCHET_RUNS": str(self.layout.runs)}
         place = (project or self.layout).root
         errors = None if stdout == subprocess.DEVNULL else subprocess.STDOUT
@@ -291,12 +293,12 @@ class Studio:
 
 
 def say(what: str) -> None:
-    """For whoever waits."""
+    """Print a progress message."""
     print(f"{what} ...", flush=True)
 
 
 def steps_of(layout: ProjectLayout, run: str) -> int:
-    """Steps in the journal of a run."""
+    """Return the number of the last step in the journal of a run, or 0."""
     journal = RunPaths(layout.runs / run).journal
     if not journal.exists():
         return 0
@@ -304,7 +306,7 @@ def steps_of(layout: ProjectLayout, run: str) -> int:
 
 
 def wait_until(there: Callable[[], bool], lacking: str) -> None:
-    """Until something holds. Raises SystemExit when it never does."""
+    """Wait until a condition holds. Raises SystemExit after PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not there():
         if time.monotonic() > end_s:
@@ -313,7 +315,7 @@ def wait_until(there: Callable[[], bool], lacking: str) -> None:
 
 
 def workers(supervisor: int) -> list[int]:
-    """Children of a process, the youngest last."""
+    """Return the children of a process, sorted by process id, so that normally the newest is last."""
     text = "".join(path.read_text() for path in Path(f"/proc/{supervisor}/task").glob("*/children"))
     return sorted(map(int, text.split()))
 
@@ -321,7 +323,7 @@ def workers(supervisor: int) -> list[int]:
 def answers(address: str) -> bool:
     """Return whether a server answers."""
     try:
-        with urllib.request.urlopen(address, timeout=5):  # noqa: S310 (our own)
+        with urllib.request.urlopen(address, timeout=5):  # noqa: S310 (a local address)
             return True
     except OSError:
         return False
@@ -335,7 +337,7 @@ def folder_served(folder: Path) -> Iterator[int]:
         extensions_map = {".prom": "text/plain; version=0.0.4"}  # noqa: RUF012
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()

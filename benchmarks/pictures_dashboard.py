@@ -19,28 +19,28 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 DASHBOARD = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4A4E55")
-"""Okabe and Ito, Color Universal Design, 2008."""
+"""Palette: Okabe and Ito, Color Universal Design, 2008."""
 GRID = 24
-"""Columns of Grafana."""
+"""Columns of Grafana's grid."""
 WIDTH_INCHES, CELL_INCHES, DPI = 14.0, 0.32, 85
 TICKS_INCHES = 0.72
-"""Room for the figures of an axis."""
+"""Width for the numbers of an axis."""
 MOST_SERIES = 14
 CROWDED = 8
-"""Series from which on their names are small."""
+"""With more series than this, the names of series are small."""
 
 Series = tuple[dict[str, str], list[tuple[float, float]]]
-"""Labels, and pairs of Unix time and value."""
+"""Labels of a series, and pairs of Unix time and value."""
 Ask = Callable[[str], Sequence[Series]]
 
 
 def draw(ask: Ask, target: Path, interval: str = "10s") -> list[str]:
-    """Draw all panels; returns the titles of those that had no data.
+    """Draw all panels. Return the titles of panels without data.
 
     Args:
-        ask: answers an expression over the time that is shown.
-        target: PNG.
-        interval: Grafana's $__rate_interval, four times the interval of scraping or more.
+        ask: answers an expression over the displayed time.
+        target: PNG file.
+        interval: Grafana's $__rate_interval, at least four times the scrape interval.
     """
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
@@ -66,7 +66,7 @@ def draw(ask: Ask, target: Path, interval: str = "10s") -> list[str]:
 
 
 def rendered(expression: str, interval: str) -> str:
-    """With Grafana's variables filled in."""
+    """Return the expression with values for Grafana's variables."""
     return expression.replace("$run", ".*").replace("$__rate_interval", interval).replace("$__interval", "1s")
 
 
@@ -76,7 +76,7 @@ def named(legend: str, labels: dict[str, str]) -> str:
 
 
 def placed(figure: Figure, place: dict[str, int], rows: int) -> Axes:
-    """A white card at a place of the grid."""
+    """Return a white card at a position of the grid."""
     gap_x, gap_y = 0.0025, 0.1 / rows
     axes = figure.add_axes(
         (place["x"] / GRID + gap_x, 1 - (place["y"] + place["h"]) / rows + gap_y,
@@ -90,7 +90,7 @@ def placed(figure: Figure, place: dict[str, int], rows: int) -> Axes:
 
 
 def stat(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
-    """The last value in large letters, or the name of the series that is there last."""
+    """Draw the last value in large letters, or the name of the series that has the latest value."""
     if not found:
         frame.text(
             0.5, 0.42, "No data", ha="center", va="center", fontsize=14, color="#8a9099", transform=frame.transAxes
@@ -105,7 +105,7 @@ def stat(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tup
 
 
 def curves(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
-    """Lines along the time."""
+    """Draw lines over time."""
     inches = panel["gridPos"]["w"] / GRID * WIDTH_INCHES
     left = TICKS_INCHES / inches
     crowded = len(found) > CROWDED
@@ -135,7 +135,7 @@ def curves(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[t
 
 
 def written(value: float, unit: str | None) -> str:
-    """A value with its unit, as Grafana calls units."""
+    """Return a value with its unit. `unit` is a name of Grafana."""
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
     if unit in ("bytes", "Bps"):

@@ -2,8 +2,9 @@
 
     python benchmarks/pictures_generation.py [--target FOLDER]
 
-Half a minute. Screens are real, and so are the model of the live screen (of random weights) and its figures. A
-server on loopback gives scripted answers in the stream and the chat, because models as small as ours do not reason.
+The script takes half a minute. The screens are real. The model of the live screen (with random weights) and its figures
+are real, too. For the stream and the chat, a server on loopback sends scripted answers, because models as small as
+those of the benchmarks do not reason.
 """
 
 import argparse
@@ -30,10 +31,10 @@ from scripted_endpoint import JSON, Said, served, serving, streamed
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = (100, 24)
 PROMPTS, SHOWN_AT = 6000, 0.6
-"""Of the live screen, and the share of them that are answered when it is shown."""
+"""Number of prompts of the live screen, and the share of them that is answered when the picture is taken."""
 PATIENCE_S = 120.0
 SLOW_S = 0.02
-"""Between two pieces of what the server says."""
+"""Seconds between two pieces of an answer of the server."""
 QUESTIONS = (
     "My parcel was to come on Monday. It is Thursday, and the tracking page says nothing.",
     "You have charged me twice for the same month.",
@@ -62,13 +63,13 @@ def answer(body: JSON, number: int) -> Said:
 
 
 def words(text: str) -> Iterator[str]:
-    """Pieces of a text, as models give them."""
+    """Yield the pieces of a text in the form in which models stream them."""
     for word in text.split(" "):
         yield f"{word} "
 
 
 def take(drawn: Browser, scratch: Path, target: Path) -> None:
-    """Make the three."""
+    """Take the three screenshots."""
     settings = generations.with_generate(max_new_tokens=400)
     machine = settings.machine.model_copy(update={"endpoint": EndpointSettings(), "threads": 2})
     settings = settings.model_copy(update={"machine": machine})
@@ -119,7 +120,7 @@ def share(text: str) -> float:
 def _on_screen(scratch: Path, layout: ProjectLayout, *words: str) -> Iterator[Screen]:
     with screen(scratch, ["ratchet", *words], layout.root, SIZE) as terminal:
         yield terminal
-    time.sleep(0.5)  # until tmux has left its socket
+    time.sleep(0.5)  # tmux needs this time to close its socket
 
 
 def _picture(terminal: Screen, drawn: Browser, scratch: Path, target: Path) -> None:
@@ -131,7 +132,7 @@ def _picture(terminal: Screen, drawn: Browser, scratch: Path, target: Path) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make them alone; 2 when a program is missing."""
+    """Take only these pictures. The exit code is 2 if a program is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=TARGET, metavar="FOLDER", help="default: docs/pictures")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ PATIENCE_S = 120.0
 
 
 def shoot(browser: Browser, address: str, part: str, target: Path, dark: bool = False) -> None:
-    """A page from the element with this id on, as much of it as a window shows."""
+    """Take a screenshot of a page that begins at the element with this id and has the height of a window."""
     with Tab(browser, (WIDTH, HEIGHT), dark) as tab:
         opened(tab, address)
         top = tab.ask(f"document.getElementById('{part}').getBoundingClientRect().top + scrollY")
@@ -26,13 +26,14 @@ def shoot(browser: Browser, address: str, part: str, target: Path, dark: bool = 
 
 
 def opened(tab: Tab, address: str) -> None:
-    """Go to an address, and wait until it is loaded."""
+    """Open an address, and wait until the page is loaded."""
     tab.call("Page.navigate", url=address)
     until(tab, "document.readyState === 'complete' && location.href !== 'about:blank'")
 
 
 def until(tab: Tab, condition: str) -> None:
-    """Wait for something that is drawn after a page has been loaded. Raises SystemExit when it does not come."""
+    """Wait until a JavaScript condition holds, for content that is drawn after the page is loaded. Raises SystemExit
+    after PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not tab.ask(condition):
         if time.monotonic() > end_s:
@@ -64,7 +65,8 @@ def _save(data: bytes, target: Path) -> None:
 
 
 def smaller(picture: Image.Image, target: Path) -> None:
-    """Save in as many colours as the limit of bytes allows; letters need few. Raises SystemExit if 32 are too many."""
+    """Save with as many colours as the limit of bytes allows; text needs few. Raises SystemExit if the file is too
+    large with 32 colours."""
     colours = 256
     while True:
         few = picture.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)

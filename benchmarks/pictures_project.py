@@ -57,30 +57,30 @@ def settings(port: int, metrics: Path, replica: Path) -> Settings:
 
 
 def made(folder: Path, chosen: Settings) -> ProjectLayout:
-    """The project with its base and its data."""
+    """Create the project with its base and its data."""
     return build(folder, ROWS, chosen)
 
 
 def put(layout: ProjectLayout, chosen: Settings) -> str:
-    """Write the settings; the id of the run that they mean."""
+    """Write the settings. Return the id of the run that they define."""
     layout.params.write_text(params_file.dump(chosen), encoding="utf-8")
     return build_run_spec(layout, chosen).run_id
 
 
 def varied(chosen: Settings, variant: Variant) -> Settings:
-    """Settings of another training: by itself, without port, file and replica."""
+    """Return the settings of another training, without metrics port, metrics file and replica."""
     update = {"rank": variant.rank, "alpha": 2.0 * variant.rank, "seed": variant.seed}
     return quiet(chosen.model_copy(update={"train": chosen.train.model_copy(update=update)}))
 
 
 def quiet(chosen: Settings) -> Settings:
-    """Return the same settings without network callbacks and replica."""
+    """Return the same settings without metrics port, metrics file and replica."""
     update = {"metrics_port": None, "metrics_file": None, "replica": None}
     return chosen.model_copy(update={"machine": chosen.machine.model_copy(update=update)})
 
 
 def short(chosen: Settings) -> Settings:
-    """Settings of the sweep: an epoch or so a trial."""
+    """Return the settings of the sweep: two epochs per trial."""
     train = chosen.train.model_copy(update={"epochs": 2.0, "validate_every_steps": 6})
     machine = chosen.machine.model_copy(update={"checkpoint_every": 6, "lease_timeout_s": 10.0})
     return quiet(chosen.model_copy(update={"train": train, "machine": machine}))

@@ -48,7 +48,7 @@ class Screen:
 
     @property
     def over(self) -> bool:
-        """Return whether the program has ended. Its output remains."""
+        """Whether the program has ended. Its output remains."""
         return self._tmux("display-message", "-p", "#{pane_dead}").strip() == "1"
 
     def text(self) -> str:
@@ -56,15 +56,15 @@ class Screen:
         return self._tmux("capture-pane", "-p")
 
     def press(self, *keys: str) -> None:
-        """Keys of the keyboard, as tmux names them; after `-l`, a text."""
+        """Press keys, by tmux's names; after `-l`, type a text."""
         self._tmux("send-keys", *keys)
 
     def wait(self, pattern: str, limit_s: float = PATIENCE_S) -> None:
-        """Until it can be read. Raises SystemExit when it does not come, or the program ends before."""
+        """Wait until the pattern is visible. Raises SystemExit after `limit_s`, or if the program ends before."""
         self.until(lambda: re.search(pattern, self.text()) is not None, f"no {pattern!r}", limit_s)
 
     def until(self, there: Callable[[], bool], lacking: str, limit_s: float = PATIENCE_S) -> None:
-        """Until something holds. Raises SystemExit as `wait`."""
+        """Wait until a condition holds. Raises SystemExit like `wait`."""
         end_s = time.monotonic() + limit_s
         while not there():
             if self.over or time.monotonic() > end_s:
@@ -74,7 +74,7 @@ class Screen:
             time.sleep(LOOK_S)
 
     def end(self, limit_s: float = PATIENCE_S) -> None:
-        """Until the program has ended."""
+        """Wait until the program has ended."""
         self.until(lambda: self.over, "it does not end", limit_s)
 
     def page(self, target: Path, lines: int | None = None) -> None:
@@ -83,7 +83,7 @@ class Screen:
         target.write_text(page(raw[:lines], self._command), encoding="utf-8")
 
     def close(self) -> None:
-        """End program and terminal."""
+        """End the program and the terminal."""
         self._tmux("kill-server", check=False)
 
     def _tmux(self, *words: str, check: bool = True) -> str:
@@ -98,9 +98,10 @@ class Screen:
 def screen(
     scratch: Path, command: Sequence[str], folder: Path, size: tuple[int, int] = (COLUMNS, LINES)
 ) -> Iterator[Screen]:
-    """A terminal of so many columns and lines in which `command` runs in `folder`, until the block ends.
+    """Run `command` in `folder` in a terminal of this many columns and lines, until the block ends.
 
-    Its own tmux server lives in `scratch`, which must have a short path (a socket's may have 107 characters).
+    The terminal has its own tmux server. The server's socket is in `scratch`, which must have a short path (the path of
+    a socket may have 107 characters).
     """
     socket, settings = scratch / "tmux", scratch / "tmux.conf"
     settings.write_text(
@@ -120,11 +121,11 @@ def screen(
 
 
 def page(lines: Sequence[str], command: Sequence[str]) -> str:
-    """Lines of a terminal, with its control sequences for colours, as HTML."""
+    """Return lines of a terminal, which may contain control sequences for colours, as HTML."""
     console = Console(
         record=True, file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor", legacy_windows=False
     )
-    decoder = AnsiDecoder()  # one for all lines: tmux tells a style only where it changes
+    decoder = AnsiDecoder()  # one decoder for all lines: tmux sends a style only where it changes
     for line in lines:
         console.print(decoder.decode_line(line), soft_wrap=True, highlight=False)
     code = console.export_html(theme=THEME, inline_styles=True, code_format="{code}")

@@ -3,11 +3,12 @@
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/prepare.py [--quick] [--json FILE] [--data FILE.jsonl --prompt COLUMN --response COLUMN]
 
-Both sides start from the same JSON lines and the same base model, apply its chat template, mask all but the answers,
-tokenise and pack to 1,024 tokens; each turn is a fresh process, turns alternate, imports are not counted. TRL runs in
-one process and in two (`dataset_num_proc`), and the faster counts. Ours also checks every mask by decoding, splits,
-looks for exact duplicates, and seals what it wrote; "everything" adds near-duplicates and an evaluation set to keep
-apart. Rows are drawn at random from invented words unless a file is given.
+Both sides start from the same JSON lines and the same base model, apply its chat template, mask all tokens except the
+answers, tokenise and pack to 1,024 tokens. Each turn is a new process, turns alternate, and imports are not counted.
+TRL runs with one process and with one per CPU (`dataset_num_proc`), and the faster result counts. Ratchet also checks
+every mask by decoding, splits the rows, removes exact duplicates, and seals the output; "everything" adds
+near-duplicates and an evaluation set whose rows must not be in the training data. Rows are drawn at random from
+invented words unless a file is given.
 """
 
 import argparse
@@ -31,18 +32,18 @@ PACK_TOKENS = 1024
 VOCABULARY = 16_000
 WORDS = 30_000
 ROWS, TURNS, SIZES = 30_000, 3, (10_000, 100_000, 1_000_000)
-"""Of the comparison; how often each side has its turn; of the second part."""
+"""Rows of the comparison; turns of each side; rows of the second part."""
 QUICK_ROWS, QUICK_TURNS, QUICK_SIZES = 15_000, 2, (2_000, 6_000, 18_000)
 LINEAR_UP_TO = 1.3
-"""Time per row may grow by this factor from the second largest to the largest size."""
+"""Allowed factor between the time per row of the second largest size and of the largest size."""
 MEMORY_BYTES = 2 * 2**30
 
 
 def invented(rows: int, mean_words: int, seed: int) -> Iterator[dict[str, str]]:
-    """Rows of invented words, by Zipf's law; lengths are spread like those of real instructions."""
+    """Yield rows of invented words that follow Zipf's law. Their lengths vary like those of real instructions."""
     import numpy as np
 
-    words_rng, rng = np.random.default_rng(0), np.random.default_rng(seed)  # the same words in every file
+    words_rng, rng = np.random.default_rng(0), np.random.default_rng(seed)  # the words are the same in every file
     syllables = np.array([a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "el", "or")])
     words = np.array(["".join(words_rng.choice(syllables, size=n)) for n in words_rng.integers(1, 5, size=WORDS)])
     for start in range(0, rows, 10_000):
@@ -58,7 +59,7 @@ def invented(rows: int, mean_words: int, seed: int) -> Iterator[dict[str, str]]:
 
 
 def write_rows(rows: Iterator[dict[str, str]], path: Path) -> None:
-    """JSON lines."""
+    """Write the rows as JSON lines."""
     with path.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -81,7 +82,7 @@ def build_base(folder: Path, texts: Sequence[str]) -> None:
 
 
 def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str], everything: bool) -> None:
-    """A project over `data`; the base stage has run."""
+    """Create a project with `data`, and run stage base."""
     from ratchet.config import params_file
     from ratchet.config.base import Base
     from ratchet.config.prepare import ColumnSettings, DeduplicationSettings, LeakageSettings, Prepare
@@ -113,7 +114,7 @@ def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str],
 
 
 def ours(folder: Path) -> dict[str, float]:
-    """Time of the stage in this process, and the most memory it had."""
+    """Return the seconds of the stage in this process, and the peak memory of the process in bytes."""
     from ratchet.config import params_file
     from ratchet.models import base_model
     from ratchet.stages.prepare import prepare
@@ -124,7 +125,7 @@ def ours(folder: Path) -> dict[str, float]:
     layout = ProjectLayout(folder)
     base_model.load_tokenizer(
         base_model.locate(layout, BaseCard.load(layout.base_card))
-    )  # imports what the other side has too
+    )  # does imports that the other side has done, too
     started = time.perf_counter()
     prepare(Project.from_parts(layout, params_file.load(layout.params)))
     seconds = time.perf_counter() - started
@@ -132,7 +133,7 @@ def ours(folder: Path) -> dict[str, float]:
 
 
 def trl(base: Path, data: Path, columns: tuple[str, str], processes: int) -> dict[str, float]:
-    """Time of SFTTrainer's own preparation, which is done when it is constructed."""
+    """Return the seconds of SFTTrainer's own preparation, which its constructor runs."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -161,7 +162,7 @@ def trl(base: Path, data: Path, columns: tuple[str, str], processes: int) -> dic
 
 
 def in_a_process(*arguments: str) -> dict[str, float]:
-    """Run one turn; what it prints last is its result."""
+    """Run one turn in a new process. The last line of its output is the result."""
     done = subprocess.run(
         [sys.executable, __file__, "--turn", *arguments], capture_output=True, text=True, check=False,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"},
@@ -185,7 +186,7 @@ def turn(arguments: Sequence[str]) -> int:
 
 
 def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows per second of both sides, interleaved."""
+    """Measure rows per second of both sides in turns, and return rows for the ratios."""
     data, columns = folder / "rows.jsonl", (options.prompt, options.response)
     if options.data:
         data = options.data.resolve()
@@ -222,13 +223,13 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _against(theirs: Sequence[float], ours: Sequence[float], target: float) -> tuple[float, float, float]:
-    """Return our speed-up by turn, with target and spread."""
+    """Return the median of (time of TRL / time of Ratchet) over turns, the target, and the spread."""
     value, spread = ratio(theirs, ours)
     return value, target, spread
 
 
 def scale(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Time and memory of the whole stage, everything on, by number of rows."""
+    """Measure time and memory of the whole stage with all steps enabled, by number of rows."""
     rows, per_row = [], []
     for size in sizes:
         data = folder / f"{size}.jsonl"

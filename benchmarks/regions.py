@@ -13,7 +13,7 @@ from report import figure, spread, verdict
 from surroundings import warning
 
 Shown = Literal["all", "missed"]
-"""Which rows stand in the document: all, or those that are not ok, where all would be a hundred."""
+"""Rows in the document: all rows, or only rows that are not ok, for benchmarks with about a hundred rows."""
 
 _REGION = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -27,13 +27,13 @@ class Outcome:
     begun: datetime
     took_s: float
     planned_s: float | None = None
-    """What it may take on two quiet cores; None when nobody said."""
+    """Planned seconds on two idle cores; None without a planned time."""
     rows: Sequence[dict[str, Any]] = ()
     surroundings: dict[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
-    """Peers, parts, or the whole, each with its reason."""
+    """Skipped peers or parts, or the whole benchmark; each with its reason."""
     failure: str = ""
-    """Why there are no rows."""
+    """Reason for the absence of rows."""
 
     @property
     def missed(self) -> list[dict[str, Any]]:
@@ -42,17 +42,19 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed and no target was missed. What was skipped by name is no failure."""
+        """Whether nothing failed and no target was missed. A skipped part that is reported does not count as a
+        failure."""
         return not self.failure and not self.missed
 
 
 def names(text: str) -> list[str]:
-    """Regions of a document, in their order."""
+    """Return the regions of a document, in order."""
     return [found["name"] for found in _REGION.finditer(text)]
 
 
 def filled(text: str, name: str, content: str) -> str:
-    """The document with this in the place of what the region held; the markers stay. Raises KeyError without one."""
+    """Return the document with this content in a region; the markers stay. Raises KeyError unless the region exists
+    once."""
     if names(text).count(name) != 1:
         raise KeyError(f"one line <!-- measured: {name} --> and its <!-- end --> are needed")
 
@@ -78,7 +80,7 @@ def written(outcome: Outcome, shown: Shown) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], around: dict[str, Any]) -> str:
-    """Machine and versions, and a line a benchmark."""
+    """Return machine and versions, and a line per benchmark."""
     machine, versions = around["machine"], around["versions"]
     where = [str(machine["processor"]), f"{machine['cpus']} CPUs", f"{machine['memory_bytes'] / 1e9:.0f} GB"]
     where += [machine["gpu"]] if "gpu" in machine else []
@@ -98,7 +100,7 @@ def summary(outcomes: Sequence[Outcome], around: dict[str, Any]) -> str:
 
 
 def _note(outcome: Outcome) -> str:
-    """Return a line about missed targets, or `ok`."""
+    """Return a line about a failure, missed targets, skipped parts and a busy machine, or `ok`."""
     if outcome.failure:
         return f"failed: {_inline(outcome.failure)}"
     notes = [f"{len(outcome.missed)} not ok"] if outcome.missed else []

@@ -10,9 +10,10 @@ from report_rows import BUSY
 
 
 def finish(rows: Sequence[dict[str, Any]], target: Path | None) -> int:
-    """Print rows of name, value, target and ok, write them to `target` if there is one; 0 if all are ok, else 1.
+    """Print rows of name, value, target and ok, and write them to `target` if given. Return 0 if all rows are ok,
+    otherwise 1.
 
-    With them in the file: date, machine, versions, and the share of the CPUs that other processes took meanwhile.
+    The file also has date, machine, versions, and the share of the CPUs that other processes used meanwhile.
     """
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
@@ -34,10 +35,10 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def spread(row: dict[str, Any]) -> str:
-    """Half the distance of the quartiles, as people write it; nothing for what was measured once."""
+    """Return the usual notation, ± half the interquartile range. The text is empty for a single measurement."""
     return f"±{row['spread'] / 2:.0%}" if "spread" in row else ""
 
 
 def figure(value: float) -> str:
-    """A value that people can read."""
+    """Return a readable text of a value."""
     return f"{value:,.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.2e}"

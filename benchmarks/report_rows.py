@@ -1,4 +1,4 @@
-"""Kinds of rows that benchmarks report, and the spread of repeated measurements."""
+"""Creates the rows that benchmarks report, and computes the spread of repeated measurements."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,16 +7,17 @@ from typing import Any
 Row = dict[str, Any]
 
 BUSY = 0.3
-"""Spread from which on a figure says more of the machine than of what was measured: such a row is not ok."""
+"""Largest accepted spread. With a larger spread, the value depends more on the machine than on the program, and the row
+is not ok."""
 
 
 def at_most(name: str, value: float, target: float, spread: float | None = None) -> Row:
-    """A figure with a ceiling."""
+    """Return a row with an upper limit."""
     return _judged(name, value, f"<= {target:g}", value <= target, spread)
 
 
 def at_least(name: str, value: float, target: float, spread: float | None = None) -> Row:
-    """A figure with a floor."""
+    """Return a row with a lower limit."""
     return _judged(name, value, f">= {target:g}", value >= target, spread)
 
 
@@ -28,7 +29,7 @@ def _judged(name: str, value: float, target: str, ok: bool, spread: float | None
 
 
 def count(name: str, value: int) -> Row:
-    """Something that must not happen, and how often it did."""
+    """Return a row for something that must not occur, with the number of its occurrences."""
     return at_most(name, value, 0)
 
 
@@ -39,7 +40,7 @@ def told(name: str, value: float, spread: float | None = None) -> Row:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and spread: the distance of the quartiles as a fraction of the median (0 for a single value)."""
+    """Return the median and the spread: the interquartile range as a fraction of the median (0 for a single value)."""
     median = statistics.median(values)
     if len(values) < 2 or not median:
         return median, 0.0
@@ -48,5 +49,5 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """Median and spread of the ratios of measurements that were made side by side, pair by pair."""
+    """Return median and spread of the ratios of measurements that were made in pairs."""
     return middle([a / b for a, b in zip(above, below, strict=True)])

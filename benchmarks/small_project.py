@@ -1,6 +1,7 @@
-"""Creates a project that trains in seconds, for benchmarks/chaos.py: bundled requests, two thin layers, prepared data.
+"""Creates a project that trains in seconds, for several benchmarks: bundled requests, two thin layers, prepared data.
 
-`--project DIR` takes another project's settings, base and data instead; it is linked, never written to.
+benchmarks/chaos.py with `--project DIR` uses another project's settings, base and data instead. It links that project's
+files and does not write to them.
 """
 
 import csv
@@ -26,7 +27,8 @@ from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 ROWS = 300
-"""Of the bundled table. With batches of 16 an epoch is some 14 steps, so short runs reach their second epoch."""
+"""Rows of the bundled table. With batches of 16, an epoch has about 14 steps, so short runs reach their second
+epoch."""
 
 SETTINGS = Settings(
     base=Base(
@@ -68,7 +70,8 @@ def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Proj
 
 
 def linked(source: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:
-    """The base and data of a project under other settings of training and machine; nothing is computed again."""
+    """Create a project that links the base and data of another one, with other settings of training and machine.
+    Nothing is computed again."""
     layout = ProjectLayout(folder)
     for place in (layout.text, layout.tasks, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
@@ -81,5 +84,5 @@ def linked(source: ProjectLayout, folder: Path, settings: Settings) -> ProjectLa
 
 
 def rows_of(layout: ProjectLayout, split: SplitName) -> TokenRows:
-    """A prepared split in memory."""
+    """Load a prepared split into memory."""
     return token_files.load_rows(layout.data, split)

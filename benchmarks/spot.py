@@ -3,22 +3,22 @@
     pip install -c constraints.txt -e .
     python benchmarks/spot.py [--quick] [--json FILE] [--replica URL] [--hours H] [--only PART ...]
 
-Goodput is the time of the steps that count, each once, over the time from the first machine to the sealed result, in
-the replica. A real training of a small model runs under the real supervisor with `machine.replica` (a folder, or any
-URL); spot_world.py says what its clock counts and what it does not.
+Goodput is the time of the steps that count, each once, divided by the time from the start of the first machine until
+the sealed result is in the replica. A real training of a small model runs under the real supervisor with
+`machine.replica` (a folder, or any URL); spot_world.py defines what its clock counts.
 
-`day`: every thirty minutes a fault, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
-the machine vanishes without one. After the last two the run resumes at once on another machine with an empty
-disk. `raw` is the same by the clock on the wall, where a step takes milliseconds and a start-up seconds.
-A busy machine makes start-ups longer, but not steps, so the measured goodput is then too low.
+`day`: every thirty minutes a fault occurs. Three kinds take turns: the worker is killed; the machine is taken away with
+a notice (SIGTERM); the machine vanishes without a notice. After the last two the run resumes at once on another machine
+with an empty disk. The row `raw` uses wall-clock time, where a step takes milliseconds and a start-up takes seconds. A
+busy machine makes start-ups longer, but not steps, so the measured goodput is then too low.
 
-`late`, `early`: SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps of Llama 3.1
-8B with LoRA on RTX 4090 nodes in May 2025, a checkpoint every 4,000 steps; seven times a node was accepted, once
-rejected; eight deliberate stops in 22 hours. 40 intervals of 30 min 40 s (the undisturbed ones at its end) in 79,355 s
-are the 92.7 %. When a node was accepted, and how long it took to load data and model, is taken from there; when exactly
-the one before was stopped is not published. So there are two replays: it stopped when the next one was accepted
-(`late`: much work could be lost), or just after its last upload (`early`: hardly any could, and the wait for a
-node is unavoidable).
+`late`, `early`: replays of SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps
+of Llama 3.1 8B with LoRA on RTX 4090 nodes in May 2025, with a checkpoint every 4,000 steps. A node was accepted seven
+times and rejected once; there were eight deliberate stops in 22 hours. The published 92.7 % are 40 intervals of 30 min
+40 s (the undisturbed ones at the end of the test) in 79,355 s. The replays use the published times at which nodes were
+accepted, and the published seconds for loading data and model. The exact time at which the previous node stopped is not
+published, so there are two replays: the node stopped when the next one was accepted (`late`: much work could be lost),
+or just after its last upload (`early`: hardly any work could be lost, and the wait for a node is unavoidable).
 """
 
 import argparse
@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}  # before torch is imported anywhere
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}  # before any import of torch
 
 import small_project
 from report import finish
@@ -48,33 +48,34 @@ from ratchet.storage.layout import ProjectLayout
 PARTS = ("day", "late", "early")
 BLOWS: tuple[Blow, ...] = ("worker", "notice", "gone")
 ROWS = 2
-"""Of a step. It stands for a larger one, so the sooner it is done the better; hence neither 4 bits nor dropout."""
+"""Rows of a step. The step stands for a larger one and should take little time; hence neither 4 bits nor dropout."""
 MINUTE_S, HOUR_S = 60.0, 3600.0
 BETWEEN_BLOWS_S = 30 * MINUTE_S
 HOURS = {True: 2.6, False: 24.0}
-"""Of undisturbed training, quick or not; with all that is lost, the full one takes a little more than a day."""
+"""Hours of undisturbed training, by `quick`. With all losses, the full run takes slightly more than a day."""
 DAY_STEP_S = 3.0
 DAY_CHECKPOINT_S = 45.0
-"""Rarer than `checkpoint_every: auto`, which for a save of .02 s and a failure in half an hour says 8 s (Young)."""
+"""Seconds between checkpoints. `checkpoint_every: auto` saves more often: for a save of 0.02 s and a failure every half
+hour it computes 8 s (Young)."""
 GOODPUT = 0.95
 
 SALAD_GOODPUT = 0.927
 SALAD_USEFUL_S, SALAD_WALL_S = 40 * 1840.0, 79_355.0
 SALAD_STEP_S = 4.6
-"""Ten of theirs."""
+"""Simulated seconds of a step. A step stands for ten of the published test."""
 SALAD_CHECKPOINT_S = 120.0
-"""Theirs took 5 to 75 s to send, so that is a rate that their network bears."""
+"""Seconds between checkpoints. The published uploads took 5 to 75 s, so the network of the test supports this rate."""
 
 
 class Node(NamedTuple):
-    """One of SaladCloud's machines, in seconds since the first one was accepted."""
+    """A machine of SaladCloud. Times are seconds since the first machine was accepted; `loading_s` is a duration."""
 
     accepted_s: float
     loading_s: float
     last_upload_s: float
-    """Or the end of its loading, where it uploaded nothing."""
+    """Time of its last upload, or of the end of loading if it uploaded nothing."""
     next_s: float
-    """When the next one was accepted, or rejected."""
+    """Time at which the next machine was accepted or rejected."""
 
 
 SALAD = (
@@ -86,7 +87,7 @@ SALAD = (
 def world(
     project: ProjectLayout, folder: Path, replica: str, useful_s: float, step_s: float, checkpoint_s: float
 ) -> World:
-    """A run of so many simulated seconds of steps."""
+    """Create a run with this many simulated seconds of steps."""
     settings = params_file.load(project.params)
     rows = len(small_project.rows_of(project, "train").lengths)
     epochs = useful_s / step_s * ROWS / rows
@@ -116,7 +117,7 @@ def arrival(replica: str) -> list[Row]:
 
 
 def day(project: ProjectLayout, folder: Path, replica: str, hours: float) -> list[Row]:
-    """A blow every thirty minutes."""
+    """Run the simulated day: a fault every thirty minutes."""
     run = world(project, folder, replica, hours * HOUR_S, DAY_STEP_S, DAY_CHECKPOINT_S)
     life, blows, due_s = run.start(), cycle(BLOWS), BETWEEN_BLOWS_S
     while life.until(partial(run.is_past, due_s)):
@@ -184,12 +185,12 @@ def replay(project: ProjectLayout, folder: Path, replica: str, name: str, stops:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less than three simulated hours, and no replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--replica", metavar="URL", help="an empty place of storage (default: a folder)")
-    parser.add_argument("--hours", type=float, metavar="H", help="of the day")
+    parser.add_argument("--replica", metavar="URL", help="an empty storage location (default: a folder)")
+    parser.add_argument("--hours", type=float, metavar="H", help="hours of training in the simulated day")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     given = parser.parse_args()
     parts = given.only or (("day",) if given.quick else PARTS)

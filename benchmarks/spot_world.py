@@ -1,16 +1,17 @@
 """Simulates the clock of a real training: machines come and go, and each step represents a longer one.
 
-python benchmarks/spot_world.py PROJECT     trains the project as `ratchet train` does, without MLflow
+    python benchmarks/killed.py PROJECT     is the command on each machine: `ratchet train` without MLflow
 
-One optimizer step of the small model stands for `step_s` seconds of a large one's; everything else (imports, loading,
-agreeing on who may write, fetching the newest checkpoint, sealing, sending) takes on the simulated clock what it takes
-here. So start-ups are not made shorter, but steps longer; the other way round start-ups would be the whole day. While a
-checkpoint is sent, steps run on: a transfer of .3 s here stands for all the simulated time that they take, for 45 s if
-a step of 3 s takes 20 ms. The larger the scale, the older the newest durable checkpoint of a machine that vanishes.
+One optimizer step of the small model stands for `step_s` seconds of a large model's step. All other work (imports,
+loading, acquiring the lease, fetching the newest checkpoint, sealing, sending) takes the same time on the simulated
+clock as on the real clock. So steps are made longer, and start-ups are not made shorter; otherwise start-ups would take
+the whole day. Steps continue while a checkpoint is sent: a transfer of 0.3 s here stands for the simulated time of the
+steps in these 0.3 s, which is 45 s if a step of 3 s takes 20 ms. The larger the scale, the older is the newest durable
+checkpoint of a machine that vanishes.
 
-Two things are charged that the clock does not show: a machine that vanished without a word is waited for as long as the
-default `machine.lease_timeout_s` says, although a shorter lease is used here; and in a replay the published time for
-loading is charged in the place of ours.
+The clock is corrected in two cases. After a machine vanished without a notice, the clock counts the default
+`machine.lease_timeout_s`, although the training uses a shorter lease. In a replay, the clock counts the published
+loading time instead of the real one.
 """
 
 import contextlib
@@ -37,11 +38,13 @@ from ratchet.runs.status import Goodput
 from ratchet.storage.layout import ProjectLayout
 
 Blow = Literal["worker", "notice", "gone"]
-"""The worker is killed; the machine is taken away with a notice; it vanishes with everything on it."""
+"""Kinds of faults. worker: the worker is killed. notice: the machine is taken away with a notice. gone: the machine
+vanishes with all its files."""
 PATIENCE_S = 600.0
 POLL_S = 0.005
 LEASE_S = 10.0
-"""Of these trainings. With a shorter one a replica on a busy machine seems not to answer: 2 s were too few."""
+"""Lease timeout of these trainings in seconds. With a shorter one, a replica on a busy machine seems not to answer: 2 s
+were too few."""
 CHARGED_LEASE_S = Machine().lease_timeout_s
 
 
@@ -52,14 +55,14 @@ class Cost:
     blow: Blow
     dealt_s: float
     regained_s: float | None = None
-    """When the first step was done that nobody had done before."""
+    """Time of the first step that no attempt had done before."""
     lost_steps: int | None = None
-    """Steps that whoever went on had to do again."""
+    """Number of steps that the next attempt has to do again."""
 
 
 @dataclass
 class World:
-    """A run on many machines."""
+    """A run on many machines, with its simulated clock."""
 
     project: ProjectLayout
     folder: Path
@@ -68,17 +71,17 @@ class World:
     """Simulated seconds of one optimizer step."""
     clock_s: float = 0.0
     best: int = 0
-    """The furthest step that anybody has done."""
+    """The last step that any attempt has done."""
     machines: int = 0
     done_again: int = 0
-    """Steps that somebody had done before."""
+    """Number of steps that an earlier attempt had done."""
     costs: list[Cost] = field(default_factory=list)
     lags_s: list[float] = field(default_factory=list)
-    """Of each checkpoint that arrived in the replica: from sealed to durable."""
+    """Seconds from sealed to durable of each checkpoint that arrived in the replica."""
     _sealed_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def start(self) -> "Life":
-        """A new machine, with an empty disk but for base and data, on which the command is given."""
+        """Start the command on a new machine. Its disk is empty except for base and data."""
         self.machines += 1
         place = linked(self.project, self.folder / f"machine-{self.machines}", self.settings)
         return Life(self, place)
@@ -88,7 +91,7 @@ class World:
         return self.clock_s >= clock_s
 
     def update(self, event: JournalEvent) -> None:
-        """Keep the account; the clock has come to this event."""
+        """Update the figures with an event. The clock has already advanced to the event."""
         step = event.data.get("step", 0)
         match event.kind:
             case "worker_ready":
@@ -109,7 +112,7 @@ class World:
 
 
 class Life:
-    """The command on one machine, from start to end. Each look advances the clock of its world."""
+    """The command on one machine, from start to end. Each call of `look` advances the clock of its world."""
 
     def __init__(self, world: World, place: ProjectLayout) -> None:
         self._world, self.place = world, place
@@ -127,7 +130,7 @@ class Life:
         return self._is_loaded
 
     def until(self, there: Callable[[], bool]) -> bool:
-        """Look on until it is so; False when the command has ended before."""
+        """Read the journal until a condition holds. Return False if the command ends first."""
         quiet_s = time.monotonic()
         while True:
             ended = self.process.poll() is not None
@@ -149,7 +152,7 @@ class Life:
         for path in self.place.runs.glob("*/journal.jsonl"):
             for event in self._readers.setdefault(path, JournalReader(path)).read():
                 if event.t < self._began_t - 0.01:
-                    continue  # what came with the replica's journal
+                    continue  # an event of an earlier machine, from the replica's journal
                 news = True
                 self._is_loaded |= event.kind == "worker_ready"
                 if event.kind == "step":
@@ -161,7 +164,7 @@ class Life:
         return news
 
     def deal(self, blow: Blow) -> None:
-        """Do it, and wait for what follows from it at once. A machine that it was dealt to is closed."""
+        """Inject a fault, and wait for its immediate effects. A machine that is taken away or vanishes is closed."""
         world, dealt_s = self._world, self._world.clock_s
         worker = find_worker(self.process.pid, self.place.root)
         if blow != "worker":
@@ -172,9 +175,9 @@ class Life:
                 os.kill(worker, signal.SIGKILL)
         while worker is not None and Path("/proc", str(worker), "exe").exists():
             time.sleep(POLL_S)
-        self.look()  # what was done before it was dead is no recovery
+        self.look()  # steps from before the fault do not count as recovery
         if self.process.poll() == 0:
-            return  # it had finished
+            return  # the training had finished
         world.costs.append(Cost(blow, dealt_s))
         if blow == "worker":
             return
@@ -185,13 +188,13 @@ class Life:
         self.close(removed=True)
 
     def close(self, removed: bool) -> None:
-        """The machine is given back."""
+        """Close the machine's log, and delete its files if `removed`."""
         self._output.close()
         if removed:
             shutil.rmtree(self.place.root)
 
     def goodput(self) -> Goodput:
-        """By the journal as it is on this machine, and by this machine's clock."""
+        """Compute goodput from the journal on this machine, by wall-clock time."""
         account = Goodput()
         for path in self.place.runs.glob("*/journal.jsonl"):
             for event in JournalReader(path).read():

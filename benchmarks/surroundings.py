@@ -1,6 +1,6 @@
 """Records the conditions of a measurement: date, machine, versions, and load by other processes.
 
-The record begins with the import of this module by report.py, and so with the benchmark.
+The record begins when report.py imports this module, and so with the benchmark.
 """
 
 import os
@@ -20,7 +20,7 @@ LIBRARIES = (
     "mlflow", "dvc",
 )  # fmt: skip
 CROWDED = 0.1
-"""Share of the CPUs in other hands from which on figures of time say little."""
+"""Share of the CPUs that other processes may use. With a larger share, measured times are unreliable."""
 
 _PROC = Path("/proc")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -28,22 +28,25 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Reading:
-    """Clocks at one time."""
+    """Readings of the clocks at one time."""
 
     at_s: float
     busy_s: float
-    """CPU seconds of everybody, on the CPUs that this process may use, what a host took from its guest included."""
+    """CPU seconds of all processes on the CPUs that this process may use, including time that a host took from its
+    guest."""
     own_s: float
-    """CPU seconds of this process and its descendants. Lost are those of a process whose parent died before it."""
+    """CPU seconds of this process and its descendants. The seconds of a process whose parent ended before it are
+    lost."""
     cpus: int
 
     @classmethod
     def now(cls) -> "Reading":
-        """Read the clocks, the system's first, so that the time of reading is not attributed to other processes."""
+        """Read the clocks. The system's clock is first, so that the time of reading is not attributed to other
+        processes."""
         return cls(time.monotonic(), _busy_s(), _own_s(), len(os.sched_getaffinity(0)))
 
     def others(self, later: "Reading") -> float:
-        """Share of the CPUs' time that other processes took between two readings, of 0 to 1."""
+        """Return the share (0 to 1) of the CPUs' time that other processes took between two readings."""
         elapsed_s = later.at_s - self.at_s
         if elapsed_s <= 0:
             return 0.0
@@ -59,16 +62,16 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """This process, what it has waited for, and whoever still lives below it."""
+    """Return the CPU seconds of this process, of its ended children and of its running descendants."""
     own = os.times()
     return sum(own[:4]) + sum(_living_s())
 
 
 def _living_s() -> Iterator[float]:
-    """CPU seconds of each living descendant, with those that it has waited for itself."""
+    """Yield the CPU seconds of each running descendant, including children that it has waited for."""
     parents, seconds = {}, {}
     for path in _PROC.glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # the process ended meanwhile
             words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             number = int(path.parent.name)
             parents[number], seconds[number] = int(words[1]), _TICK_S * sum(map(int, words[11:15]))
@@ -82,7 +85,7 @@ START, BEGUN = Reading.now(), datetime.now(UTC)
 
 
 def since_start() -> dict[str, Any]:
-    """Date, machine, versions, and the load from the beginning of the benchmark until now."""
+    """Return date, machine, versions, and the load since the start of the benchmark."""
     now = Reading.now()
     return {
         "begun": BEGUN.isoformat(timespec="seconds"),
@@ -100,7 +103,7 @@ def machine() -> dict[str, Any]:
         "processor": _field("cpuinfo", "model name"), "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": int(_field("meminfo", "MemTotal").split()[0]) * 1024, "system": platform.platform(),
     }  # fmt: skip
-    torch = sys.modules.get("torch")  # whoever has not imported it has not used a GPU
+    torch = sys.modules.get("torch")  # a process that has not imported torch has not used a GPU
     if torch is not None and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -123,7 +126,7 @@ def warning(others_share: float) -> str:
 
 
 def _field(file: str, name: str) -> str:
-    """The first value of this name in a file of `name: value` lines."""
+    """Return the first value of this name in a file of `name: value` lines."""
     for line in (_PROC / file).read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:

@@ -3,22 +3,23 @@
     pip install -c constraints.txt -e .
     python benchmarks/sweep.py [--quick] [--json FILE]
 
-The bundled requests, a small base made here, one worker and one thread for all three; validation loss by rank and
-learning rate, alpha = 2 x rank. The settings that a sweep begins with are `ratchet init`'s for a real base (rank 16,
-rate 2e-4): a bad guess here. Base, data and MLflow's database are created once and shared by all.
+All three use the bundled requests, the same small base, one worker and one thread. They minimise validation loss over
+rank and learning rate, with alpha = 2 x rank. A sweep begins with the settings of `ratchet init` for a real base (rank
+16, learning rate 2e-4), which are a bad guess here. Base, data and MLflow's database are created once and shared by
+all.
 
-- The **grid**: every cell is trained to its end, as a supervised run without MLflow. Target is its best value, up to
+- The **grid**: every cell is trained to its end, as a supervised run without MLflow. The target is its best value plus
   one standard deviation of that cell's value over seeds, because a smaller difference is noise.
-- A **sweep**: `ratchet sweep` in a project of its own, a Gaussian process (two numbers are searched) and ASHA, twice as
-  many trials as the grid has cells (most of them are short), without finalists (the grid has none). Tokens and times
-  are read from the journals of its runs.
-- **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials as a sweep,
-  each HF Trainer with peft on the same base and rows, all in one process.
+- A **sweep**: `ratchet sweep` in a project of its own, with a Gaussian process (two numbers are searched) and ASHA,
+  twice as many trials as the grid has cells (most of them are short), and without finalists (the grid has none). Tokens
+  and times are read from the journals of its runs.
+- **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials as a sweep.
+  Each trial is HF Trainer with peft on the same base and rows, and all trials run in one process.
 
-The grid is cut in as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. What is
-learned from counts in answer tokens, until the end of the first training whose best validation loss is the target or
-less. The target is unknown during a search, so figures of complete sweeps are reported as well, and the
-cost of a grid in random order. Time begins with the command (Optuna: with its imports) and ends with that training.
+The grid is divided into as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. Cost is
+counted in trained answer tokens, until the end of the first training whose best validation loss is at most the target.
+The target is unknown during a search, so figures of complete sweeps are reported as well, and the cost of a grid in
+random order. Time begins with the command (Optuna: with its imports) and ends with that training.
 """
 
 import argparse
@@ -53,35 +54,36 @@ from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
 from ratchet.storage.records.sweep import SweepReport
+from ratchet.storage.records.training import TrainReport
 from ratchet.tracking.mlflow.experiments import MlflowStore
 from ratchet.training.run_spec import build_launch, build_run_spec
 
 STUDY = "benchmark"
 STRICT = 0.005
-"""Told beside the target: values this close to the grid's best, though seeds alone change it by more."""
+"""Distance of a second target from the grid's best value. It is reported without a limit, because seeds alone change
+the value by more."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Amount of work."""
+    """Size of the grid and of its trainings."""
 
     ranks: tuple[int, ...]
     rates: tuple[float, ...]
     samplers: tuple[int, ...]
-    """Seeds; figures are medians over them."""
+    """Seeds of the samplers; figures are medians over them."""
     seeds: tuple[int, ...]
-    """With which the grid's best cell is trained again."""
+    """Seeds with which the grid's best cell is trained again."""
     epochs: float
     batch_rows: int = 32
 
     @property
     def cells(self) -> list[tuple[int, float]]:
-        """Rank and rate, in the order of two nested loops."""
+        """Pairs of rank and learning rate, in the order of two nested loops."""
         return [(rank, rate) for rank in self.ranks for rate in self.rates]
 
 
@@ -89,17 +91,18 @@ SHAPES = {
     True: Shape((4, 32), (2e-4, 1e-3, 5e-3), (0,), (1,), epochs=0.4),
     False: Shape((4, 8, 16, 32), (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2), (0, 1, 2), (1, 2, 3), epochs=1),
 }
-"""Of the quick run and the full one. A quick grid is too small to be judged by: a third of it are two trainings."""
+"""Shapes by `quick`. A quick grid has too few cells for a target: a third of it are two trainings."""
 
 TRIALS_PER_CELL = 2
 """Most trials of a sweep are short, so it may have more of them than the grid has cells."""
 
 FIRST_RUNG = 0.05
-"""Fraction of a training, some five steps: learning rates that are no good are known as such by then."""
+"""Fraction of a training, about five steps, after which bad learning rates are visible."""
 
 
 def settings_of(shape: Shape, steps: int) -> Settings:
-    """Return the initial settings of a sweep. The first validation of this many steps is at the first rung."""
+    """Return the initial settings of a sweep. The first validation of a training of this many steps is at the first
+    rung."""
     alpha = SweepParameter(tie="2 * train.rank")
     rank = SweepParameter(low=min(shape.ranks), high=max(shape.ranks), log=True)
     rate = SweepParameter(low=min(shape.rates), high=max(shape.rates), log=True)
@@ -128,7 +131,7 @@ def settings_of(shape: Shape, steps: int) -> Settings:
 
 
 def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
-    """A project with base, data and MLflow's database, and its settings."""
+    """Create a project with base, data and MLflow's database. Return it and its settings."""
     layout, settings = ProjectLayout(folder), settings_of(shape, 1)
     shutil.copytree(BUNDLED, folder / "data")
     for place in (layout.experiments, layout.mlruns):
@@ -151,7 +154,7 @@ def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLay
 
 
 def train(layout: ProjectLayout, settings: Settings) -> Take:
-    """Train one supervised run, and return its seconds by the clock of this process."""
+    """Train one supervised run, and return its cost by the clock of this process."""
     launch = build_launch(layout, settings)
     begun = time.time()
     run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
@@ -174,7 +177,7 @@ def cell(layout: ProjectLayout, settings: Settings, rank: int, rate: float, seed
 
 
 def sweep(layout: ProjectLayout) -> tuple[Search, SweepReport]:
-    """`ratchet sweep` to its end, and its report."""
+    """Run `ratchet sweep` to its end. Return its trainings and its report."""
     begun = time.time()
     _run([sys.executable, "-m", "ratchet", "--project", str(layout.root), "sweep", "--workers", "1"])
     done = [take for journal in layout.runs.glob("*/journal.jsonl") for take in takes(journal)]
@@ -183,7 +186,7 @@ def sweep(layout: ProjectLayout) -> tuple[Search, SweepReport]:
 
 
 def peer(layout: ProjectLayout, seed: int, steps: int) -> Search:
-    """Optuna's loop around Trainer."""
+    """Run Optuna's loop around Trainer in a new process."""
     begun, script = time.time(), Path(__file__).with_name("sweep_cell.py")
     told = _run([sys.executable, str(script), str(layout.root), str(seed), str(steps)])
     return Search(begun, [Take(**one) for one in json.loads(told.splitlines()[-1])])
@@ -205,32 +208,32 @@ def identities(layout: ProjectLayout) -> list[tuple[int, int]]:
 
 @dataclass
 class Found:
-    """All that was measured."""
+    """All measurements."""
 
     grid: dict[tuple[int, float], Take] = field(default_factory=dict)
-    """By rank and rate."""
+    """Trainings by rank and learning rate."""
     again: list[Take] = field(default_factory=list)
-    """The grid's best cell with other seeds."""
+    """Trainings of the grid's best cell with other seeds."""
     sweeps: list[Search] = field(default_factory=list)
     reports: list[SweepReport] = field(default_factory=list)
     peers: list[Search] = field(default_factory=list)
     made_again: int = 0
-    """Sweeps after which base or data were others."""
+    """Number of sweeps that replaced base or data."""
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the grid's best cell over seeds, by their mean."""
+        """Standard deviation over seeds of the grid's best cell, divided by the mean."""
         values = [self.grid[self.best].value, *(one.value for one in self.again)]
         return statistics.stdev(values) / statistics.mean(values)
 
     @property
     def best(self) -> tuple[int, float]:
-        """The grid's best cell."""
+        """The cell with the lowest validation loss."""
         return min(self.grid, key=lambda one: self.grid[one].value)
 
 
 def measure(work: Path, shape: Shape) -> Found:
-    """Grid, sweeps and peers in turns."""
+    """Run grid, sweeps and peers in turns."""
     made, settings = build(work / "made", shape)
     grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
     for turn, seed in enumerate(shape.samplers):
@@ -251,13 +254,13 @@ def measure(work: Path, shape: Shape) -> Found:
 
 
 def planned_steps(grid: ProjectLayout) -> int:
-    """Optimizer steps of a whole training."""
+    """Return the number of optimizer steps of a complete training."""
     run = next(grid.runs.iterdir())
     return TrainReport.load(run / "result" / "train.json").planned_steps
 
 
 def judged(found: Found, quick: bool) -> Iterator[Row]:
-    """The rows; a quick run's grid is not judged by."""
+    """Yield the rows. A quick run has no targets for the cost."""
     cells = list(found.grid.values())
     tokens, seconds = sum(one.tokens for one in cells), sum(one.ended - one.begun for one in cells)
     lowest = found.grid[found.best].value
@@ -291,7 +294,7 @@ def judged(found: Found, quick: bool) -> Iterator[Row]:
 
 
 def _values(found: Found, lowest: float) -> Iterator[Row]:
-    """Return rows for the best values and the states of the trials."""
+    """Yield rows for the best values and the states of the trials."""
     rank, rate = found.best
     yield told("grid: lowest validation loss", lowest)
     yield told("grid: its rank", rank)
@@ -324,7 +327,7 @@ def _middle(values: Iterable[float]) -> float:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller grid, shorter trainings, one sampler seed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")

@@ -1,4 +1,4 @@
-"""Accounts of searches for benchmarks/sweep.py: trained tokens, times and values."""
+"""Counts trained tokens, times and values of searches for benchmarks/sweep.py."""
 
 import itertools
 import math
@@ -15,12 +15,12 @@ class Take:
 
     begun: float
     ended: float
-    """Unix time, in seconds: the trainer was started; the last that it told."""
+    """Unix times in seconds: start of the trainer, and its last event."""
     tokens: int
     value: float
-    """Lowest validation loss of the training until then, in nats per token; infinite before the first."""
+    """Lowest validation loss of the training up to its end, in nats per token; infinite without a validation."""
     finished: bool
-    """Whether the training came to its end."""
+    """Whether the training was completed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Search:
     """The trainings of a search, in order."""
 
     begun: float
-    """Unix time of the command."""
+    """Unix time of the command in seconds."""
     takes: Sequence[Take]
 
     @property
@@ -46,12 +46,12 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """From the command to the last word of the last training."""
+        """Seconds from the command to the last event of any training."""
         return max(take.ended for take in self.takes) - self.begun
 
     @property
     def best(self) -> float:
-        """Lowest validation loss of a training that came to its end."""
+        """Lowest validation loss of a completed training."""
         return min((take.value for take in self.takes if take.finished), default=math.inf)
 
     def until(self, target: float) -> Reached:
@@ -62,7 +62,7 @@ class Search:
         return Reached(sum(take.tokens for take in self.takes if take.ended <= ended), ended - self.begun)
 
     def pauses(self) -> list[float]:
-        """Seconds from the last word of one training to the start of the trainer of the next."""
+        """Return the seconds from the last event of each training to the start of the next trainer."""
         return [after.begun - before.ended for before, after in itertools.pairwise(self.takes)]
 
 

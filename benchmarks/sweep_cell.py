@@ -2,13 +2,13 @@
 
     python benchmarks/sweep_cell.py PROJECT SEED STEPS
 
-`optuna.create_study` with a seeded TPESampler and, not named, its own default pruner (median); the storage is memory.
-A trial loads the base, attaches the adapter (both as ours are, so that the same is learned) and trains it with Trainer;
-a callback of six lines reports validation loss and ends what is to be pruned. Space, trials, schedule, batch and
-validations are those of the project's params.yaml. Validation rows are one batch, for Trainer takes the mean over
-batches: so it is the mean over tokens, the same figure as ours.
+The study is `optuna.create_study` with a seeded TPESampler, Optuna's default pruner (median), and storage in memory. A
+trial loads the base, attaches the adapter (both as Ratchet does, so that the task is the same) and trains it with
+Trainer. A callback of six lines reports the validation loss and ends trials that are to be pruned. Space, trials,
+schedule, batch and validations are those of the project's params.yaml. Validation rows are one batch, because Trainer
+averages over batches: so the figure is the mean over tokens, as in Ratchet.
 
-Prints, as its last line, what each trial came to: {"begun", "ended", "tokens", "value", "finished"}.
+The last line of the output lists the result of each trial: {"begun", "ended", "tokens", "value", "finished"}.
 """
 
 import json
@@ -39,12 +39,12 @@ from ratchet.storage.records.base import BaseCard
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
-    """Tells Optuna of every validation."""
+    """Reports every validation to Optuna."""
 
     def __init__(self, trial: optuna.Trial) -> None:
         self.trial = trial
         self.value = math.inf
-        """Lowest validation loss until now."""
+        """Lowest validation loss so far."""
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **_: Any
@@ -56,7 +56,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
 
 
 class CountingTrainer(Trainer):  # type: ignore[misc]
-    """Trainer that counts the answer tokens it learns from; its own counter takes those of the question, too."""
+    """Trainer that counts trained answer tokens. Trainer's own counter includes the tokens of the question."""
 
     learned = 0
 
@@ -67,7 +67,7 @@ class CountingTrainer(Trainer):  # type: ignore[misc]
 
 
 class Loop:
-    """The user's script: everything that does not change from trial to trial."""
+    """The user's script: all objects that are the same for all trials."""
 
     def __init__(self, project: Path, steps: int, folder: Path) -> None:
         self.layout = ProjectLayout(project)
@@ -84,14 +84,14 @@ class Loop:
         loading.use_threads(self.settings.machine.threads)
 
     def objective(self, trial: optuna.Trial) -> float:
-        """Train once; returns the lowest validation loss, in nats per token."""
+        """Train once. Return the lowest validation loss in nats per token."""
         begun, report = time.time(), Report(trial)
         trainer = self._trainer(self._suggested(trial), report)
         finished = False
         try:
             trainer.train()
             if trainer.state.global_step % self.settings.train.validate_every_steps:
-                trainer.evaluate()  # the last step, as ours does
+                trainer.evaluate()  # validates after the last step, as Ratchet does
             finished = True
             return report.value
         finally:
@@ -111,7 +111,7 @@ class Loop:
     def _trainer(self, train: Train, report: Report) -> CountingTrainer:
         torch.manual_seed(train.seed)
         model = adapters.attach(loading.load(self.path, self.card, train, torch.device("cpu")), train, self.card.digest)
-        model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
+        model.peft_config["default"].base_model_name_or_path = str(self.path)  # the digest is not on the hub
         arguments = TrainingArguments(
             output_dir=str(self.folder), max_steps=self.steps, per_device_train_batch_size=train.batch_size,
             per_device_eval_batch_size=len(self.validation), learning_rate=train.learning_rate,
@@ -128,7 +128,7 @@ class Loop:
 
 
 def main(arguments: list[str]) -> int:
-    """Search, and print what each trial came to."""
+    """Run the study, and print the result of each trial."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="ratchet-trainer-") as folder:
         loop = Loop(Path(arguments[0]), int(arguments[2]), Path(folder))

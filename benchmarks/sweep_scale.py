@@ -2,10 +2,10 @@
 
     python benchmarks/sweep_scale.py [--quick] [--json FILE]
 
-Proposals are made one at a time (under the study's lock), so what one takes bounds how many workers a study can feed:
-trainings of an hour, proposals of a second: 3,600. Trials are computed, not trained; each has a curve of ten losses. A
-new process has read nothing yet: its first look reads all trials, later ones what is new. The rows have no
-targets (docs/scale.md). Postgres is that of the tests: a separate cluster on loopback.
+Proposals are made one at a time (under the study's lock), so their duration limits the number of workers of a study:
+with trainings of an hour and proposals of a second, 3,600 workers. Trials are computed, not trained; each has a curve
+of ten losses. A new process has an empty cache: its first read fetches all trials, later reads fetch new trials. The
+rows have no targets (docs/scale.md). Postgres is that of the tests: a separate cluster on loopback.
 """
 
 import argparse
@@ -38,11 +38,11 @@ TIMES = 5
 SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=SamplerSettings(n_startup_trials=20)))
 KINDS = ("random", "tpe", "gp")
 LARGEST_GP = 300
-"""Trials beyond which a proposal of a Gaussian process takes minutes."""
+"""With more trials than this, a proposal of a Gaussian process takes minutes."""
 
 
 def fill(store: TrialStore, space: SearchSpace, count: int, worker: SweepWorker) -> None:
-    """Add trials that are complete, until there are so many."""
+    """Add complete trials until the study has `count` trials."""
     for number in range(len(store.trials()), count):
         values = study_histories.drawn(space, number)
         here = store.begin(values, select_searched(space, values), f"{number:016x}", worker)
@@ -56,7 +56,7 @@ def fill(store: TrialStore, space: SearchSpace, count: int, worker: SweepWorker)
 
 
 def seconds(act: Callable[[], object]) -> tuple[float, float]:
-    """Median and spread of several times."""
+    """Return median and spread of the seconds of several calls."""
     taken = []
     for _ in range(TIMES):
         began = time.perf_counter()
@@ -67,7 +67,7 @@ def seconds(act: Callable[[], object]) -> tuple[float, float]:
 
 @contextmanager
 def opened(url: str) -> Iterator[tuple[TrialStore, SearchSpace]]:
-    """The study, as a process opens it that has read nothing yet."""
+    """Open the study as a new process does, with an empty cache."""
     space = SearchSpace.from_settings(SETTINGS)
     storage = open_storage(ProjectLayout(Path.cwd()), url)
     try:
@@ -77,7 +77,7 @@ def opened(url: str) -> Iterator[tuple[TrialStore, SearchSpace]]:
 
 
 def measured(url: str, count: int) -> Iterator[Row]:
-    """Rows of a study with so many trials."""
+    """Yield the rows of a study with this many trials."""
     worker = SweepWorker.current()
     with opened(url) as (store, space):
         fill(store, space, count, worker)
@@ -88,7 +88,7 @@ def measured(url: str, count: int) -> Iterator[Row]:
         yield told(f"{count} trials: a later look, s", *seconds(store.trials))
         values = study_histories.drawn(space, -1)
         running = store.begin(values, select_searched(space, values), "f" * 16, worker)
-        yield told(f"{count} trials: a sign of life, s", *seconds(lambda: store.renew(running, worker)))
+        yield told(f"{count} trials: a heartbeat, s", *seconds(lambda: store.renew(running, worker)))
         store.finish(running, history[0].model_copy(update={"number": running}), worker)
         objectives = final_round.sweep_objectives(SETTINGS.sweep)
         for kind in KINDS:
@@ -102,7 +102,7 @@ def measured(url: str, count: int) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Run the benchmark, and return its exit code."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--quick", action="store_true")
     asked.add_argument("--json", type=Path)

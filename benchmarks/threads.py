@@ -3,12 +3,13 @@
     pip install -c constraints.txt -e .
     python benchmarks/threads.py [--quick] [--json FILE]
 
-For two processors. The same training (`ratchet train`, nobody watches) of a narrow model, as the quick start's, and of
-one four times as wide: with one thread, with two that sleep while they wait (OMP_WAIT_POLICY=PASSIVE, ours), with two
-that spin (libgomp's default); the narrow one also while another process keeps one of the processors busy. Judged:
+Needs exactly two processors. The benchmark repeats a training without callbacks, once with a narrow model like that of
+the quick start, and once with a model that is four times as wide. Each uses one thread, two threads that sleep while
+they wait (OMP_WAIT_POLICY=PASSIVE, Ratchet's default), or two threads that spin (libgomp's default). The narrow model
+is also trained while another process keeps one of the processors busy. Targets:
 
-* as many as `machine.threads: 0` takes are at most 5 % slower than the other number, for either model;
-* with a busy process threads that sleep are at most as slow as threads that spin.
+* for either model, the number of threads that `machine.threads: 0` selects is at most 5 % slower than the other number;
+* next to a busy process, two sleeping threads are at most as slow as two spinning threads.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from ratchet.storage.layout import ProjectLayout
 
 THREADS = 2
 OURS = 0
-"""As many as `machine.threads: 0` takes."""
+"""The number of threads that `machine.threads: 0` selects."""
 MOST = 1.05
 WARM_STEPS = 3
 WIDE = SHAPE.model_copy(update={"hidden_size": 1024, "intermediate_size": 2048, "layers": 2})
@@ -41,7 +42,7 @@ WIDE = SHAPE.model_copy(update={"hidden_size": 1024, "intermediate_size": 2048, 
 
 @dataclass(frozen=True)
 class Bench:
-    """Trains one model again and again."""
+    """Trains one model repeatedly."""
 
     name: str
     settings: Settings
@@ -50,14 +51,14 @@ class Bench:
 
     @classmethod
     def of(cls, name: str, shape: TinyModelSettings, scratch: Path) -> "Bench":
-        """Prepared, with a base of this shape."""
+        """Create a prepared project with a base of this shape."""
         update = {"epochs": 1, "batch_size": ROWS_OF_STEP, "validate_every_steps": 100}
         train = SETTINGS.train.model_copy(update=update)
         settings = SETTINGS.model_copy(update={"base": Base(tiny=shape), "train": train})
         return cls(name, settings, build(scratch / name, settings=settings), scratch)
 
     def step_s(self, number: int, threads: int, waiting: str = "PASSIVE", busy: int = 0) -> float:
-        """Median seconds of a step, of one training."""
+        """Return the median seconds of a step of one training."""
         name = f"{self.name}-{number}-{threads}-{waiting}-{busy}"
         layout = linked(self.project, self.scratch / name, of(self.settings, self.scratch / "none", threads, False))
         with policy(waiting), neighbours(busy):
@@ -69,10 +70,10 @@ class Bench:
 
 @contextmanager
 def policy(waiting: str) -> Iterator[None]:
-    """Wait policy of OpenMP's threads. `SPIN` is the default."""
+    """Set the wait policy of OpenMP's threads. `SPIN` is libgomp's default."""
     before = os.environ.pop("OMP_WAIT_POLICY", None)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE" if waiting == "PASSIVE" else "ACTIVE"
-    if waiting != "PASSIVE":  # as many turns as libgomp makes where no policy is named; ACTIVE alone makes more
+    if waiting != "PASSIVE":  # libgomp's spin count without a policy; ACTIVE alone spins for longer
         os.environ["GOMP_SPINCOUNT"] = "300000"
     try:
         yield
@@ -85,7 +86,7 @@ def policy(waiting: str) -> Iterator[None]:
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """Processes that compute without end."""
+    """Run this many processes that compute in an endless loop."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -96,7 +97,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Run it; 0 if all targets are met."""
+    """Run the benchmark. The exit code is 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="every training once, five minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -109,7 +110,7 @@ def main() -> int:
 
 
 def measured(scratch: Path, rounds: int) -> list[Row]:
-    """All rows: kinds of training take turns."""
+    """Measure all kinds of training in turns, and return all rows."""
     narrow, wide = Bench.of("narrow", SHAPE, scratch), Bench.of("wide", WIDE, scratch)
     found: dict[tuple[str, int, str, int], list[float]] = {}
     for number in range(rounds):

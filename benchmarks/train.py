@@ -3,25 +3,27 @@
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/train.py [--quick] [--rows FILE] [--threads N] [--cell NAME] [--json FILE]
 
-Everybody learns one epoch of the same prepared rows with the same base, adapter, learning rates and types, in a process
-of its own (train_cell.py), one after the other; who begins changes from round to round, and ratios are those within a
-round. Cells:
+All contenders train one epoch of the same prepared rows with the same base, adapter, learning rates and types, each in
+a process of its own (train_cell.py), one after the other. The order rotates from round to round, and ratios are
+computed within a round. Cells:
 
-- `bundled`: the bundled requests and base, QLoRA (NF4), as `ratchet init` sets it up; answers of some five tokens;
+- `bundled`: the bundled requests and base, QLoRA (NF4), as `ratchet init` sets it up; answers of about five tokens;
 - `questions`, `questions in 4 bits`: rows like GSM8K's (train_projects.py; real ones with `--rows`) and a Llama of ten
   million random parameters; LoRA in float32, and QLoRA;
-- `limit`: plain LoRA on 30 million parameters, useful FLOPs (train_limit.py) over what torch.mm reaches on the same
-  shapes right before and after;
-- on a GPU instead: QLoRA r=16 on random Llamas of 1B and 7B, 2,048 tokens packed; FLOPs over the data sheet's peak.
+- `limit`: plain LoRA on 30 million parameters; useful FLOPs (train_limit.py) relative to the rate of torch.mm on the
+  same shapes right before and after;
+- on a GPU instead: QLoRA r=16 on random Llamas of 1B and 7B, 2,048 tokens packed; FLOPs relative to the data sheet's
+  peak.
 
-A step has the same rows for ours and padded peers, and for packed TRL as many packs as hold about as many tokens: so
-all have learned from the same tokens at the end, in about as many steps. A micro-batch is a pack, or so many rows as
-hold about as many tokens: 8, which is what TRL and we have if nobody says. Packs are `train.pack_tokens` long; ours
-batches as the cell says (rows of like length together, on a CPU: attention in a pack costs the square of the pack).
-Gradient checkpointing, which TRL turns on, is off; `TRL as it comes` is with it. `TRL, grouped` has
-`train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps; memory is the training process's
-(VmHWM; allocated on a GPU); the first step is counted from the command. Validation losses are computed by us for all.
-Tokens a CPU second are told beside those a second: that others use the machine shows less in them.
+A step of Ratchet and of padded peers has the same number of rows. A step of packed TRL has as many packs as hold about
+as many tokens. So all contenders have trained on the same tokens at the end, in about as many steps. A micro-batch is a
+pack, or as many rows as hold about as many tokens: 8, the default of TRL and Ratchet. Packs have `train.pack_tokens`
+tokens. Ratchet batches as the cell sets (rows of similar length together on a CPU, where the cost of attention grows
+with the square of the pack). Gradient checkpointing, which TRL enables by default, is off; `TRL as it comes` has it on.
+`TRL, grouped` has `train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps. Memory is that of
+the training process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command. Ratchet's
+code computes all validation losses. Tokens per CPU second are reported in addition to tokens per second, because load
+by other processes affects them less.
 """
 
 import argparse
@@ -55,14 +57,14 @@ NAMES = {
     "trl-defaults": "TRL as it comes", "trainer": "Trainer", "unsloth-packed": "Unsloth packed",
 }  # fmt: skip
 SPEED = {"trl-packed": 1.15, "trl-padded": 2.0, "unsloth-packed": 1.0}
-"""Least ratio of trained tokens a second."""
+"""Smallest accepted ratio of trained tokens per second."""
 CPU_MEMORY, GPU_MEMORY = 1.0, 0.8
 LOSS = 0.02
-"""Greatest relative difference of validation losses after the same tokens in another order, upwards."""
+"""Largest accepted relative excess of validation loss after the same tokens in another order."""
 SAME_ORDER = 1e-5
 OF_MATMUL, OF_PEAK = 0.60, 0.40
 RATE_S = 4.0
-"""Time for which products are measured, before and after."""
+"""Seconds for which matrix products are measured, before and after each training."""
 
 
 def cpu_cells(quick: bool, threads: int) -> list[Cell]:
@@ -84,12 +86,12 @@ def cpu_cells(quick: bool, threads: int) -> list[Cell]:
 
 
 def replace_machine(machine: Machine, micro_batch_size: int) -> Machine:
-    """The same machine, with other micro-batches."""
+    """Return the same machine with other micro-batches."""
     return machine.model_copy(update={"micro_batch_size": micro_batch_size})
 
 
 def gpu_cells(quick: bool) -> list[Cell]:
-    """Cells on a GPU."""
+    """Return the cells on a GPU."""
     train = Train(
         rank=16, alpha=32, epochs=1, batch_size=8, batching="packed", pack_tokens=2048, learning_rate=2e-4,
         validate_every_steps=10**6,
@@ -106,24 +108,24 @@ class Figures:
     """Results of one contender in one round."""
 
     trained_s: float
-    """Trained tokens a second."""
+    """Trained tokens per second."""
     input_s: float
     trained_cpu_s: float
-    """Trained tokens a CPU second."""
+    """Trained tokens per CPU second."""
     peak_bytes: int
     first_step_s: float
     loss: float
     seconds: float
-    """Of the steps that throughput is taken over."""
+    """Seconds of the steps over which throughput is computed."""
     cpu_s: float
     inputs: int
-    """Tokens of these steps."""
+    """Input tokens of these steps."""
     trained: int
     losses: tuple[float, ...]
 
     @classmethod
     def of(cls, found: Told, begun: float) -> "Figures":
-        """Compute the figures from a contender's report. `begun`: Unix time of its command."""
+        """Compute the figures from a contender's report. `begun`: Unix time of its command in seconds."""
         warm = min(WARM_UP_STEPS, len(found.ended) - 1)
         trained, inputs = sum(found.trained_tokens[warm:]), sum(found.input_tokens[warm:])
         seconds, cpu_s = (series[-1] - series[warm - 1] for series in (found.ended, found.cpu_s))
@@ -155,17 +157,18 @@ def _process(line: Sequence[str], threads: int) -> str:
 
 @dataclass
 class Found:
-    """All rounds of a cell."""
+    """Results of all rounds of a cell."""
 
     cell: Cell
     layout: ProjectLayout
     figures: dict[str, list[Figures]]
     rates: list[tuple[float, float]]
-    """FLOP/s of products before and after each of our trainings, by the clock and a CPU second; only for `limit`."""
+    """FLOP/s of matrix products before and after each training of Ratchet, by wall-clock and by CPU time; only for
+    `limit`."""
 
 
 def measure(cell: Cell, folder: Path, rounds: int, threads: int, rows: Path | None) -> Found:
-    """Everybody in turns."""
+    """Run all contenders in turns."""
     layout = build(folder / cell.name.replace(" ", "-"), cell, rows)
     present = ["ours", *_present(cell.peers)]
     found = Found(cell, layout, {who: [] for who in present}, [])
@@ -200,14 +203,14 @@ def _present(peers: Sequence[str]) -> Iterator[str]:
 
 
 def _rate(cell: Cell, threads: int) -> tuple[float, float]:
-    tokens_of_micro_batch = cell.machine.micro_batch_size * 176  # of GSM8K rows
+    tokens_of_micro_batch = cell.machine.micro_batch_size * 176  # about 176 tokens per GSM8K row
     given = {"shape": cell.model, "tokens": tokens_of_micro_batch, "threads": threads, "seconds": RATE_S}
     wall, cpu = json.loads(_process(["train_limit.py", json.dumps(given)], threads).splitlines()[-1])
     return wall, cpu
 
 
 def judged(found: Found) -> Iterator[Row]:
-    """Rows of a cell."""
+    """Yield the rows of a cell."""
     name, ours = found.cell.name, found.figures["ours"]
     on_gpu = found.cell.machine.device == "cuda"
     yield told(f"{name}: trained tokens/s", *_middle([one.trained_s for one in ours]))
@@ -242,7 +245,7 @@ def _beside(
 
 
 def _of_limit(found: Found) -> Iterator[Row]:
-    """Useful FLOPs over the machine's."""
+    """Yield the ratio of useful FLOP/s to the machine's FLOP/s."""
     for index, label in enumerate(("seconds", "cpu_s")):
         rate = _middle([one[index] for one in found.rates])
         if not index:
@@ -258,7 +261,7 @@ def _of_limit(found: Found) -> Iterator[Row]:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float | None]:
-    """Median and spread; of a single value there is none."""
+    """Return median and spread; the spread of a single value is None."""
     median, spread = middle(values)
     return median, spread if len(values) > 1 else None
 
@@ -268,7 +271,7 @@ def _with(target: float, measured: tuple[float, float | None]) -> tuple[float, f
 
 
 def _flops(found: Found, one: Figures) -> float:
-    """Useful FLOPs of the steps that were timed, as their share of the epoch's tokens."""
+    """Return useful FLOPs of the timed steps: those of the epoch times the steps' share of its tokens."""
     rows = token_files.load_rows(found.layout.data, "train")
     whole = useful_flops(
         found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.count_trained(range(len(rows)))
@@ -292,7 +295,8 @@ def _of_peak(found: Found) -> Iterator[Row]:
 
 
 def same_order(found: Found, threads: int) -> Row:
-    """Greatest relative difference of any step's loss, ours and Trainer's with the same rows in every step."""
+    """Return a row for the largest relative difference between the losses of a step, Ratchet's and Trainer's, with the
+    same rows in every step."""
     theirs = run_cell("trainer-in-order", found.layout, threads)
     pairs = list(zip(found.figures["ours"][0].losses, theirs.losses, strict=True))
     worst = max(abs(a / b - 1) for a, b in pairs)
@@ -300,12 +304,12 @@ def same_order(found: Found, threads: int) -> Row:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows and cells")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="JSON lines of question and answer, such as GSM8K's")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, for everybody (default: 1)")
-    parser.add_argument("--cell", metavar="NAME", help="this one only")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch, for all contenders (default: 1)")
+    parser.add_argument("--cell", metavar="NAME", help="run only this cell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     given = parser.parse_args()
     import torch

@@ -1,15 +1,16 @@
 """Runs one training of benchmarks/train.py in its own process, with Ratchet or a peer. Reads JSON, prints JSON.
 
-    python benchmarks/train_cell.py '{"who": "trl-packed", "project": DIR, "begun": UNIX TIME}'
+    python benchmarks/train_cell.py '{"who": "trl-packed", "project": DIR}'
 
-`who` is one of CONTENDERS. Every contender learns from the prepared rows of the project (token ids and labels, so that
-nobody tokenises), has the same base in the same types, the adapter that `adapters.attach` draws from the seed, the
-settings and threads of params.yaml, and goes through the rows once an epoch. Gradient checkpointing is off for all
-(TRL turns it on), and so is bfloat16 where we compute in float32 (TRL turns it on); TRL makes an adapter on a quantised
-base bfloat16, and here it is turned back. What is learned from is counted from the batches that are computed.
+`who` is one of CONTENDERS. Every contender trains on the prepared rows of the project (token ids and labels, so that no
+contender tokenises) for one epoch. It has the same base in the same types, the adapter that `adapters.attach` draws
+from the seed, and the settings and threads of params.yaml. Gradient checkpointing, which TRL enables by default, is off
+except for trl-defaults. bfloat16, which TRL enables by default, is off where Ratchet computes in float32. TRL converts
+an adapter on a quantised base to bfloat16; except for trl-defaults this is reverted. Trained tokens are counted from
+the batches that are computed.
 
-Ours is a supervised run: supervisor, worker, journal, checkpoints. Its figures stand in its journal.
-After training, and outside of all times, peers are asked for the loss of the validation rows as we compute it.
+Ratchet's training is a supervised run: supervisor, worker, journal, checkpoints. Its figures are in its journal. For
+peers, the loss of the validation rows is computed with Ratchet's code after training, outside of all times.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ CONTENDERS = (
     "ours", "trl-packed", "trl-padded", "trl-grouped", "trl-defaults", "trainer", "trainer-in-order", "unsloth-packed",
 )  # fmt: skip
 NEEDS = {"trl": "trl", "unsloth": "unsloth"}
-"""Library that a contender takes, by the first word of its name."""
+"""Package that a contender needs, by the first word of its name."""
 
 
 @dataclass
@@ -39,16 +40,17 @@ class Told:
     """Measurements of a contender by step."""
 
     ended: list[float] = field(default_factory=list)
-    """Unix time of the end of each optimizer step."""
+    """Unix time of the end of each optimizer step in seconds."""
     input_tokens: list[int] = field(default_factory=list)
-    """Of each step, without padding."""
+    """Input tokens of each step, without padding."""
     trained_tokens: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of each step, in nats per token; empty where nobody asked."""
+    """Loss of each step in nats per token; for peers, only the logged losses."""
     cpu_s: list[float] = field(default_factory=list)
-    """CPU seconds that the training process had taken at the end of each step, the time to load included."""
+    """CPU seconds of the training process at the end of each step, including loading."""
     peak_bytes: int = 0
-    """Most that the training process held while it loaded and trained: resident, or what torch's allocator gave out."""
+    """Peak memory of the training process during loading and training: resident memory, or memory that torch's
+    allocator gave out."""
     validation_loss: float = math.nan
 
     def as_json(self) -> str:
@@ -59,7 +61,7 @@ class Told:
 
 
 class Meter:
-    """Reader of the worker's CPU clock, at most some hundredths of a second after each step."""
+    """Reads the worker's CPU clock, at most some hundredths of a second after each step."""
 
     name = "meter"
 
@@ -72,11 +74,11 @@ class Meter:
             self.cpu_s += [max([*self.cpu_s[-1:], _cpu_s_of_worker()])] * count
 
     def on_end(self, _: str) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def _cpu_s_of_worker() -> float:
-    """CPU seconds of the only child, in user and system mode (proc(5), stat); 0 when it is gone."""
+    """Return the CPU seconds of the only child, in user and system mode (proc(5), stat); 0 if the child has ended."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text(encoding="ascii").split():
             with contextlib.suppress(OSError):
@@ -86,7 +88,7 @@ def _cpu_s_of_worker() -> float:
 
 
 def ours(project: Path) -> Told:
-    """A supervised run, read from its journal."""
+    """Train a supervised run, and read its journal."""
     from ratchet.config import params_file
     from ratchet.runs.directory import RunDirectory
     from ratchet.runs.journal import JournalReader
@@ -121,9 +123,9 @@ def ours(project: Path) -> Told:
 
 
 def peer(who: str, project: Path) -> Told:
-    """Training by a Trainer of transformers or TRL."""
+    """Train with a Trainer of transformers or TRL."""
     if who.startswith("unsloth"):
-        import_module("unsloth")  # it changes classes of transformers and TRL, and has to come before them
+        import_module("unsloth")  # unsloth changes classes of transformers and TRL; import it before them
     import torch
     from train_peers import Peer
 
@@ -139,13 +141,13 @@ def peer(who: str, project: Path) -> Told:
 
 
 def missing(who: str) -> str | None:
-    """The library without which there is no such contender here, if it is not installed."""
+    """Return the package that a contender needs, if it is not installed."""
     name = NEEDS.get(who.split("-", maxsplit=1)[0])
     return name if name and find_spec(name) is None else None
 
 
 def main(arguments: list[str]) -> int:
-    """Train, and print what came of it as the last line."""
+    """Train, and print the results as the last line."""
     given = json.loads(arguments[0])
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

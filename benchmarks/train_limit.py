@@ -2,17 +2,17 @@
 
     python benchmarks/train_limit.py '{"shape": "30M", "tokens": 1024, "threads": 1, "seconds": 3}'     prints FLOP/s
 
-Useful FLOPs of a step, a product of [m, k] and [k, n] counted as 2 m k n:
+Useful FLOPs of a step; a product of [m, k] and [k, n] counts as 2 m k n:
 
-- frozen linear layers of the blocks, P weights: 2 P a token forward, 2 P for the gradient of their inputs; they have no
-  gradient of their own, and queries, keys and values of the first block need none of their inputs, the embeddings;
-- LoRA, p weights: 6 p a token (forward, gradient of inputs, gradient of weights);
-- of the last block everything but keys and values counts at positions that are learned from, nothing elsewhere;
-- head, vocabulary x width: 4 of it a position that is learned from, and nothing anywhere else;
-- attention, a row of n tokens and each layer: scores and values are 4 n² width forward, half of it with a causal mask,
-  and twice as much backward: 6 n² width; rows of a pack count one by one.
+- frozen linear layers of the blocks with P weights: 2 P per token forward, 2 P for the gradient of their inputs. They
+  have no weight gradient. Queries, keys and values of the first block need no gradient of their inputs, the embeddings;
+- LoRA with p weights: 6 p per token (forward, gradient of inputs, gradient of weights);
+- in the last block, all layers except keys and values count only at trained positions;
+- head, vocabulary x width: 4 times this product per trained position, and nothing at other positions;
+- attention, for each row of n tokens and each layer: scores and values are 4 n² width forward, half of it with a causal
+  mask, and twice as much backward: 6 n² width. Each row of a pack counts separately.
 
-Padding, masked squares, recomputed activations, softmax, norms and the optimizer count nothing: they are what may be
+Padding, masked squares, recomputed activations, softmax, norms and the optimizer do not count, because they can be
 saved. The rate is that of `torch.mm` in float32 on the same shapes: `tokens` rows by every linear layer, forward and
 transposed, in the proportion in which a step has them.
 """
@@ -25,13 +25,15 @@ from collections.abc import Iterator, Sequence
 from train_projects import SHAPES
 
 LAYERS_OF_BLOCK, KEYS_AND_VALUES = 7, (1, 2)
-"""As `linear_layers` gives them."""
+"""Number of linear layers of a block, and the positions of keys and values among them, in the order of
+`linear_layers`."""
 DENSE_BFLOAT16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12}
-"""Peak FLOP/s of GPUs in dense bfloat16 products (NVIDIA's data sheets), by a word of torch's name for them."""
+"""Peak FLOP/s of GPUs in dense bfloat16 products (NVIDIA's data sheets). A key is a word of torch's name for the
+GPU."""
 
 
 def linear_layers(shape: str) -> Iterator[tuple[int, int]]:
-    """Inputs and outputs of each linear layer of the blocks of one of SHAPES."""
+    """Yield inputs and outputs of each linear layer of the blocks of one of SHAPES."""
     found = SHAPES[shape]
     width, inner = found["hidden_size"], found["intermediate_size"]
     keys = width // found["num_attention_heads"] * found["num_key_value_heads"]
@@ -56,7 +58,8 @@ def useful_flops(shape: str, rank: int, lengths: Sequence[int], trained_tokens: 
 
 
 def rate(shape: str, tokens: int, threads: int, seconds: float) -> tuple[float, float]:
-    """FLOP/s of float32 products on this machine, over at least so many seconds; and a CPU second of one thread."""
+    """Return the FLOP/s of float32 products on this machine, measured for at least this many seconds: by wall-clock
+    time and by CPU time."""
     import torch
 
     torch.set_num_threads(threads)
@@ -75,12 +78,13 @@ def rate(shape: str, tokens: int, threads: int, seconds: float) -> tuple[float, 
         if begun:
             flops += once
         else:
-            begun, begun_cpu_s = time.perf_counter(), time.process_time()  # the first round touches memory
+            # the first round, which touches memory, does not count
+            begun, begun_cpu_s = time.perf_counter(), time.process_time()
     return flops / (time.perf_counter() - begun), flops / (time.process_time() - begun_cpu_s)
 
 
 def peak_of_gpu(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by torch's name for it; None when it is not known here."""
+    """Return the dense bfloat16 FLOP/s of a GPU by torch's name for it, or None if the GPU is not in the table."""
     words = name.replace("-", " ").split()
     return next((peak for word, peak in DENSE_BFLOAT16.items() if word in words), None)
 

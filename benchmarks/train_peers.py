@@ -1,8 +1,9 @@
 """Trains the peers of benchmarks/train.py: transformers' Trainer and TRL's SFTTrainer on a project's own base and rows.
 
-Read for it: transformers 5.23 (`trainer.py`, `training_args.py`), TRL 1.16 (`sft_trainer.py`, `sft_config.py`). TRL
-packs into sequences of `train.pack_tokens` by best fit, flattens a micro-batch of packs to one sequence and so has no
-padding; with attention by sdpa a sequence costs its square, so a micro-batch is one pack: that is the fastest for it.
+Sources: transformers 5.23 (`trainer.py`, `training_args.py`), TRL 1.16 (`sft_trainer.py`, `sft_config.py`). TRL packs
+into sequences of `train.pack_tokens` by best fit, and flattens a micro-batch of packs to one sequence, so it has no
+padding. With sdpa attention, the cost of a sequence grows with its square, so a micro-batch is one pack, the fastest
+choice for TRL.
 """
 
 import math
@@ -30,7 +31,7 @@ from ratchet.training import optimizer as schedule
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Notes when steps end, and the losses that the trainer logs."""
+    """Records the times at which steps end, and the losses that the trainer logs."""
 
     def __init__(self, told: Told) -> None:
         self.told = told
@@ -45,7 +46,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
 
 class Counting:
-    """A collator that counts tokens, micro-batch by micro-batch. A sequence's first label predicts nothing."""
+    """Collator that counts the tokens of each step. The first label of a sequence is not a prediction and does not
+    count."""
 
     def __init__(self, collate: Any, steps_of: int, told: Told) -> None:
         self.collate, self.micro_batches, self.told, self.seen = collate, steps_of, told, 0
@@ -64,12 +66,12 @@ class Counting:
 
 
 class Peer:
-    """A trainer, and what it is asked afterwards.
+    """A trainer of a peer, and the measurements after its training.
 
     Args:
-        who: one of train_cell.CONTENDERS, but ours.
-        project: with base, data and params.yaml.
-        folder: for what it writes.
+        who: one of train_cell.CONTENDERS, except `ours`.
+        project: a project with base, data and params.yaml.
+        folder: folder for the trainer's output.
     """
 
     def __init__(self, who: str, project: Path, folder: Path) -> None:
@@ -86,10 +88,11 @@ class Peer:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """As a training script makes it."""
+        """The trainer, created as a training script does."""
         tokenizer = base_model.load_tokenizer(self.path, self.layout.chat_template, self.card.added_tokens)
         found = token_files.open_split(self.layout.data, "train").select_columns(["input_ids", "labels"])
-        # In memory: what is made of files is kept beside them, and a second run would find the work of the first.
+        # The data set is in memory: results derived from files are cached next to them, and a second run would reuse
+        # them.
         dataset = Dataset.from_dict(found[self._order()] if self.who == "trainer-in-order" else found[:])
         common = {"model": self._model(), "train_dataset": dataset, "processing_class": tokenizer,
                   "callbacks": [Clock(self.told)]}  # fmt: skip
@@ -109,7 +112,8 @@ class Peer:
         return trainer
 
     def _scheduler_of(self, trainer: Trainer) -> Any:
-        """Our learning rates: transformers' begin at 0, ours at the first step of the warm-up."""
+        """Return a function that creates a schedule with Ratchet's learning rates. Those of transformers begin at 0;
+        those of Ratchet begin at the first step of the warm-up."""
 
         def make(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
             def factor(step: int) -> float:
@@ -124,7 +128,8 @@ class Peer:
         return self._model_of_unsloth() if self.who.startswith("unsloth") else self._model_of_peft()
 
     def _model_of_unsloth(self) -> Any:
-        """As its documentation says, with its own choice of types; its kernels come with the model."""
+        """Create the model as unsloth's documentation does, with its own choice of types. Its kernels come with the
+        model."""
         from unsloth import FastLanguageModel
 
         longest = self.train.pack_tokens
@@ -138,26 +143,26 @@ class Peer:
     def _model_of_peft(self) -> loading.Model:
         base = loading.load(self.path, self.card, self.train, self.device)
         model = adapters.attach(base, self.train, self.card.digest)
-        model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
+        model.peft_config["default"].base_model_name_or_path = str(self.path)  # the digest is not on the hub
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
-                layer.__dict__.pop("forward", None)  # ours (models/adapters.py): the peer computes as peft does
+                layer.__dict__.pop("forward", None)  # Ratchet's forward (models/adapters.py); the peer uses peft's
         return model
 
     def _order(self) -> list[int]:
-        """Our own order of rows, step by step."""
+        """Return Ratchet's order of rows, step by step."""
         plan = BatchPlan(self.rows.lengths, self.train)
         return [row for step in range(plan.steps) for sequence in plan.batch(step) for row in sequence]
 
     def _rows_of_step(self) -> int:
-        """Sequences of a step: rows, or packs that hold about as many rows."""
+        """Return the number of sequences of a step: rows, or packs that hold about as many tokens."""
         if not self.packs:
             return self.train.batch_size
         tokens_of_step = self.train.batch_size * float(self.rows.lengths.mean())
         return max(1, round(tokens_of_step / self.train.pack_tokens))
 
     def _arguments(self) -> dict[str, Any]:
-        """Our settings in Trainer's words."""
+        """Return the project's settings as Trainer's arguments."""
         train, of_step = self.train, self._rows_of_step()
         micro = 1 if self.packs else math.gcd(self.settings.machine.micro_batch_size, of_step)
         in_order = self.who == "trainer-in-order"
@@ -184,11 +189,12 @@ class Peer:
         return SFTConfig(**given, max_length=longest, packing=self.packs)
 
     def peak_bytes(self) -> int:
-        """The most that training took."""
+        """Return the peak memory of the training in bytes."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else capacity.peak_resident_bytes()
 
     def validation_loss(self) -> float:
-        """Mean over all answer tokens of the validation rows, as our loop computes it."""
+        """Return the mean loss over all answer tokens of the validation rows, as Ratchet's training loop computes
+        it."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
         rows = token_files.load_rows(self.layout.data, "validation")
         everything = list(range(len(rows)))

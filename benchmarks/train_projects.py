@@ -1,8 +1,9 @@
 """Creates the projects of benchmarks/train.py: the bundled one, and one with rows like GSM8K and a random model.
 
-Of GSM8K (Cobbe et al. 2021) the lengths are known here, not the texts: words of question and answer are drawn from
-log-normal laws with the moments and the correlation of its 7,473 training rows (logarithms of word counts: 3.74 ± 0.37
-and 3.81 ± 0.54, correlated by 0.49), and are words of the bundled texts and numbers. `--rows FILE` takes real rows.
+The benchmark has the lengths of GSM8K (Cobbe et al. 2021), not its texts. Numbers of words of question and answer are
+drawn from log-normal distributions with the moments and the correlation of its 7,473 training rows (logarithms of word
+counts: 3.74 ± 0.37 and 3.81 ± 0.54, correlated by 0.49). The words are from the bundled texts, or numbers. `--rows
+FILE` uses real rows.
 """
 
 import csv
@@ -30,9 +31,9 @@ from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 QUESTION, ANSWER, TOGETHER = (3.74, 0.37), (3.81, 0.54), 0.49
-"""Mean and standard deviation of the logarithm of the number of words, and the correlation of the two."""
+"""Mean and standard deviation of the logarithm of the number of words, and the correlation of the two logarithms."""
 MODEL_TEXTS = 2000
-"""Rows that the tokenizer of a random model is trained on."""
+"""Number of rows on which the tokenizer of a random model is trained."""
 
 SHAPES: dict[str, dict[str, int]] = {
     "10M": {"vocab_size": 4096, "hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 7,
@@ -44,7 +45,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "7B": {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 32},
 }  # fmt: skip
-"""Llamas with random weights, by their parameters."""
+"""Shapes of Llamas with random weights, by their number of parameters."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Cell:
     model: str
     """Key of SHAPES, or `tiny`: the bundled base, pre-trained."""
     rows: int
-    """Of the source files; some are left out for validation."""
+    """Number of rows of the source files; some are left out for validation and test."""
     train: Train
     machine: Machine
     max_tokens: int
@@ -66,9 +67,9 @@ def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
     """Create a project and run stages base and prepare.
 
     Args:
-        folder: of the project.
-        cell: what is to be trained.
-        given: JSON lines with `question` and `answer`; None: made here.
+        folder: folder of the project.
+        cell: settings of the project.
+        given: JSON lines with `question` and `answer`; None: generated rows.
     """
     layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
@@ -83,7 +84,7 @@ def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
 
 
 def _bundled(layout: ProjectLayout, cell: Cell) -> Settings:
-    """The project that `ratchet init` makes, with its own base, pre-trained for fewer steps."""
+    """Copy the data of the project that `ratchet init` creates. Its base is pre-trained for fewer steps."""
     shutil.copytree(BUNDLED / "text", layout.text, dirs_exist_ok=True)
     with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(islice(csv.reader(stream), cell.rows + 1))
@@ -101,7 +102,7 @@ def _bundled(layout: ProjectLayout, cell: Cell) -> Settings:
 
 
 def _asked(layout: ProjectLayout, cell: Cell, given: Path | None) -> Settings:
-    """Questions with worked answers, and a random model."""
+    """Create questions with worked answers, and a random model."""
     rows = list(_rows_of(given)) if given else list(_rows_like_gsm8k())
     with (layout.raw / "rows.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows[: cell.rows])
@@ -126,7 +127,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _rows_like_gsm8k(count: int = 4000) -> Iterator[dict[str, str]]:
-    """Rows of GSM8K's lengths."""
+    """Yield rows with the lengths of GSM8K."""
     draw = random.Random(8)
     words = sorted(set((BUNDLED / "text" / "help.txt").read_text(encoding="utf-8").split()))
     for _ in range(count):
@@ -141,7 +142,7 @@ def _rows_like_gsm8k(count: int = 4000) -> Iterator[dict[str, str]]:
 
 
 def save_model(path: Path, shape: str, texts: list[str]) -> None:
-    """A Llama of a shape with random weights, and a tokenizer that is trained on the texts."""
+    """Save a Llama of this shape with random weights, and a tokenizer that is trained on the texts."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -1,11 +1,11 @@
-"""Measures everything but training that a user waits for: commands, `dvc repro`, start of a run, monitoring.
+"""Measures the time that a user waits, except for training: commands, `dvc repro`, start of a run, monitoring.
 
     pip install -c constraints.txt -e .
-    python benchmarks/waiting.py [--quick] [--json FILE]
+    python benchmarks/waiting.py [--quick] [--json FILE] [--only PART]
 
-Targets: `ratchet --help` within .3 s, `ratchet status` within .5 s, also with 100,000 events; most of a `dvc repro`
-that has nothing to do is DVC's own; supervisor and journal take no more than 1 % of the time at 20 steps a second; the
-first step comes in half of the time that the first version took (which git is asked for; waiting_start.py).
+Targets: `ratchet --help` within 0.3 s; `ratchet status` within 0.5 s, also with 100,000 events; at least half the time
+of a `dvc repro` without work is DVC's own; supervisor and journal take at most 1 % of the time at 20 steps per second;
+the first step comes in half the time of Ratchet's first version, which git provides (waiting_start.py).
 """
 
 import argparse
@@ -19,11 +19,11 @@ from waiting_start import rows_of_start
 
 
 def main() -> int:
-    """Run it; 0 if all targets are met."""
+    """Run the benchmark. The exit code is 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, about three minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--only", choices=("commands", "start", "overhead"), help="one part of it")
+    parser.add_argument("--only", choices=("commands", "start", "overhead"), help="run only this part")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="ratchet-waiting-") as folder:

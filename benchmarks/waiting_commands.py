@@ -1,4 +1,4 @@
-"""Measures quick commands for benchmarks/waiting.py: `--help`, `status`, `dvc repro` without work."""
+"""Measures short commands for benchmarks/waiting.py: `--help`, `status`, `dvc repro` without work."""
 
 import json
 import os
@@ -21,9 +21,9 @@ RATCHET = [sys.executable, "-m", "ratchet"]
 DVC = [sys.executable, "-m", "dvc"]
 LONG_JOURNAL = 100_000
 STAGE_COUNT = 7
-"""As many stages as the dvc.yaml of a project has with `distill`."""
+"""Number of stages in the dvc.yaml of a project, including `distill`."""
 TOLD = ("promotions", "verify", "keys", "doctor")
-"""Verbs whose time is told beside that of the bare interpreter."""
+"""Commands whose time is reported without a target."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -43,13 +43,13 @@ def rows_of_commands(scratch: Path, rounds: int) -> list[Row]:
 
 
 def judged(command: Sequence[str], target: float, rounds: int) -> tuple[float, float, float]:
-    """Median, target, spread: the figures of a row with a ceiling."""
+    """Return median, target and spread: the figures of a row with an upper limit."""
     median, spread = middle(times(command, rounds))
     return median, target, spread
 
 
 def times(command: Sequence[str], rounds: int, folder: Path | None = None) -> list[float]:
-    """Wall-clock seconds; the first, which fills caches, is left out."""
+    """Return wall-clock seconds of each run. The first run, which fills caches, is left out."""
     found = []
     for _ in range(rounds + 1):
         began_s = time.perf_counter()
@@ -59,7 +59,7 @@ def times(command: Sequence[str], rounds: int, folder: Path | None = None) -> li
 
 
 def trained(folder: Path) -> ProjectLayout:
-    """A project with a finished run."""
+    """Create a project with a finished run."""
     layout = build(folder)
     short = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 1})})
     layout.params.write_text(params_file.dump(short), encoding="utf-8")
@@ -68,7 +68,8 @@ def trained(folder: Path) -> ProjectLayout:
 
 
 def lengthened(layout: ProjectLayout) -> int:
-    """Let the journal of a project's only run tell of many more steps; how many events it then has."""
+    """Append steps to the journal of a project's only run, up to LONG_JOURNAL events. Return the number of its
+    events."""
     path = next(layout.runs.glob("*/journal.jsonl"))
     lines = path.read_text(encoding="utf-8").splitlines()
     steps = [line for line in lines if json.loads(line)["event"] == "step"]
@@ -81,7 +82,7 @@ def lengthened(layout: ProjectLayout) -> int:
 
 
 def rows_of_repro(scratch: Path, rounds: int) -> list[Row]:
-    """`dvc repro` with nothing to do: our pipeline, and one of as many stages that have nothing but a file each."""
+    """Measure `dvc repro` without work: Ratchet's pipeline, and a pipeline of as many stages with only a file each."""
     ours, empty = pipeline(scratch / "ours-repro", real=True), pipeline(scratch / "empty-repro", real=False)
     mine, floor = [], []
     for _ in range(rounds):

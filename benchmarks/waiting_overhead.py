@@ -2,9 +2,9 @@
 
     python benchmarks/waiting_overhead.py PROJECT     trains a project as `ratchet train` does, without MLflow
 
-A project of benchmarks/small_project.py does more than 20 steps a second. The supervisor's share is read from /proc
-between two of its steps, so that neither its start nor the worker's is in it. The worker's share is what the same
-calls cost here, on the same kind of disk: one `step` event and the beats of its micro-batches.
+A project of benchmarks/small_project.py does more than 20 steps per second. The supervisor's share is read from /proc
+between two of its steps, so that it includes neither its start nor the worker's. The worker's share is the cost of the
+same calls in this process on the same kind of disk: one `step` event and the heartbeats of its micro-batches.
 """
 
 import os
@@ -32,18 +32,19 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.experiments import MlflowStore
 
 STEP_S = 1 / 20
-"""The fastest training that the target speaks of."""
+"""Seconds of a step of the fastest training to which the target applies."""
 WARM_STEPS = 40
 WARM_S = 10.0
-"""After them: MLflow is imported, and has what had been done before."""
+"""Seconds after WARM_STEPS in which MLflow is imported and receives the earlier events."""
 PATIENCE_S = 300.0
 BEATS = 5
-"""Of a step: four micro-batches, and the optimizer's."""
+"""Heartbeats of a step: four micro-batches and the optimizer."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
-    """Both shares, in fractions of a step of STEP_S, and their sum."""
+    """Return rows for both shares and their sum, as fractions of a step of STEP_S, and for the speed of the
+    training."""
     project = build(scratch / "overhead")
     endless = SETTINGS.model_copy(
         update={
@@ -51,7 +52,7 @@ def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
             "machine": SETTINGS.machine.model_copy(update={"checkpoint_every": 1_000_000}),
         }
     )
-    with MlflowStore(project).connected():  # making MLflow's database takes 6 s, once a project
+    with MlflowStore(project).connected():  # creating MLflow's database takes 6 s, once per project
         pass
     bare, logged = [], []
     for number in range(rounds):
@@ -74,7 +75,7 @@ def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
 
 
 def supervised(layout: ProjectLayout, mlflow: bool, seconds: float) -> tuple[float, float]:
-    """CPU seconds of the supervisor for each second of training, and steps a second."""
+    """Return the supervisor's CPU seconds per second of training, and steps per second."""
     command = [sys.executable, "-m", "ratchet", "--project", str(layout.root), "train"]
     if not mlflow:
         command = [sys.executable, __file__, str(layout.root)]
@@ -93,7 +94,7 @@ def supervised(layout: ProjectLayout, mlflow: bool, seconds: float) -> tuple[flo
 
 
 def steps_done(process: "subprocess.Popen[bytes]", layout: ProjectLayout, at_least: int) -> int:
-    """Steps in the journal, once there are so many."""
+    """Wait until the journal has this many steps. Return their number."""
     deadline_s = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < deadline_s:
         done = sum(event.kind == "step" for event in events_of(layout))
@@ -109,13 +110,13 @@ def events_of(layout: ProjectLayout) -> list[JournalEvent]:
 
 
 def cpu_s(process: int) -> float:
-    """User and system time of all threads of a process (proc_pid_stat(5), fields 14 and 15)."""
+    """Return user and system time of all threads of a process in seconds (proc_pid_stat(5), fields 14 and 15)."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
-    """Seconds that a training thread spends on telling one step, each the mean of `steps`."""
+    """Return the seconds that a training thread spends on recording one step, each the mean over `steps` steps."""
     folder.mkdir()
     draw, found = random.Random(0), []
     for number in range(rounds):

@@ -1,7 +1,7 @@
 """Measures the time to the first step for benchmarks/waiting.py, and compares it with the first version of Ratchet.
 
-The first version comes out of git (`git archive`), runs on the libraries that are installed now, and prepares a project
-of its own from the same rows: the same settings as far as it knew them. Times are those of the journal.
+The first version is taken from git (`git archive`). It runs with the libraries that are installed now, and prepares its
+own project from the same rows, with the same settings where they exist in it. Times are those of the journal.
 """
 
 import os
@@ -27,12 +27,13 @@ ROOT = Path(__file__).parents[1]
 NO_STAGES = "stages: {}\n"
 KNOWN_SECTIONS = ("base", "prepare", "train", "machine")
 BREAKDOWN = ("attempt_started", "memory_forecast", "worker_ready", "step")
-"""The supervisor's own start; the worker's imports, checks, forecast; the model; the first step."""
+"""Events that end the parts of a start: the supervisor's own start; the worker's imports, checks and forecast; loading
+of the model; the first step."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of this project, and a project that its stages base and prepare have run in."""
+    """A version of Ratchet, and a project in which its stages base and prepare have run."""
 
     source: Path
     layout: ProjectLayout
@@ -42,23 +43,24 @@ class Version:
         subprocess.run(self.command(*words), env=self.environment, check=True, stdout=subprocess.DEVNULL)
 
     def command(self, *words: str) -> list[str]:
-        """The command line of a verb."""
+        """Return the command line of a command of this version."""
         return [sys.executable, "-m", "ratchet", "--project", str(self.layout.root), *words]
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which `ratchet` is this version."""
+        """Environment in which `ratchet` is this version."""
         return os.environ | {"PYTHONPATH": str(self.source)}
 
 
 def rows_of_start(scratch: Path, rounds: int) -> list[Row]:
-    """Seconds to the first step, each version's, and their ratio; nothing judged when git has no first version."""
+    """Measure the seconds to the first step of each version, and return rows with their ratio. Without the first
+    version in git there are no targets."""
     ours = Version(ROOT / "src", build(scratch / "ours"))
     first = first_version(scratch, ours.layout)
     if first is None:
         print(f"skipped: the first version (git has no commit {FIRST_VERSION} here)")
     versions = [ours] if first is None else [first, ours]
-    for version in versions:  # byte code, page cache, MLflow's database
+    for version in versions:  # a warm-up: byte code, page cache, MLflow's database
         started(version)
     found: dict[Path, list[dict[str, float]]] = {version.source: [] for version in versions}
     for _ in range(rounds):
@@ -78,7 +80,7 @@ def rows_of_start(scratch: Path, rounds: int) -> list[Row]:
 
 
 def first_version(scratch: Path, ours: ProjectLayout) -> Version | None:
-    """The first version and its project; None when git, or the commit, is not there."""
+    """Create the first version and its project. Return None if git or the commit is missing."""
     source = scratch / "first"
     source.mkdir()
     try:
@@ -111,7 +113,7 @@ def first_version(scratch: Path, ours: ProjectLayout) -> Version | None:
 
 
 def as_known(its: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Its own settings, with our values for those that it knew, and that still mean the same."""
+    """Return the old version's settings, with current values for settings that it has and that have the same type."""
     found = dict(its)
     for name, value in its.items():
         if name in ("sources", "targets") or name not in ours:
@@ -129,7 +131,8 @@ def kind(value: Any) -> type:
 
 
 def started(version: Version) -> dict[str, float]:
-    """Seconds from the command to events of a new run's journal, and the processor time of both processes by then."""
+    """Return the seconds from the command to events of a new run's journal, and the CPU time of both processes up to
+    the first step."""
     shutil.rmtree(version.layout.runs, ignore_errors=True)
     began_s = time.time()
     process = subprocess.Popen(
@@ -149,5 +152,5 @@ def started(version: Version) -> dict[str, float]:
 
 
 def children(process: int) -> list[int]:
-    """Processes that the main thread of a process has started, and that live."""
+    """Return the running child processes that the main thread of a process has started."""
     return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text("utf-8").split()]

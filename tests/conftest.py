@@ -1,7 +1,7 @@
-"""Fixtures that tests of several packages and the proofs share.
+"""Fixtures that several test packages and the proofs share.
 
-What takes long to make (a prepared project, a migrated MLflow database, a server, a browser) is made once in each test
-process, and only when a test asks for it: the modules of tests/support are imported inside the fixtures.
+Expensive objects (a prepared project, a migrated MLflow database, a server, a browser) are created once per test
+process, and only when a test requests them: the fixtures import the modules of tests/support when they run.
 """
 
 import gc
@@ -22,14 +22,16 @@ from ratchet.config.settings import Settings
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 
-# Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
+# This must run before torch is imported. Each process uses one thread, because two test processes share two cores; the
+# thread does not spin while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-os.environ["TQDM_DISABLE"] = "1"  # as the command line does, before tqdm is imported
+os.environ["TQDM_DISABLE"] = "1"  # the command line also sets this before it imports tqdm
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without searches for garbage: none of what is imported is garbage, and later searches need not see it."""
+    """Collect the tests without garbage collection. Imported objects are not garbage; `gc.freeze` excludes them from
+    later collections."""
     gc.disable()
     try:
         return (yield)
@@ -40,15 +42,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def sound_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test puts in the place of `files.before` ends with it: the seam is one for the whole process."""
+    """Restore `files.before` after each test. The hook is global to the process, so a test may replace it only for
+    itself."""
     monkeypatch.setattr(files, "before", files.before)
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
-    """An empty project with default settings; nothing in it comes from the environment."""
+    """Create an empty project with default settings. The environment does not affect the project."""
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
-    layout = ProjectLayout(tmp_path / "my project")  # a space, as in many a home directory
+    layout = ProjectLayout(tmp_path / "my project")  # the space checks that paths with spaces work
     layout.experiments.mkdir(parents=True)
     layout.params.write_text(params_file.dump(Settings()), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
@@ -57,7 +60,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
 
 @pytest.fixture(scope="session")
 def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow's database as it is when new. Migrating one takes about 6 s, copying it nothing."""
+    """Create an empty MLflow database at the current schema version. A migration takes about 6 s; a copy takes almost
+    no time."""
     from mlflow import MlflowClient
 
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
@@ -67,7 +71,7 @@ def mlflow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tracked_project(project: ProjectLayout, mlflow_template: Path) -> ProjectLayout:
-    """A project whose MLflow database exists and is empty."""
+    """Create a project with an empty MLflow database."""
     project.mlruns.mkdir()
     shutil.copyfile(mlflow_template, project.mlflow_database)
     return project
@@ -75,7 +79,8 @@ def tracked_project(project: ProjectLayout, mlflow_template: Path) -> ProjectLay
 
 @pytest.fixture(scope="session")
 def processes() -> Any:
-    """Makes processes that may be killed, from a server that has MLflow imported: tenths of a second each, not four."""
+    """Return a multiprocessing context for processes that a test may kill. Its fork server has imported MLflow, so a
+    process starts in tenths of a second instead of 4 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mlflow.store.tracking.sqlalchemy_store", "ratchet.tracking.mlflow.client"])
     return context
@@ -83,7 +88,8 @@ def processes() -> Any:
 
 @pytest.fixture
 def calm() -> Iterator[None]:
-    """The command line, called in this process, takes signals for itself: they are given back."""
+    """Restore the signal handlers and the exception hook that the command line replaces when a test calls it in this
+    process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     hook = sys.excepthook
     yield
@@ -94,7 +100,7 @@ def calm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny project whose stages base and prepare have run; tests copy it and leave it as it is."""
+    """Create a tiny project with completed stages base and prepare. Tests copy the project and do not change it."""
     import tiny_project
 
     return tiny_project.prepared(tmp_path_factory.mktemp("prepared") / "project").root
@@ -102,7 +108,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def started() -> Iterator[list["subprocess.Popen[str]"]]:
-    """A list for processes; those that still run when the test is over are killed."""
+    """Return a list for processes. After the test, the fixture kills the processes that still run."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
     for process in processes:
@@ -113,7 +119,7 @@ def started() -> Iterator[list["subprocess.Popen[str]"]]:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Any]:
-    """An S3 server on loopback."""
+    """Start an S3 server on loopback."""
     import s3_server
 
     with s3_server.serve() as server:
@@ -122,7 +128,7 @@ def s3() -> Iterator[Any]:
 
 @pytest.fixture
 def s3_environment(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """That server, named in the environment of this process."""
+    """Set the environment variables of this process so that clients find the S3 server."""
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     return s3
@@ -130,7 +136,8 @@ def s3_environment(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def proxy(s3_environment: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A network between this process and that server, without faults until a test asks for them."""
+    """Start a proxy between this process and the S3 server. The proxy forwards requests without faults until a test
+    injects faults."""
     import faulty_proxy
 
     with faulty_proxy.before(s3_environment.port) as between:
@@ -140,7 +147,7 @@ def proxy(s3_environment: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 @pytest.fixture
 def replica(s3: Any, proxy: Any, tmp_path: Path) -> Any:
-    """A bucket behind that network."""
+    """Create a bucket that is reached through the proxy."""
     from behind_proxy import Replica
 
     return Replica(s3, proxy, tmp_path)
@@ -148,7 +155,7 @@ def replica(s3: Any, proxy: Any, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Any]:
-    """A PostgreSQL server of these tests alone."""
+    """Start a PostgreSQL server for the tests of this process."""
     import postgres
 
     with postgres.serve() as running:
@@ -157,7 +164,7 @@ def postgres_server() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium. Where there is none the test is skipped, in CI it fails."""
+    """Start a headless Chromium. If Chromium is not installed, the test is skipped; in CI, the test fails."""
     from chromium import NAMES, VARIABLE, browser, find
 
     program = find()

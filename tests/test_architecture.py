@@ -1,4 +1,4 @@
-"""The architecture as the source has it: who imports whom, which names are used, what stages depend on."""
+"""Checks the architecture in the source: which package imports which, which names are used, what stages depend on."""
 
 import ast
 import re
@@ -27,16 +27,16 @@ LAYERS = [
     "registry",
     "training", "quality_gate", "models", "runs", "data", "storage", "config", "errors",
 ]  # fmt: skip
-"""A package imports itself and what comes after it in this list."""
+"""Layers from top to bottom. A package may import itself and the packages after it in this list."""
 BESIDE_ERRORS = {"http_client", "redaction"}
-"""Modules of the lowest layer."""
+"""Modules of the lowest layer, in addition to `errors`."""
 FORBIDDEN = {
     "torch": {"runs", "tuning", "registry", "tracking", "quality_gate", "data", "storage", "config"},
     "transformers": {"runs", "tuning", "registry", "tracking", "quality_gate", "data", "storage", "config"},
     "mlflow": {"training", "models", "runs", "tuning", "evaluation", "inference", "registry"},
     "optuna": {"training", "models", "runs", "evaluation", "inference", "registry", "tracking"},
 }
-# Declared under another name than it is imported by, or declared for others who import it.
+# Distributions with another name than their import package, or distributions that only other libraries import.
 DECLARED_AS = {
     "lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml",
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
@@ -48,7 +48,7 @@ EMPTY_WORDS = {"manager", "handler", "helper", "helpers", "util", "utils", "comm
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's target, seen from one of our modules."""
+    """The target of one import statement in a module of this project."""
 
     target: str
     line: int
@@ -56,7 +56,8 @@ class Import:
 
 
 def module_name(path: Path) -> str:
-    """Name below `ratchet`, such as `runs.status`; an `__init__` has its package's name, and the root none."""
+    """Return the name below `ratchet`, such as `runs.status`. An `__init__` has the name of its package; the root has
+    no name."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
@@ -67,13 +68,14 @@ MODULES = [name for name in FILES if name]
 
 @cache
 def tree(name: str) -> ast.Module:
-    """The parsed source of a module."""
+    """Return the parsed source of a module."""
     return ast.parse(FILES[name].read_text(encoding="utf-8"))
 
 
 @cache
 def imports(name: str) -> tuple[Import, ...]:
-    """Every import of a module, wherever it is; our own modules as `ratchet.` plus their name."""
+    """Return all imports of a module, including imports inside functions. Modules of this project are named
+    `ratchet.NAME`."""
     type_checking = {
         inner
         for node in ast.walk(tree(name))
@@ -98,14 +100,14 @@ def imports(name: str) -> tuple[Import, ...]:
 
 
 def our_imports(name: str) -> Iterator[tuple[str, Import]]:
-    """Imports of our own modules, by name below `ratchet`."""
+    """Yield the imports of this project's modules, with the module name below `ratchet`."""
     for found in imports(name):
         if found.target == "ratchet" or found.target.startswith("ratchet."):
             yield found.target.removeprefix("ratchet").removeprefix("."), found
 
 
 def layer(name: str) -> str:
-    """The layer that a module belongs to."""
+    """Return the layer of a module."""
     first = name.split(".", maxsplit=1)[0]
     return {"__main__": "cli", "": "api", **dict.fromkeys(BESIDE_ERRORS, "errors")}.get(first, first)
 
@@ -152,7 +154,7 @@ def test_the_page_lists_the_packages_as_they_describe_themselves() -> None:
 
 
 def outside(name: str) -> Iterator[tuple[str, Import]]:
-    """Imports of libraries that are neither ours nor Python's."""
+    """Yield the imports of libraries outside this project and the standard library."""
     for found in imports(name):
         library = found.target.split(".")[0]
         if library != "ratchet" and library not in sys.stdlib_module_names:
@@ -208,6 +210,13 @@ def test_supervisor_and_status_load_neither_torch_nor_mlflow(modules: list[str])
     assert done.stdout.split() == []
 
 
+def test_a_supervisor_imports_no_numerical_library() -> None:
+    modules = "ratchet.stages.train, ratchet.stages.callbacks, ratchet.console.callback"
+    code = f"import sys, {modules}\nprint(*({{'numpy', 'scipy', 'matplotlib', 'pandas', 'torch'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_help_waits_for_no_settings() -> None:
     unwanted = {"pydantic", "ruamel", "ratchet.config.settings"}
     code = f"import sys, ratchet.cli.main\nprint(*({unwanted!r} & set(sys.modules)))"
@@ -216,7 +225,7 @@ def test_help_waits_for_no_settings() -> None:
 
 
 def names_given(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every name that a module makes up itself: classes, functions, parameters, variables, attributes."""
+    """Yield each name that a module defines: classes, functions, parameters, variables and attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.lineno
@@ -229,7 +238,7 @@ def names_given(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def words(name: str) -> set[str]:
-    """`HTTPHandler_of` → {http, handler, of}."""
+    """Split a name into lower-case words: `HTTPHandler_of` → {http, handler, of}."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
 
 
@@ -249,11 +258,13 @@ RUNNERS = {"torch.load", "eval", "exec", "os.system", "os.popen", "yaml.load"}
 
 
 REMOTE_CODE = {"remote_code", "card.remote_code"}
-"""What base.trust_remote_code becomes: true only for the one model that it names."""
+"""Expressions that carry the value of base.trust_remote_code. The value is true only for the model that the user
+names."""
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Calls that run what a file or a text says; not where the user asked for it, and torch's reader that runs none."""
+    """Yield calls that execute code from a file or a text. Two cases are allowed: remote code that the user permits,
+    and torch.load with weights_only=True."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -304,7 +315,7 @@ def test_one_word_five_places(stage: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def known(param: str) -> bool:
-    """Whether `prepare.columns` and the like is a section or knob of Settings."""
+    """Return whether a dotted name, such as `prepare.columns`, is a section or a setting of Settings."""
     node: Any = Settings().model_dump()
     for key in param.split("."):
         if not isinstance(node, dict) or key not in node:
@@ -330,7 +341,7 @@ def test_stages_talk_through_outs_of_stages_before_them(stage: str) -> None:
 
 
 def leaves(node: Any, prefix: str = "") -> set[str]:
-    if isinstance(node, dict) and node and not any("." in key for key in node):  # keys with dots name other knobs
+    if isinstance(node, dict) and node and not any("." in key for key in node):  # such keys name other settings
         return {leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.")}
     return {prefix.removesuffix(".")}
 

@@ -1,4 +1,5 @@
-"""What runs all benchmarks fills its regions and nothing else, and tells what failed, was missed, or was skipped."""
+"""The benchmark runner writes only to its own regions of the document and reports failed, missed and skipped
+benchmarks."""
 
 import json
 import random
@@ -45,7 +46,7 @@ Module = Callable[[str], ModuleType]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """Imports a file of benchmarks/, which is no package."""
+    """Return a function that imports a file of benchmarks/. The directory is not a package."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return import_module
 
@@ -114,7 +115,7 @@ SCRIPTS = {
 
 @pytest.fixture
 def bench(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The runner, in a project with four benchmarks and a document."""
+    """Create the runner in a project with four benchmarks and a document."""
     everything = module("everything")
     folder = tmp_path / "benchmarks"
     folder.mkdir()
@@ -130,7 +131,7 @@ def bench(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
 
 
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
-    """Exit code, and the document then."""
+    """Run the benchmarks. Return the exit code and the resulting document."""
     page = bench.ROOT / "page.md"
     monkeypatch.setattr(sys, "argv", ["everything.py", "--document", str(page), *arguments])
     return bench.main(), page.read_text(encoding="utf-8")
@@ -195,7 +196,7 @@ def test_time_of_other_processes_is_busy_time_less_our_own(module: Module) -> No
 
 
 def test_our_own_processes_are_not_others(module: Module) -> None:
-    """Their time is counted while they live and after they were waited for."""
+    """CPU time of child processes counts as own time, both while they run and after the parent has waited for them."""
     reading = module("surroundings").Reading
     before = reading.now()
     code = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
@@ -209,7 +210,7 @@ def test_our_own_processes_are_not_others(module: Module) -> None:
 
 
 def test_cost_of_an_interruption_on_the_simulated_clock(module: Module) -> None:
-    """Repeated steps are counted as such, and an interruption lasts until the first step that is new."""
+    """Repeated steps are counted as repeated. An interruption lasts until the first new step."""
     spot = module("spot_world")
     world = spot.World(project=None, folder=None, settings=None, step_s=3.0)
 

@@ -1,4 +1,4 @@
-"""Extensions of other packages: the example package is installed with pip, and a project names its functions."""
+"""Extensions from other packages: pip installs the example package, and a project refers to its functions by name."""
 
 import json
 import os
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the installed example package."""
+    """Install the example package into a directory and return the directory."""
     target = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source")
     for path in EXAMPLE.iterdir():
@@ -42,7 +42,7 @@ def run(layout: ProjectLayout, site: Path, *arguments: str) -> subprocess.Comple
 
 
 def register(site: Path, package: str, group: extensions.Group, target: str) -> None:
-    """Write the metadata of an installed package with one entry point of the package's name."""
+    """Write the metadata of an installed package that has one entry point with the name of the package."""
     metadata = site / f"{package}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -54,7 +54,10 @@ def change(layout: ProjectLayout, **changes: object) -> None:
     layout.params.write_text(params_file.amend_text(text, {k.replace("__", "."): v for k, v in changes.items()}))
 
 
-def test_a_filter_drops_rows_and_the_card_names_it(installed: Path, tmp_path: Path) -> None:
+def test_a_filter_drops_rows_and_the_card_names_it(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed)
     layout = tiny_project.prepared(tmp_path / "project")
     with (layout.raw / "rows.jsonl").open("a", encoding="utf-8") as stream:
         stream.writelines(json.dumps({"request": f"say yes {n}", "intent": "ok"}) + "\n" for n in range(5))
@@ -122,12 +125,43 @@ def test_a_reward_is_a_function_or_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "setting"),
-    [("ratchet.metrics", "evaluate.metrics"), ("ratchet.callbacks", "machine.callbacks")],
+    ("group", "setting", "text"),
+    [
+        ("ratchet.metrics", "evaluate.metrics.0", "evaluate:\n  metrics: [gone]\n"),
+        ("ratchet.filters", "prepare.filters.0", "prepare:\n  filters: [gone]\n"),
+        ("ratchet.rewards", "select.reward.function", "select:\n  reward: {function: gone}\n"),
+        ("ratchet.callbacks", "machine.callbacks.0", "machine:\n  callbacks: [gone]\n"),
+    ],
 )
-def test_an_extension_that_is_not_installed_is_refused_by_name(group: extensions.Group, setting: str) -> None:
-    with pytest.raises(SettingsError, match=rf"^{setting}: found 'gone', which no installed package registers"):
+def test_an_extension_that_is_not_installed_is_refused_where_settings_are_loaded(
+    group: extensions.Group, setting: str, text: str
+) -> None:
+    problem = f"{setting}: found 'gone'; expected a name that an installed package registers in {group}"
+    with pytest.raises(SettingsError, match=rf"^params.yaml:2: {problem}; "):
+        params_file.parse(text)
+    with pytest.raises(SettingsError, match=f"^{problem}; "):
         extensions.load_extension(group, "gone", setting)
+
+
+def test_a_misspelled_extension_gets_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(tmp_path, "short_answers", "ratchet.filters", "nowhere:check")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingsError, match=r"found 'short_answer'; .*; did you mean short_answers\?$"):
+        params_file.parse("prepare: {filters: [short_answer]}\n")
+
+
+@pytest.mark.parametrize("reason", [True, "", 3])
+def test_a_filter_that_returns_no_reason_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: object
+) -> None:
+    register(tmp_path, "odd", "ratchet.filters", "odd_filter:check")
+    (tmp_path / "odd_filter.py").write_text(f"def check(messages):\n    return {reason!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_filter", raising=False)
+    layout = tiny_project.prepared(tmp_path / "project")
+    change(layout, prepare__filters=["odd"])
+    with pytest.raises(SettingsError, match=rf"^prepare.filters: odd returned {reason!r} at data/raw/rows.csv:2; "):
+        ratchet.prepare(ratchet.Project(layout.root))
 
 
 def test_an_extension_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ SETTINGS = [ROOT / "params.yaml", *sorted((ROOT / "src").rglob("*.yaml"))]
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Every comment and string of a module, or every comment of a YAML file, with its line."""
+    """Yield each comment and string of a module, or each comment of a YAML file, with its line number."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield from ((n, line.partition("#")[2]) for n, line in enumerate(source.splitlines(), 1) if "#" in line)
@@ -37,7 +37,7 @@ def find(rules: list[dict[str, str]], text: str, at_start: bool = False) -> Iter
 
 
 def problems(path: Path) -> list[str]:
-    """Every forbidden word of a file."""
+    """Return all forbidden words and openings of a file."""
     where = path.relative_to(ROOT)
     found = [f"{where}:{line}: {fault}" for line, text in texts(path) for fault in find(RULES["words"], text)]
     if path.suffix == ".py":

@@ -1,4 +1,4 @@
-"""What CI runs of the proofs: a share that keeps to its time, the packages that were changed first."""
+"""The selection of proofs for CI: each share stays within its time limit and runs proofs of changed packages first."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ SCRIPT = ROOT / ".ci" / "proofs.py"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """The file, which is in no package."""
+    """Import the script, which is not part of a package."""
     spec = util.spec_from_file_location("proofs", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = util.module_from_spec(spec)
-    sys.modules["proofs"] = module  # dataclasses look their module up
+    sys.modules["proofs"] = module  # dataclasses look up the module in sys.modules
     spec.loader.exec_module(module)
     return module
 

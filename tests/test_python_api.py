@@ -1,4 +1,4 @@
-"""The Python API: what a notebook imports, trains and reads."""
+"""The Python API: a notebook imports it, trains with it and reads runs with it."""
 
 import inspect
 import json

@@ -1,7 +1,7 @@
-"""The names that files, other programs and people rely on are those of snapshot.json.
+"""The names that files, other programs and users rely on match snapshot.json.
 
-A change of one of them breaks runs, reports or scripts that exist. When it is intended, write it into
-docs/changelog.md and run `python tests/test_snapshot.py`, which writes the snapshot again.
+A changed name breaks existing runs, reports or scripts. If you intend the change, describe it in docs/changelog.md and
+run `python tests/test_snapshot.py`, which writes the snapshot again.
 """
 
 import argparse
@@ -33,7 +33,8 @@ SNAPSHOT = Path(__file__).with_name("snapshot.json")
 
 @cache
 def modules() -> list[tuple[str, ast.Module]]:
-    """Name and tree of each module, parsed once: most parts of the snapshot read them all."""
+    """Return the name and the syntax tree of each module. Modules are parsed once, because most parts of the snapshot
+    use all of them."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
@@ -43,7 +44,7 @@ def modules() -> list[tuple[str, ast.Module]]:
 
 
 def strings(pattern: str) -> list[str]:
-    """Every string of the source that matches as a whole."""
+    """Return each string of the source that matches the pattern completely."""
     found = set()
     for _, tree in modules():
         for node in ast.walk(tree):
@@ -53,7 +54,8 @@ def strings(pattern: str) -> list[str]:
 
 
 def events() -> dict[str, list[str]]:
-    """Keys of each kind of journal event, as the source appends them; `**` stands for keys computed at run time."""
+    """Return the keys of each kind of journal event, as the source appends them. `**` marks keys that are computed at
+    run time."""
     found: dict[str, set[str]] = {}
     for _, tree in modules():
         for node in ast.walk(tree):
@@ -67,7 +69,7 @@ def events() -> dict[str, list[str]]:
 
 
 def records() -> dict[str, dict[str, str]]:
-    """Fields and types of each record that is written as JSON."""
+    """Return the fields and types of each record that is written as JSON."""
     for name, tree in modules():
         bases = {
             base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in map(ast.unparse, node.bases)
@@ -88,7 +90,7 @@ def subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def settings(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, Any]:
-    """Default of each setting, by dotted name."""
+    """Return the default of each setting, by dotted name."""
     found: dict[str, Any] = {}
     defaults = model().model_dump(mode="json")
     for name, field in model.model_fields.items():
@@ -100,7 +102,7 @@ def settings(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, A
 
 
 def paths(owner: Any, root: Path) -> dict[str, str]:
-    """Paths below a project or run directory, by the property that names them."""
+    """Return the paths below a project or run directory, by the name of their property."""
     found = {}
     for name, _ in inspect.getmembers(type(owner), lambda member: isinstance(member, property)):
         if isinstance(value := getattr(owner, name), Path) and value.is_relative_to(root):
@@ -109,7 +111,7 @@ def paths(owner: Any, root: Path) -> dict[str, str]:
 
 
 def flags() -> dict[str, list[str]]:
-    """Flags and arguments of each command."""
+    """Return the flags and arguments of each command."""
     [commands] = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     return {
         name: sorted(option for action in parser._actions for option in action.option_strings or [action.dest])
@@ -119,7 +121,7 @@ def flags() -> dict[str, list[str]]:
 
 @cache
 def take_snapshot() -> dict[str, Any]:
-    """All names as they are now."""
+    """Collect the current names."""
     root = Path("/project")
     return {
         "commands": flags(),

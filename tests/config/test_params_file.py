@@ -11,7 +11,7 @@ from ratchet.errors import SettingsError
 
 
 def changed_lines(before: str, after: str) -> list[str]:
-    """Lines taken away and added, in the order of a diff."""
+    """Return the removed and added lines, in the order of a diff."""
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
     return [line for line in lines if line[0] in "+-"]
 

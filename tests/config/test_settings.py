@@ -1,4 +1,4 @@
-"""Settings: invalid ones are refused with line and remedy; valid ones survive writing and reading."""
+"""Tests settings: invalid settings are refused with line and remedy; valid ones survive a write and a read."""
 
 import math
 import random
@@ -28,14 +28,14 @@ from ratchet.errors import EXIT_INPUT, SettingsError
 
 
 def refusal(text: str) -> str:
-    """The message with which this params.yaml is refused."""
+    """Return the message with which this params.yaml is refused."""
     with pytest.raises(SettingsError) as caught:
         params_file.parse(text)
     assert caught.value.exit_code == EXIT_INPUT
     return str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------- refused, and how
+# ------------------------------------------------------------------------------------------ refusals and their messages
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,18 @@ def test_a_secret_in_a_setting_is_refused_without_repeating_it(text: str) -> Non
 def test_a_webhook_url_may_contain_a_secret() -> None:
     text = "promote:\n  hooks: [{webhook: 'https://host/x?token=gehe1m'}]\n"
     assert params_file.parse(text).promote.hooks[0].webhook == "https://host/x?token=gehe1m"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("train.rank: 8\n", "train.rank: unknown setting; write rank below train, without the dot"),
+        ("learning_rate: 1\n", "learning_rate: unknown setting; did you mean train.learning_rate"),
+        ("min_score: 1\n", "min_score: unknown setting; did you mean select.reward.min_score"),
+    ],
+)
+def test_a_setting_outside_its_section_is_named_with_it(text: str, hint: str) -> None:
+    assert refusal(text).startswith(f"params.yaml:1: {hint}")
 
 
 def test_the_message_for_a_key_unlike_any_known_one_lists_the_known_ones() -> None:
@@ -202,7 +214,7 @@ def test_all_problems_are_in_one_message() -> None:
         ("train: {rank: 8\n", "not valid YAML"),
         ("train:\n\trank: 1\n", "params.yaml:2: not valid YAML"),
         ("train:\n  rank: 1\n---\ntrain:\n  rank: 2\n", "not valid YAML"),
-        ("a\x07b: 1\n", "not valid YAML"),
+        ("train:\n  a\x07b: 1\n", "params.yaml:2: found character U+0007, which YAML does not allow"),
         ("train: *nowhere\n", "params.yaml:1: not valid YAML"),
         ("", "found nothing"),
         ("# only a comment\n", "found nothing"),
@@ -222,7 +234,7 @@ def test_yaml_tags_create_no_python_objects(tmp_path: Path) -> None:
 
 
 def list_numeric_settings(section: type[Section], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Key paths of all knobs that take a float."""
+    """Return the key paths of all settings that take a float."""
     found = []
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -277,7 +289,7 @@ def test_settings_are_immutable() -> None:
     assert settings.train.rank == Settings().train.rank
 
 
-# --------------------------------------------------------------------------------------- given on the command line
+# -------------------------------------------------------------------------------------- overrides from the command line
 
 
 WHOLE = "machine:\n  nodes: 4\n  rendezvous: one:1\n"
@@ -299,6 +311,9 @@ def test_settings_that_are_not_overridden_are_as_in_the_file() -> None:
     ("key", "value", "message"),
     [
         ("train.rank", "eight", "override train.rank: found 'eight'"),
+        ("rank", 8, "override rank: unknown setting; did you mean train.rank or train."),
+        ("", 8, "overrides: found an empty name"),
+        ("machine.nodes", "3:2", "--nodes (machine.nodes): found '3:2'"),
         ("train.rnk", 8, "override train.rnk: unknown setting; did you mean rank?"),
         ("trian.rank", 8, "override trian.rank: unknown setting"),
     ],
@@ -326,7 +341,7 @@ def test_an_invalid_option_is_refused_by_its_name_with_the_message_of_the_settin
 ) -> None:
     with pytest.raises(SettingsError) as caught:
         params_file.parse(file, overrides={f"machine.{name}": value for name, value in given.items()})
-    assert str(caught.value).startswith(f"--{option}: {says}")
+    assert str(caught.value).startswith(f"--{option} (machine.{option}): {says}")
     assert f"machine.{option}: {says}" in refusal(yaml.safe_dump({"machine": given}))
 
 
@@ -336,7 +351,7 @@ def test_several_machines_without_a_rendezvous_are_refused(file: str) -> None:
         params_file.parse(file, overrides={"machine.nodes": "2"})
 
 
-# ----------------------------------------------------------------------------------------------------- accepted
+# ------------------------------------------------------------------------------------------------------ accepted values
 
 
 @pytest.mark.parametrize(
@@ -344,7 +359,7 @@ def test_several_machines_without_a_rendezvous_are_refused(file: str) -> None:
     [
         ("1e-4", 0.0001), ("1E-4", 0.0001), ("0.0001", 0.0001), ("1.0e-4", 0.0001), ("'1e-4'", 0.0001),
         ('"1e-4"', 0.0001), ("'0.0001'", 0.0001), ("1e-04", 0.0001), ("'1.0E-4'", 0.0001), ("+1e-4", 0.0001),
-        # `dvc exp run -S` writes 0.00001 as the first of these.
+        # `dvc exp run -S` writes 0.00001 as 1e-05.
         ("1e-05", 0.00001), ("'1e-05'", 0.00001), ("0.00001", 0.00001),
     ],
 )  # fmt: skip
@@ -382,7 +397,7 @@ def test_each_rule_becomes_its_class() -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------- written and read again
+# ------------------------------------------------------------------------------------------------- write and read again
 
 AWKWARD_TEXTS = (
     "prompt", "Customer message", "a: b", "# no comment", "it's", 'say "hi"', "back\\slash", "{braces}", "[x]",
@@ -440,7 +455,7 @@ def test_every_default_is_written_with_its_description() -> None:
 
 
 def bounds(metadata: tuple[Any, ...]) -> tuple[float, float]:
-    """Open ends of the range that the constraints of a number allow, as far as random draws need them."""
+    """Return the open ends of the range that the constraints of a number allow, limited to -1e6 and 1e7."""
     low, high = -1e6, 1e7
     parts = [part for constraint in metadata for part in getattr(constraint, "metadata", [constraint])]
     for part in parts:
@@ -450,7 +465,7 @@ def bounds(metadata: tuple[Any, ...]) -> tuple[float, float]:
 
 
 def draw(rng: random.Random, annotation: Any, metadata: tuple[Any, ...] = ()) -> Any:  # noqa: PLR0911
-    """A random value that this annotation allows, as a document would hold it."""
+    """Return a random value that this annotation allows, in the form in which a document holds it."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
@@ -489,6 +504,9 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "checkpoint_every": lambda rng: rng.choice(["auto", 1, 250, "30 s", "10 min", "1.5 h"]),
     "evaluation_batch_size": lambda rng: rng.choice(["auto", 1, 64]),
     "labels": lambda rng: rng.choice([[], ["ham", "no spam"], ["null", "1.5", "\U0001f642"]]),
+    "filters": lambda rng: [],
+    "callbacks": lambda rng: [],
+    "function": lambda rng: None,
     "metrics": lambda rng: rng.choice([[], ["bleu"], ["token_f1", "length"]]),
     "length_bins": lambda rng: sorted(rng.sample(range(1, 5000), 3)),
     "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
@@ -534,7 +552,7 @@ def random_parameter(rng: random.Random) -> dict[str, Any]:
     return rng.choice(kinds) | ({"when": when} if when else {})
 
 
-def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:  # noqa: PLR0912, PLR0915 (a case a class)
+def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:  # noqa: PLR0912, PLR0915 (case per class)
     found = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -551,7 +569,7 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["hidden_size"] = found["heads"] * rng.randint(1, 8)
     if {"validation", "test"} <= found.keys():
         found["validation"], found["test"] = found["validation"] / 2, found["test"] / 2
-    # Of what excludes each other, one is kept.
+    # Keep one of each group of mutually exclusive settings.
     exclusive = {
         SplitSettings: [["group"], ["stratify"], ["time"]],
         SourceSettings: [["files"], ["dataset", "revision"]],
@@ -562,7 +580,7 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not SplitSettings}
     if section is ColumnSettings and found["prompt"] is not None and found["prompt"] == found["response"]:
         found["response"] += " too"
-    if section is Train:  # adapters go with what they go with; each way must survive
+    if section is Train:  # each allowed combination of adapter and other settings must survive the round trip
         ways = [
             {"adapter": "lora", "initialization": "pissa", "quantization": "none"},
             {"adapter": "lora", "initialization": "zero"},
@@ -577,11 +595,11 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["types"] = rng.choice([[], ["fp32", "int8"]])
     if section is Settings and rng.random() < 0.5:
         found["evaluate"]["formats"] = ["merged"]
-    elif section is Settings:  # scores of the adapter say nothing about another update
+    elif section is Settings:  # scores of the adapter do not apply to another update
         found["export"] |= {"weight": 1, "additional_adapters": [], "modules": []}
     if section is Sweep:
         found["name"] = rng.choice(["sweep", "on", "1e4", "A_b-3"])
-    if section is Sweep and len(found["objectives"]) > 1:  # nothing orders trials by several figures
+    if section is Sweep and len(found["objectives"]) > 1:  # pruning needs a single objective that orders the trials
         found["pruner"]["kind"] = "none"
         found["sampler"]["kind"] = rng.choice(["tpe", "gp", "random", "grid"])
     if section is HookSettings:
@@ -590,7 +608,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["trust_remote_code"] = rng.choice([None, found["source"]])
     if section is SourceSettings and found["split"] in ("validation", "test"):
         found["weight"] = 1
-    if section is Prepare and any(one["weight"] != 1 for one in found["sources"]):  # both say how often rows come
+    # Weight and balance both set how often rows occur.
+    if section is Prepare and any(one["weight"] != 1 for one in found["sources"]):
         found["balance"]["by"] = None
     if section is RewardSettings and found["command"]:
         found["function"] = None
@@ -664,6 +683,9 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
         ("sweep: {objectives: [{metric: accuracy}, {metric: memory_bytes}]}", "needs a single objective"),
         ("sweep: {name: a/b}", "sweep.name"),
         ("machine: {study_storage: 'postgresql://me:hidden@host/db'}", "expected an address without a password"),
+        ("machine: {study_storage: 'sqlite:///hidden.db'}", "expected postgresql://.*; SQLite locks the whole file"),
+        ("machine: {study_storage: 'postgresql://me@host'}", "the address has no database; expected postgresql://"),
+        ("train: {target_modules: '(q_proj'}", r"found '\(q_proj'; .*regular expression \(missing"),
         ("machine: {tracking_uri: 'https://me:hidden@host'}", "without user and password.*MLFLOW_TRACKING_PASSWORD"),
         ("machine: {tracking_uri: 'postgresql://host/mlflow'}", "expected the address of an MLflow server, http"),
         ("machine: {ray: {gpus: -1}}", "found -1; expected a number of GPUs >= 0, or auto"),

@@ -1,4 +1,4 @@
-"""Output of a training in a terminal."""
+"""Tests the output of a training in a terminal."""
 
 import errno
 import os
@@ -95,7 +95,7 @@ STEP = event("step", step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, traine
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Faked:
-    """What is to stand in the place of standard output."""
+    """Return a fake terminal that replaces standard output."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
     return Faked()
@@ -119,7 +119,7 @@ def test_screen_is_drawn_and_its_last_state_stays(
         assert sys.stdout is terminal
     text = terminal.getvalue()
     assert text.index("said by another") < text.index("  alert: storage fails")
-    assert "notice: old\r\n" not in text  # in the screen's news, but no line of its own
+    assert "notice: old\r\n" not in text  # the notice is in the live screen, but is not printed as a line
     last = re.sub(r"\x1b\[[0-9;]*m", "", text[text.rindex("\x1b[?7l") :])
     assert "step 1 of 50" in last
     assert "train loss  2.0000" in last

@@ -1,4 +1,4 @@
-"""The screen of a generation in all sizes, its table and its lines."""
+"""Tests the screen of a generation in all sizes, its table and its lines."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LIVE = {
 
 
 def eventful() -> list[JournalEvent]:
-    """A generation to which much has happened."""
+    """Return the journal events of a generation with events of many kinds."""
     found: list[JournalEvent] = []
 
     def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:

@@ -22,7 +22,7 @@ from ratchet.runs.replication_protocol import ReplicationState
 
 
 def eventful() -> list[JournalEvent]:
-    """A training of two ranks to which everything has happened."""
+    """Return the journal events of a training of two ranks with events of every kind."""
     found: list[JournalEvent] = []
 
     def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
@@ -80,7 +80,7 @@ SIDECAR = SidecarState(running=True, saving=120, replica=REPLICA)
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", **changes: Any) -> list[str]:
-    """The eventful training on such a screen."""
+    """Return the lines of the screen of this training at the given size."""
     size = ScreenSize(width, height, encoding)
     run = {"view": view(), "sidecar": SIDECAR} | changes
     return drawn(render_panel("run abc", run["view"], run["sidecar"], T + 125, size), size)

@@ -1,4 +1,4 @@
-"""The table of a sweep in a terminal, and the lines of a sweep in a log."""
+"""Tests the table of a sweep in a terminal, and the lines of a sweep in a log."""
 
 import errno
 import io
@@ -33,7 +33,7 @@ def part(count: int) -> SweepReport:
 
 
 def at_work(report: SweepReport) -> dict[int, RunProgress]:
-    """Every trial that runs is at step 50 of 180, on its second attempt."""
+    """Return the progress of all running trials: each is at step 50 of 180, on its second attempt."""
     step = {"step": 50, "loss": 2.0, "learning_rate": 1e-3, "trained_tokens": 5, "input_tokens": 900, "step_s": 0.1}
     events = [
         JournalEvent("attempt_started", 1.0, 2, {}),
@@ -45,7 +45,7 @@ def at_work(report: SweepReport) -> dict[int, RunProgress]:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -54,7 +54,7 @@ class Clock:
 
 
 def changed(report: SweepReport, **fields: Any) -> SweepReport:
-    """The same report with another trial 0."""
+    """Return the report with these fields of trial 0 changed."""
     trials = [t.model_copy(update=fields) if t.number == 0 else t for t in report.trials]
     return report.model_copy(update={"trials": tuple(trials)})
 
@@ -207,7 +207,7 @@ def test_rows_are_running_trials_then_the_best_then_the_latest() -> None:
 
 
 class Shown:
-    """What a terminal of so many columns shows: the few things that the live table asks of one."""
+    """Emulates a terminal of the given width, limited to the control sequences that the live table uses."""
 
     def __init__(self, width: int) -> None:
         self.width, self.lines, self.row, self.column, self.overflows = width, [""], 0, 0, 0
@@ -247,7 +247,7 @@ print("after it")
 
 
 def played(width: int, height: int, environment: Mapping[str, str]) -> str:
-    """What a real terminal of this size gets from a sweep."""
+    """Return the output of a sweep in a real terminal of this size."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (height, width))
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "COLUMNS", "LINES")}
@@ -266,7 +266,7 @@ def read(descriptor: int) -> Iterator[bytes]:
     while True:
         try:
             piece = os.read(descriptor, 1 << 16)
-        except OSError:  # the other side is closed
+        except OSError:  # the other end is closed
             return
         if not piece:
             return

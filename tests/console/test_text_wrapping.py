@@ -11,7 +11,7 @@ WORDS = ["a", "the", "word", "extraordinarily", "1,234,567.89", "größer", "한
 
 
 def flowed(text: str, width: int, seed: int = 0) -> str:
-    """The text as it is written when it comes in pieces of one to seven letters."""
+    """Return the wrapped text when it arrives in pieces of one to seven letters."""
     draw, flow, found, at = random.Random(seed), StreamingTextWrapper(lambda: width), "", 0
     while at < len(text):
         size = draw.randint(1, 7)
@@ -34,7 +34,7 @@ def test_no_word_crosses_the_edge_however_the_text_comes(seed: int) -> None:
 
 
 def _lines_of(line: str, width: int) -> int:
-    """How many lines it takes."""
+    """Return the number of terminal lines that the line takes."""
     count = column = 0
     for word in line.split(" "):
         cells = cell_len(word)
@@ -89,7 +89,7 @@ def test_terminal_that_is_resized(pieces: list[tuple[int, str]], expected: str) 
     width = 0
     flow = StreamingTextWrapper(lambda: width)
     found = ""
-    for width, text in pieces:  # noqa: B007 (the flow asks for it)
+    for width, text in pieces:  # noqa: B007 (the wrapper reads it)
         found += flow.feed(text)
     assert found + flow.close() == expected
 

@@ -1,4 +1,4 @@
-"""Batches: every row once per epoch, batch i as a pure function, and micro-batches that lose no row."""
+"""Tests batches: every row occurs once per epoch, batch i is a pure function, and micro-batches lose no row."""
 
 import math
 import random
@@ -23,7 +23,7 @@ LAWS = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def plan_of(rows: int, batch_rows: int, epochs: float, seed: int) -> BatchPlan:
-    """Shuffled, of rows of one length."""
+    """Return a shuffled plan of rows of equal length."""
     return BatchPlan([5] * rows, Train(batch_size=batch_rows, epochs=epochs, seed=seed))
 
 
@@ -37,7 +37,7 @@ def stream(plan: BatchPlan) -> list[int]:
 
 @st.composite
 def plans(draw: st.DrawFn, epochs: st.SearchStrategy[float]) -> tuple[list[int], Train]:
-    """Lengths and settings of any kind of batching."""
+    """Draw row lengths and settings of any kind of batching."""
     train = Train(
         batching=draw(st.sampled_from(KINDS)), batch_size=draw(st.integers(1, 9)), epochs=draw(epochs),
         seed=draw(st.integers(0, 3)), pack_tokens=32,
@@ -67,7 +67,7 @@ def test_every_row_occurs_once_per_epoch_with_every_batching(case: tuple[list[in
 def test_a_batch_is_a_function_of_the_settings_and_the_step(
     case: tuple[list[int], Train], order: random.Random
 ) -> None:
-    """In any order, any number of times, from a fresh plan or a used one: as after restarts."""
+    """Batches are equal in any order, any number of times, from a fresh plan or a used one, as after restarts."""
     lengths, train = case
     walked = BatchPlan(lengths, train)
     batches = [walked.batch(step) for step in range(walked.steps)]
@@ -123,7 +123,7 @@ def test_orders_are_uniform() -> None:
 
 
 def test_the_order_of_rows_is_stable_across_versions() -> None:
-    """Golden values: another order would give a resumed run other batches than it began with."""
+    """Golden values: with another order, a resumed run would get other batches than before the interruption."""
     plan = plan_of(10, 6, 2, seed=1)
     found = [[row for (row,) in plan.batch(step)] for step in (0, 1, 3)]
     assert found == [[8, 4, 7, 0, 1, 2], [5, 9, 6, 3, 7, 2], [9, 8]]
@@ -141,11 +141,12 @@ def test_batches_by_length_have_similar_lengths_except_between_epochs() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 0.6, 1003).astype(int) + 1
     plan = BatchPlan(lengths, Train(batching="by_length", batch_size=16, epochs=3, seed=0))
     spread = [np.ptp(lengths[np.ravel(plan.batch(step))]) for step in range(plan.steps)]
-    others = np.sort(spread)[:-6]  # without the longest rows of each epoch, and where epochs meet
+    # Without the batches of the longest rows of each epoch, and those that span two epochs.
+    others = np.sort(spread)[:-6]
     assert max(others) < 0.1 * np.ptp(lengths)
     assert np.median(spread) < 0.01 * np.ptp(lengths)
     rows = [np.mean(lengths[np.ravel(plan.batch(step))]) for step in range(62)]
-    assert abs(np.corrcoef(range(62), rows)[0, 1]) < 0.4  # short and long batches come mixed
+    assert abs(np.corrcoef(range(62), rows)[0, 1]) < 0.4  # short and long batches are mixed
 
 
 def test_by_length_and_packed_batching_reduce_padding() -> None:
@@ -183,7 +184,7 @@ def test_a_split_without_rows_is_refused(kind: Batching) -> None:
 def test_micro_batches_group_rows_of_similar_length() -> None:
     pieces = split_micro_batches([10, 11, 12, 13, 14], [5, 90, 6, 91, 7], 2)
     assert [sorted(piece) for piece in pieces] == [[11, 13], [12, 14], [10]]
-    assert split_micro_batches([4, 2, 9], [7, 7, 7], 2) == [[4, 2], [9]]  # equal lengths stay in order
+    assert split_micro_batches([4, 2, 9], [7, 7, 7], 2) == [[4, 2], [9]]  # rows of equal length keep their order
     assert split_micro_batches([], [], 4) == []
 
 
@@ -195,13 +196,13 @@ def test_micro_batches_respect_both_limits_and_lose_no_row(lengths: list[int], m
     pieces = split_micro_batches(rows, lengths, micro, max_tokens)
     flat = [row for piece in pieces for row in piece]
     assert sorted(flat) == sorted(rows)
-    # The order of rows is the one without a budget: only the cuts are others.
+    # A budget changes where the rows are cut, not their order.
     assert flat == [row for piece in split_micro_batches(rows, lengths, micro) for row in piece]
     for piece, following in zip_longest(pieces, pieces[1:]):
         padded = len(piece) * max(of_row[row] for row in piece)
         assert len(piece) <= micro
         assert padded <= max_tokens or len(piece) == 1
-        if following:  # no piece is smaller than it must be
+        if following:  # no piece is smaller than necessary
             longest = max(of_row[row] for row in piece)
             assert len(piece) == micro or (len(piece) + 1) * longest > max_tokens
 
@@ -229,7 +230,7 @@ def test_a_sufficient_token_budget_does_not_change_micro_batches(lengths: list[i
     ],
 )
 def test_micro_batches_with_a_token_budget(max_tokens: int, expected: list[list[int]]) -> None:
-    """Lengths by row: 5, 10, 2, 6, 4; longest first."""
+    """The rows have lengths 5, 10, 2, 6 and 4; the longest come first."""
     assert split_micro_batches([0, 1, 2, 3, 4], [5, 10, 2, 6, 4], 8, max_tokens) == expected
 
 
@@ -255,7 +256,7 @@ def test_rows_of_a_chunked_arrow_table_equal_those_of_lists() -> None:
 
 
 def test_rows_of_a_single_chunk_are_not_copied() -> None:
-    """A million rows of 250 tokens are 2 GB; they stay in the file that is mapped."""
+    """A million rows of 250 tokens take 2 GB, so they stay in the memory-mapped file."""
     values = pa.array(np.arange(1000, dtype=np.int32))
     lists = pa.ListArray.from_arrays(pa.array(np.arange(0, 1001, 10, dtype=np.int32)), values)
     rows = TokenRows.from_arrow(pa.table({"input_ids": lists, "labels": lists}))

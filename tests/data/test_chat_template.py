@@ -1,4 +1,4 @@
-"""Encoding of conversations: trained tokens, refused rows, and templates that cannot be used."""
+"""Tests the encoding of conversations: trained tokens, refused rows, and templates that cannot be used."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def one(
 
 
 def learned(tok: PreTrainedTokenizerFast, encoded: EncodedConversation | RefusedConversation) -> list[str]:
-    """The pieces of text that are learned from, control tokens shown."""
+    """Return the trained pieces of text, with control tokens."""
     assert isinstance(encoded, EncodedConversation), encoded
     pieces: list[list[int]] = []
     for position, label in enumerate(encoded.labels):
@@ -77,7 +77,8 @@ def test_one_conversation_is_encoded_like_a_batch() -> None:
     encoded = encode_conversation(tok, chat(QUESTION, ANSWER), "f:1")
     assert encoded == one(tok, chat(QUESTION, ANSWER))
     assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
-    assert encoded.labels[-2:] == [tok.eos_token_id, IGNORE_INDEX]  # the line break after the end is not learned
+    # The line break after the end of turn is not trained.
+    assert encoded.labels[-2:] == [tok.eos_token_id, IGNORE_INDEX]
     assert ConversationEncoder(tok).end_of_turn == "<|im_end|>"
 
 
@@ -128,7 +129,7 @@ def test_training_flags_are_per_row_and_hidden_from_the_template() -> None:
 def test_white_space_without_token_offsets_is_trained() -> None:
     tok = chatml()
     trimming = chatml()
-    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-2's
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as in GPT-2's tokenizer
     for answer in ("  it is", "\n \n it", " ", "a  b  "):
         assert one(trimming, chat(QUESTION, assistant(answer))) == one(tok, chat(QUESTION, assistant(answer)))
 
@@ -149,7 +150,7 @@ def test_white_space_without_token_offsets_is_trained() -> None:
     ids=["answer", "question", "system", "reasoning", "parts", "tools"],
 )
 def test_a_control_token_in_a_text_is_refused(conversation: Conversation, found: str) -> None:
-    """Learned, it would end or begin turns in the middle of a text."""
+    """A trained control token would end or begin turns in the middle of a text."""
     assert one(chatml(), conversation) == RefusedConversation("control_token", found)
     with pytest.raises(DataError, match=rf"^f:1: {re.escape(found)}; fix or remove the row"):
         encode_conversation(chatml(), conversation, "f:1")
@@ -203,7 +204,7 @@ def test_rows_that_a_tokenizer_decodes_differently_are_refused() -> None:
 
 
 def word_level(words: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows these words and no others."""
+    """Return a tokenizer that knows only these words."""
     level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106 (no password)
     level.pre_tokenizer = pre_tokenizers.Metaspace()
     level.decoder = decoders.Metaspace()
@@ -218,7 +219,7 @@ def word_level(words: list[str]) -> PreTrainedTokenizerFast:
 
 def test_normalizer_changes_are_not_a_loss() -> None:
     tok = chatml()
-    tok.backend_tokenizer.normalizer = normalizers.NFC()  # as Qwen's
+    tok.backend_tokenizer.normalizer = normalizers.NFC()  # as in Qwen's tokenizer
     assert learned(tok, one(tok, chat(QUESTION, assistant("cafe\u0301 so")))) == ["caf\u00e9 so<|im_end|>"]
 
 
@@ -308,7 +309,7 @@ def test_a_template_may_rewrite_system_messages_but_not_user_messages() -> None:
 
 
 def glued(template_text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that has `:(` and a double line break as tokens."""
+    """Return a tokenizer that has `:(` and a double line break as tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(":", "("), ("Ċ", "Ċ")]
     vocabulary = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in pairs), "</s>"])}
@@ -349,8 +350,10 @@ def test_line_breaks_of_prompt_and_answer_may_merge() -> None:
     tok = glued(PLAIN.replace("SPACE", "\\n"))
     assert learned(tok, one(tok, chat(QUESTION, assistant("so")))) == ["so</s>"]
     grown = one(tok, chat(QUESTION, assistant("\n\nso")))
-    assert learned(tok, grown) == ["\n\n\nso</s>"]  # its first token is the template's line break and the answer's
-    split = glued(PLAIN.replace("SPACE", "\\n\\n"))  # GPT-2's rule takes the last line break of two to the next word
+    # The first token joins the line break of the template and the first one of the answer.
+    assert learned(tok, grown) == ["\n\n\nso</s>"]
+    # GPT-2's rule splits two line breaks and joins the second to the next word.
+    split = glued(PLAIN.replace("SPACE", "\\n\\n"))
     encoded = one(split, chat(QUESTION, assistant("so")))
     assert learned(split, encoded) == ["so</s>"]
 
@@ -414,7 +417,7 @@ def test_answers_with_stray_reasoning_tags_are_refused_if_the_template_cuts_them
 
 
 def test_content_dependent_templates_are_aligned_per_conversation() -> None:
-    """Qwen3's takes a user's message for the result of a tool, and then an earlier turn is no longer an earlier one."""
+    """Qwen3's template takes such a user message for a tool result, so the turn before it is not an earlier turn."""
     result = user("<tool_response>\n3\n</tool_response>")
     asked = [user("1 + 2?"), assistant("let me see", reasoning_content="hm")]
     assert learned(qwen3(), one(qwen3(), chat(*asked, result, assistant("it is 3")))) == [
@@ -481,11 +484,11 @@ def test_system_messages_are_merged_into_the_first_user_message() -> None:
     )
 
 
-# Cutting
+# Truncation
 
 
 def encoded_of(*runs: tuple[int, bool]) -> EncodedConversation:
-    """Runs of (tokens, learned); the ids count up."""
+    """Build a conversation from runs of (tokens, is trained); the token ids count up from 100."""
     learned_at = [learned for tokens, learned in runs for _ in range(tokens)]
     ids = list(range(100, 100 + len(learned_at)))
     return EncodedConversation(ids, [i if at else IGNORE_INDEX for i, at in zip(ids, learned_at, strict=True)])
@@ -499,10 +502,10 @@ TWO = encoded_of((5, False), (4, True), (3, False), (4, True), (1, False))
     ("most", "ids"),
     [
         (17, [*range(100, 117)]),
-        (16, [*range(100, 116)]),  # only what follows the last answer goes
+        (16, [*range(100, 116)]),  # only the tokens after the last answer are cut
         (15, [*range(100, 114), 115]),  # the answer keeps its end of turn
         (14, [*range(100, 113), 115]),
-        (13, [*range(100, 109)]),  # an end of turn alone teaches nothing: the first answer is the last one left
+        (13, [*range(100, 109)]),  # an end of turn alone trains nothing, so the first answer becomes the last one
         (9, [*range(100, 109)]),
         (8, [*range(100, 107), 108]),
         (7, [*range(100, 106), 108]),

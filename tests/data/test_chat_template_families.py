@@ -22,7 +22,7 @@ def encode(name: str, messages: Sequence[Message], turns: Any = "all") -> Encode
 
 
 def spans(encoded: EncodedConversation) -> list[range]:
-    """Runs of learned positions."""
+    """Return the runs of trained positions."""
     learned = [i for i, label in enumerate(encoded.labels) if label != IGNORE_INDEX]
     begins = [i for i in learned if i - 1 not in learned]
     ends = [i + 1 for i in learned if i + 1 not in learned]
@@ -30,14 +30,14 @@ def spans(encoded: EncodedConversation) -> list[range]:
 
 
 def learned(name: str, encoded: EncodedConversation) -> list[str]:
-    """The text of each span, without what the family says first, and without its end of turn."""
+    """Return the text of each trained span, without the family's lead and its end of turn."""
     family, tok = FAMILIES[name], tokenizer_of(name)
     texts = []
     for i, span in enumerate(runs := spans(encoded)):
         text = tok.decode(encoded.input_ids[span.start : span.stop])
         assert text.endswith(family.end)
         last = family.last_lead if family.last_lead is not None and i == len(runs) - 1 else family.lead
-        if family.pieces:  # a space stands before every word; decoding shows one more or one less
+        if family.pieces:  # each word has a leading space, so decoding may add or drop one
             text, last = text.lstrip(" "), last.lstrip(" ")
         assert text.startswith(last)
         texts.append(text[len(last) : -len(family.end)])
@@ -45,8 +45,8 @@ def learned(name: str, encoded: EncodedConversation) -> list[str]:
 
 
 def same(name: str, texts: list[str], answers: list[str]) -> bool:
-    """Whether texts are the answers, but for white space that the family does not keep."""
-    if name == "Qwen 3":  # the thinking block before the last answer takes its line breaks
+    """Return whether the texts equal the answers, except for white space that the family does not keep."""
+    if name == "Qwen 3":  # the thinking block before the last answer absorbs its leading line breaks
         answers = [*answers[:-1], answers[-1].lstrip("\n")]
     if FAMILIES[name].trims or FAMILIES[name].pieces:
         return [text.strip() for text in texts] == [answer.strip() for answer in answers]
@@ -77,7 +77,7 @@ def test_the_turns_setting_selects_trained_answers(name: str) -> None:
     flags: list[dict[str, Any]] = [{}, {"train": False}, {}, {"train": True}, {}, {"weight": 1}]
     flagged = [{**message, **flag} for message, flag in zip(CHAT, flags, strict=True)]
     assert same(name, learned(name, encode(name, flagged, "flagged")), ["second", "it was so"])
-    assert encode(name, flagged).input_ids == encode(name, CHAT).input_ids  # flags are not shown to the template
+    assert encode(name, flagged).input_ids == encode(name, CHAT).input_ids  # the template does not see the flags
     nothing = encode(name, CHAT, "flagged")
     assert (nothing.trained_tokens, nothing.input_ids) == (0, encode(name, CHAT).input_ids)
 
@@ -116,7 +116,7 @@ def test_a_prompt_that_differs_by_a_thinking_block_is_accepted(name: str) -> Non
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batch_encoding_equals_single_encoding(name: str) -> None:
-    """The first rows of a structure are measured, later ones placed by counting, and odd ones measured again."""
+    """The encoder measures the first rows of a structure, places later ones by counting, and measures odd ones too."""
     answers = ["it was so", "so", "", "  two\n\nlines ", "日本語 🙂", "\n\nnews", "1 2 3", "a" * 40, "it was so"] * 130
     rows = [(f"f:{i}", Conversation([user(f"question {i}"), assistant(text)])) for i, text in enumerate(answers)]
     together = ConversationEncoder(tokenizer_of(name)).encode(rows)
@@ -137,7 +137,7 @@ ODD = [
 @pytest.mark.parametrize("answer", ODD)
 def test_any_answer_is_trained_unchanged(name: str, answer: str) -> None:
     messages = [user(f"the card is lost {answer}"), assistant(answer), user(answer), assistant(f"{answer} {answer}")]
-    if FAMILIES[name].pieces and answer == "▁":  # SentencePiece takes it for a space, so it would be learned as one
+    if FAMILIES[name].pieces and answer == "▁":  # SentencePiece takes it for a space and would train a space
         [refused] = ConversationEncoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
         assert refused.detail.startswith("the tokenizer loses characters: '▁")
         return
@@ -160,7 +160,7 @@ def test_random_conversations_are_verified(name: str, turns: list[tuple[str, str
     encoded = encode(name, messages)
     assert same(name, learned(name, encoded), [answer for _, answer in turns])
     tok, begin = tokenizer_of(name), spans(encoded)[-1].start
-    if name not in THINKING:  # where white space grows together, tokens differ, and nothing else
+    if name not in THINKING:  # merged white space changes tokens, but not the text
         asked = tok.decode(encode_prompt(tok, Conversation(messages[:-1])))
         assert tok.decode(encoded.input_ids[:begin]).rstrip() == asked.rstrip()
 

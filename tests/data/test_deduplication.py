@@ -1,4 +1,4 @@
-"""Near-duplicates: precision, recall, independence of row order, and linear time."""
+"""Tests near-duplicates: precision, recall, independence of row order, and linear time."""
 
 import random
 import string
@@ -27,7 +27,7 @@ VOCABULARY = ["".join(random.Random(i).choices(string.ascii_lowercase, k=6)) for
 
 
 def similarity(one: str, other: str, width: int = 3) -> float:
-    """Jaccard similarity of word shingles, written down once more, plainly."""
+    """Compute the Jaccard similarity of word shingles with a simple independent implementation."""
 
     def runs(text: str) -> set[tuple[str, ...]]:
         found = split_words(text) or [text]
@@ -50,7 +50,7 @@ def found(
 
 
 def dropped(result: list[RowCluster]) -> dict[int, int]:
-    """Kept row of every dropped one."""
+    """Map each dropped row to the row that is kept in its place."""
     return {row: cluster.kept for cluster in result for row in cluster.dropped}
 
 
@@ -59,7 +59,7 @@ def prose(seed: object, count: int = 120) -> list[str]:
 
 
 def spoilt(text: list[str], changes: int, seed: int) -> list[str]:
-    """A copy with so many words, spread evenly, exchanged for others; each costs three shingles of three words."""
+    """Return a copy with `changes` evenly spread words replaced; each replacement changes three shingles of width 3."""
     copy = list(text)
     step = len(copy) // changes
     for place in range(changes):
@@ -160,8 +160,9 @@ def test_an_empty_batch_gives_no_keys() -> None:
 
 @pytest.mark.parametrize("changes", [1, 4, 12])
 def test_band_keys_agree_with_the_minhash_probability(changes: int) -> None:
-    """A band of r rows agrees with probability s^r: the library's estimate has no bias."""
-    chosen = DeduplicationSettings(jaccard_threshold=0.3, permutations=128)  # two rows a band: many bands to count
+    """Two bands of r rows agree with probability s^r, so the estimate of the library has no bias."""
+    # Two rows per band give many bands to count.
+    chosen = DeduplicationSettings(jaccard_threshold=0.3, permutations=128)
     bands, rows = choose_banding(0.3, 128)
     texts = [prose(("bias", pair)) for pair in range(150)]
     one = MinHashSignatures(chosen).band_keys([" ".join(text) for text in texts])
@@ -182,7 +183,7 @@ def test_banding_finds_most_pairs_at_the_threshold_and_nearly_all_above(near: fl
     assert 1 - (1 - near**rows) ** bands > 0.8
     above = (1 + 2 * near) / 3
     assert 1 - (1 - above**rows) ** bands > 0.94
-    assert choose_banding(0.8, 128) == (16, 8)  # as the settings describe it
+    assert choose_banding(0.8, 128) == (16, 8)  # as the description of the setting states
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
@@ -290,7 +291,7 @@ def test_many_texts_without_words_do_not_share_a_bucket() -> None:
 
 
 class Counted:
-    """Texts by row, and how often they were asked for."""
+    """Returns texts by row and counts the requests."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
@@ -323,7 +324,7 @@ def test_many_equal_rows_take_linear_time() -> None:
 
 
 class Comparing(frozenset[str]):
-    """Shingles that count how often they are compared."""
+    """A set of shingles that counts comparisons."""
 
     comparisons = 0
 
@@ -333,7 +334,10 @@ class Comparing(frozenset[str]):
 
 
 def test_many_rows_with_the_same_boilerplate_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows just below the threshold, all of which share keys: each is compared with so many, however many there are."""
+    """All rows share keys and are just below the threshold.
+
+    The number of comparisons per row has a bound that does not depend on the number of rows.
+    """
     boilerplate = " ".join(prose("boilerplate", 60))
     texts = [f"{boilerplate} {' '.join(prose(row, 12))}" for row in range(2000)]
     texts.append(f"{texts[1900]} indeed")

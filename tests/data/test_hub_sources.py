@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub at a pinned commit, with a small local server in place of the hub."""
+"""Tests datasets of the Hugging Face hub at a pinned commit, with a small local server in place of the hub."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as loading a dataset asks for."""
+    """Serves the part of the hub's interface that loading a dataset needs."""
 
     def do_HEAD(self) -> None:
         self._answer(None)
@@ -52,7 +52,7 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Suppress the log."""
 
     def _answer(self, asked: Any) -> None:
         match unquote(urlparse(self.path).path).strip("/").split("/"):
@@ -94,7 +94,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-# The endpoint and the offline switch are read when the library is imported: every attempt needs a process of its own.
+# The library reads the endpoint and the offline switch at import, so each attempt needs its own process.
 ATTEMPT = """
 import json, sys
 from ratchet.config.prepare import SourceSettings
@@ -109,7 +109,7 @@ for settings in json.loads(sys.argv[1]):
 
 
 def attempt(home: Path, endpoint: str, *settings: dict[str, str], offline: bool = False) -> list[Any]:
-    """What reading each of these sources gives: its records, or the message of the refusal."""
+    """Read each of these sources; return its records, or the message of the refusal."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     environment |= {"HF_HUB_OFFLINE": str(int(offline))}
     command = [sys.executable, "-c", ATTEMPT, json.dumps(settings)]
@@ -149,7 +149,7 @@ def test_pinned_rows_are_downloaded_once_and_then_read_from_the_cache(tmp_path: 
         tmp_path, endpoint, pinned, {**pinned, "revision": UNKNOWN}, {**pinned, "dataset": "org/other"}, offline=True
     )
     assert cached == expected
-    # The library alone would now give the rows of the other commit.
+    # The library alone would return the rows of the other commit here.
     assert other.startswith(
         f"org/name@{UNKNOWN}[train]: the hub did not return this commit, and the cache holds commit {PINNED}"
     )

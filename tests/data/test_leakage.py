@@ -1,4 +1,4 @@
-"""Benchmark leakage: shared n-grams are found in any context, without false matches."""
+"""Tests benchmark leakage: shared n-grams are found in any context, without false matches."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SHORT = "How many legs do three spiders and a beetle have?"
 
 
 def plain(names: dict[str, Sequence[str]], text: str, ngram_words: int) -> list[str]:
-    """Benchmarks that match, by the definition alone."""
+    """Return the benchmarks that match, computed from the definition alone."""
     found = split_words(text)
     lines = [split_words(line) for line in text.splitlines()]
 
@@ -34,7 +34,7 @@ def plain(names: dict[str, Sequence[str]], text: str, ngram_words: int) -> list[
 
 
 def one(text: str, *documents: str, ngram_words: int = 13) -> list[str]:
-    """Words that a text shares with a benchmark of these documents."""
+    """Return the words that a text shares with a benchmark of these documents."""
     return [match.words for match in BenchmarkIndex({"bench": documents}, ngram_words).matches(text)]
 
 
@@ -71,7 +71,7 @@ def test_documents_of_at_least_eight_words_are_one_ngram() -> None:
         ("What is the capital\nof France", ["what is the capital of france"]),
         ("Tell me, what is the capital of France?\nParis", []),
         ("What is the capital of France? Paris", []),
-        ("Is it?\nYes.", []),  # one word must be the whole row
+        ("Is it?\nYes.", []),  # a document of one word must equal the whole row
         ("Yes.", ["yes"]),
     ],
 )

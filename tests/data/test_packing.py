@@ -1,4 +1,4 @@
-"""Packing: capacity, best-fit decreasing against a naive implementation, and speed with a million rows."""
+"""Tests packing: capacity, best-fit decreasing against a naive implementation, and speed with a million rows."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ LEDGER = settings(max_examples=100, deadline=None, derandomize=True)
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Lengths of rows, and a capacity that holds the longest."""
+    """Draw row lengths, and a capacity that holds the longest row."""
     capacity = draw(st.sampled_from([1, 2, 7, 64, 1024, 32_768]))
     return draw(st.lists(st.integers(1, capacity), max_size=120)), capacity
 
 
 def row_by_row(lengths: list[int], capacity: int) -> list[int]:
-    """Tokens in each pack by the definition: longest first, each into the fullest pack that still holds it."""
+    """Return the tokens in each pack by the definition: longest row first, each into the fullest pack that fits it."""
     packs: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [k for k, tokens in enumerate(packs) if tokens + length <= capacity]
@@ -71,18 +71,18 @@ def test_packs_are_a_function_of_seed_and_epoch() -> None:
     drawn = [pack_rows(lengths, 1024, seed, epoch) for seed, epoch in [(1, 2), (2, 1), (1, 3), (0, 0)]]
     assert len({str(packs) for packs in drawn}) == 4
     together = [{frozenset(rows) for rows in packs if len(rows) > 1} for packs in drawn]
-    assert len(together[0] & together[2]) < 0.1 * len(together[0])  # other rows meet in another epoch
+    assert len(together[0] & together[2]) < 0.1 * len(together[0])  # another epoch packs other rows together
 
 
 def test_packs_are_stable_across_versions() -> None:
-    """A golden value: other packs would give a resumed run other batches than it began with."""
+    """Golden values: with other packs, a resumed run would get other batches than before the interruption."""
     assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=0) == [[6], [0, 2], [1, 5, 4, 7], [3]]
     assert pack_rows([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=1) == [[6], [0, 1], [2, 5, 3, 7], [4]]
 
 
 @pytest.mark.parametrize("capacity", [1024, 32_768])
 def test_a_million_rows_are_packed(capacity: int) -> None:
-    """In about half a second: an algorithm of quadratic time would not end."""
+    """Packing takes about half a second; an algorithm of quadratic time would not finish."""
     lengths = np.random.default_rng(1).integers(1, capacity + 1, 1_000_000)
     packs = PackingPlan(lengths, capacity).epoch(0, 0)
     assert np.array_equal(np.sort(packs.rows), np.arange(len(lengths)))

@@ -1,4 +1,4 @@
-"""Passthrough fields: stored with their rows, never trained on."""
+"""Tests passthrough fields: they are stored with their rows and never trained on."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ from ratchet.storage.records.data import DatasetCard
 
 
 def records(count: int = 60) -> list[dict[str, Any]]:
-    """Requests with a channel (text), an urgency (number), a flag, and a conversation that several belong to."""
+    """Build requests with a channel (text), an urgency (number), a flag, and a thread that two rows share."""
     topics = ["refund", "parcel", "login"]
     return [
         {
@@ -45,7 +45,7 @@ def records(count: int = 60) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base that is made once: its weights play no part."""
+    """Prepare a base model once; the tests do not depend on its weights."""
     layout = tiny_project.write(tmp_path_factory.mktemp("base"))
     base.base(Project.from_parts(layout, tiny_project.SETTINGS))
     return layout.tiny_model
@@ -77,7 +77,7 @@ def prepared(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any
 
 
 def written(layout: ProjectLayout) -> dict[str, tuple[dict[str, str], str | None]]:
-    """Fields and group of every row, by its answer and the end of its prompt."""
+    """Map the content of each row's first message to its fields and its group."""
     found = {}
     for split in SPLITS:
         data = token_files.open_split(layout.data, split)

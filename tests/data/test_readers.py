@@ -1,4 +1,4 @@
-"""File readers: records with positions, malformed records, and refused files."""
+"""Tests file readers: records with positions, malformed records, and refused files."""
 
 import bz2
 import csv
@@ -35,7 +35,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 def written(rows: list[dict[str, Any]], ending: str) -> bytes:
-    """The rows as a file with this ending has them."""
+    """Return the rows as the bytes of a file with this ending."""
     if ending == ".parquet":
         target = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(rows), target)
@@ -62,7 +62,7 @@ def fields(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def refusal(folder: Path, name: str, content: bytes | str) -> str:
-    """The message with which this file is refused."""
+    """Return the message with which this file is refused."""
     with pytest.raises(DataError) as caught:
         read(folder, name, content)
     assert caught.value.exit_code == EXIT_INPUT
@@ -72,7 +72,7 @@ def refusal(folder: Path, name: str, content: bytes | str) -> str:
     return message
 
 
-# ------------------------------------------------------------------------------------------------------ what is right
+# ---------------------------------------------------------------------------------------------------------- valid files
 
 
 @pytest.mark.parametrize("packed", PACK)
@@ -117,7 +117,7 @@ def test_nested_parquet_equals_the_json(tmp_path: Path) -> None:
     records = read(tmp_path, "a.parquet", written(rows, ".parquet"))
     first, second, third = (record[1]["messages"] for record in records)  # type: ignore[index]
     assert first[1]["tool_calls"] == calls
-    # Arrow writes nulls for keys that a struct has in another row; the call had no arguments.
+    # Arrow writes null for keys that a struct has only in another row; this call has no arguments.
     assert second[0]["tool_calls"] == [{"type": "function", "function": {"name": "g"}}]
     assert third is None
 
@@ -151,7 +151,7 @@ def test_json_of_any_layout_is_read(
 
 
 def test_a_json_array_across_many_blocks_is_read(tmp_path: Path) -> None:
-    """Values, numbers and letters of several bytes straddle the borders of blocks; one value is longer than a block."""
+    """Values, numbers and multi-byte characters cross block boundaries; one value is longer than a block."""
     rows = [{"n": 7**number, "text": "ü日🙂" * (number % 1300)} for number in range(1200)]
     rows.insert(3, {"n": 0, "text": "lang " * 600_000})
     content = json.dumps(rows, ensure_ascii=False, indent=1).encode()
@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
     assert peak_bytes(8_000) < peak_bytes(2_000) + 2 * 2**20
 
 
-# --------------------------------------------------------------------------------------------------------- bad records
+# ---------------------------------------------------------------------------------------------------- malformed records
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_bad_row_of_a_table_is_counted_and_the_next_one_read(tmp_path: Path, l
 def test_every_jsonl_line_is_a_record_or_malformed(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
 ) -> None:
-    """Whatever stands in it, unless the file as a whole is none."""
+    """Every line is read as a record or as malformed, whatever its content, unless the file is not UTF-8."""
     filled = [line.replace(b"\n", b"") for line in lines]
     try:
         records = read(tmp_path_factory.mktemp("lines"), "a.jsonl", b'{"a": 1}\n' + b"\n".join(filled))
@@ -300,7 +300,7 @@ def test_random_files_are_read_or_refused(
         assert all(isinstance(record, MalformedRecord) or isinstance(record[1], dict) for record in records)
 
 
-# ----------------------------------------------------------------------------------------------------------- bad files
+# -------------------------------------------------------------------------------------------------------- refused files
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.xlsx", "a.gz", "a.csv.zip", ".jsonl"])

@@ -1,4 +1,4 @@
-"""Schema detection: every schema is detected, selectable, and described."""
+"""Tests schema detection: every schema is detected, selectable, and described."""
 
 import json
 import math
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 def convert(
     *records: dict[str, Any], shape: RecordSchema = "auto", **columns: str
 ) -> tuple[str, list[SourceRow | MalformedRecord]]:
-    """What a source of these records is taken for, and what it gives."""
+    """Return the description of the detected schema of a source, and its rows."""
     reading = schema_detection.detect_schema(records, shape, ColumnSettings(**columns), "data/raw/a.jsonl")
     found = [
         row for number, fields in enumerate(records, start=1) for row in reading.rows(f"a.jsonl:{number}", fields, 3)
@@ -35,7 +35,7 @@ def convert(
 
 
 def conversation(record: dict[str, Any], shape: RecordSchema = "auto", **columns: str) -> Conversation:
-    """The only conversation that a record gives."""
+    """Return the single conversation that a record gives."""
     [row] = convert(record, shape=shape, **columns)[1]
     assert isinstance(row, SourceRow), row
     assert row.where == "a.jsonl:1"
@@ -48,7 +48,7 @@ def messages(record: dict[str, Any], shape: RecordSchema = "auto", **columns: st
 
 
 def detail(record: dict[str, Any], shape: RecordSchema = "auto", **columns: str) -> str:
-    """What is wrong with a record behind good ones of the same source."""
+    """Return the fault of a record that follows valid ones of the same source."""
     good: dict[str, dict[str, Any]] = {
         "messages": {"messages": [USER, ASSISTANT]},
         "conversations": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
@@ -59,7 +59,7 @@ def detail(record: dict[str, Any], shape: RecordSchema = "auto", **columns: str)
     fault = convert(first, first, record, shape=shape, **columns)[1][-1]
     assert isinstance(fault, MalformedRecord), fault
     assert fault.where.startswith("a.jsonl:3")
-    fault.detail.encode()  # a terminal can show it
+    fault.detail.encode()  # a terminal can display the text
     return fault.detail
 
 
@@ -155,7 +155,8 @@ def test_truthfulqa_uses_mc1_targets() -> None:
 
 
 def test_the_most_likely_pair_of_columns_is_used() -> None:
-    record = {"": "7", "text": "t", "label": "l", "question": "q", "answer": "a"}  # the first is a data frame's index
+    # An empty column name is the index of a data frame.
+    record = {"": "7", "text": "t", "label": "l", "question": "q", "answer": "a"}
     assert convert(record)[0] == "columns question, answer"
     assert messages(record) == turn("q", "a")
     assert messages(record, prompt="text", response="label") == turn("t", "l")
@@ -420,7 +421,7 @@ def test_empty_tools_become_none(tools: Any) -> None:
     assert conversation({"messages": [USER, ASSISTANT], "tools": tools}).tools is None
 
 
-# ------------------------------------------------------------------------------------------------------ whatever comes
+# ---------------------------------------------------------------------------------------------------- arbitrary records
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),

@@ -1,4 +1,4 @@
-"""Sources: files and globs in order, with positions; missing or misplaced files are refused."""
+"""Tests sources: files and globs in order, with positions; missing or misplaced files are refused."""
 
 import gzip
 import io
@@ -26,7 +26,7 @@ REAL_SHAPES = {
 
 
 def prepare(*listed: Any, **settings: Any) -> Prepare:
-    """Settings with these sources; names are below data/raw."""
+    """Build settings with these sources; file names are relative to data/raw."""
     below = [f"data/raw/{one}" if isinstance(one, str) else one for one in listed]
     return Prepare.model_validate({"sources": below, **settings})
 
@@ -53,14 +53,14 @@ def texts(rows: list[SourceRow | MalformedRecord]) -> list[tuple[str, str]]:
 
 
 def refusal(root: Path, *listed: Any, **settings: Any) -> str:
-    """The message with which these sources are refused."""
+    """Return the message with which these sources are refused."""
     with pytest.raises(DataError) as caught:
         read(root, *listed, **settings)
     assert caught.value.exit_code == EXIT_INPUT
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ what is right
+# -------------------------------------------------------------------------------------------------------- valid sources
 
 
 def test_sources_are_read_in_order_with_schema_and_index(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_glob_matches_files_sorted_by_name(tmp_path: Path) -> None:
     assert len(read(tmp_path, "**/*.jsonl")) == 2
     put(tmp_path, "a[1].jsonl", '{"question": "brackets", "answer": "x"}')
     assert texts(read(tmp_path, "a[1].jsonl")) == [("brackets", "x")]
-    put(tmp_path, "part/3.jsonl", "")  # an empty file does no harm
+    put(tmp_path, "part/3.jsonl", "")  # an empty file is allowed
     assert len(read(tmp_path, "part/*.jsonl")) == 1
 
 
@@ -163,7 +163,7 @@ def test_real_files_are_read_completely(tmp_path: Path, name: str) -> None:
     assert all(prompt for prompt, _ in rows)
 
 
-# ------------------------------------------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------------------------------------------ refused sources
 
 
 @pytest.mark.parametrize(

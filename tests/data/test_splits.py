@@ -1,4 +1,4 @@
-"""Splits: stable, with exact fractions, and equal for equal prompts."""
+"""Tests splits: they are stable, have exact fractions, and are equal for equal prompts."""
 
 import math
 import random
@@ -60,7 +60,7 @@ def test_only_case_and_the_amount_of_white_space_are_ignored() -> None:
 def test_another_seed_gives_another_split() -> None:
     one, two = SplitSettings(seed=0), SplitSettings(seed=1)
     moved = sum(assign_split(p, one) != assign_split(p, two) for p in PROMPTS) / len(PROMPTS)
-    expected = 1 - (0.15**2 + 0.1**2 + 0.75**2)  # as independent draws would differ
+    expected = 1 - (0.15**2 + 0.1**2 + 0.75**2)  # the share of rows for which two independent draws differ
     assert moved == pytest.approx(expected, abs=0.03)
 
 
@@ -73,7 +73,7 @@ def test_test_rows_stay_when_the_fractions_change() -> None:
 
 
 def test_splits_of_known_prompts_are_stable_across_versions() -> None:
-    """A golden value: another division would make test rows of old models into training rows of new ones."""
+    """Golden values: another split would make test rows of old models into training rows of new ones."""
     found = {prompt: assign_split(prompt, SplitSettings()) for prompt in "aflnqt"}
     assert found == {"a": "train", "f": "validation", "l": "test", "n": "validation", "q": "test", "t": "test"}
 
@@ -162,7 +162,7 @@ def test_length_strata_are_powers_of_two_of_characters() -> None:
 def test_by_time_the_newest_rows_are_test_and_a_prompt_counts_as_its_latest() -> None:
     rows = [row(f"{day}", at=f"2024-01-{day:02}") for day in range(1, 31)] + [row("1", at="2024-02-01")]
     found = divided(rows, SplitSettings(time="at", validation=0.1, test=0.1))
-    assert found[0] == found[-1] == "test"  # asked again, and that is the newest
+    assert found[0] == found[-1] == "test"  # the prompt occurs again as the newest row
     assert [day for day, split in enumerate(found[:30], 1) if split == "test"] == [1, 29, 30]
     assert [day for day, split in enumerate(found[:30], 1) if split == "validation"] == [26, 27, 28]
     numbers = divided([row(str(n), at=n) for n in range(10)], SplitSettings(time="at", validation=0.1, test=0.1))

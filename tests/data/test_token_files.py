@@ -1,4 +1,4 @@
-"""Token files: reading without `datasets` gives the same rows as reading with it."""
+"""Tests token files: reading without `datasets` gives the same rows as reading with it."""
 
 import re
 from pathlib import Path

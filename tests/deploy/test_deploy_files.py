@@ -1,4 +1,4 @@
-"""Files of deploy/: their tools can parse them; settings, commands and variables in them exist."""
+"""The files of deploy/ can be parsed by their tools, and all settings, commands and variables in them exist."""
 
 import os
 import re
@@ -31,14 +31,15 @@ GRACE_S = Settings().machine.grace_period_s
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Instruction and arguments of each line of the Dockerfile, without comments, with continued lines joined."""
+    """Return instruction and arguments of each line of the Dockerfile, without comments, with continued lines
+    joined."""
     lines = "\n".join(line for line in TEXTS["Dockerfile"].splitlines() if not line.startswith("#"))
     found = [line.split(maxsplit=1) for line in lines.replace("\\\n", " ").splitlines() if line.strip()]
     return [(word, rest) for word, rest in found]
 
 
 def is_setting(path: str) -> bool:
-    """Whether a name such as `machine.replica` is a setting."""
+    """Return whether a name such as `machine.replica` is a setting."""
     section, _, name = path.partition(".")
     there = getattr(Settings(), section, None)
     return there is not None and name in type(there).model_fields
@@ -173,7 +174,7 @@ def executable(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, project: ProjectLayout) -> dict[str, str]:
-    """Fake Slurm commands with this machine as both nodes; `ratchet` records where it was started."""
+    """Create fake Slurm commands, with this machine as both nodes, and a `ratchet` that records where it is started."""
     commands = tmp_path / "bin"
     commands.mkdir()
     executable(
@@ -198,7 +199,7 @@ def cluster(tmp_path: Path, project: ProjectLayout) -> dict[str, str]:
 def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
     ends: int, requeued: str, cluster: dict[str, str], project: ProjectLayout, tmp_path: Path
 ) -> None:
-    for _ in range(2):  # the second time, copies are there
+    for _ in range(2):  # in the second round, the copies exist
         (tmp_path / "asked").write_text("", encoding="utf-8")
         (tmp_path / "trained").write_text("", encoding="utf-8")
         command, environment = ["bash", DEPLOY / "slurm.sh"], cluster | {"ENDS": str(ends)}

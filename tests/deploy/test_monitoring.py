@@ -1,4 +1,5 @@
-"""Alert rules and the dashboard in a real Prometheus, with data of a real run with faults and of made-up runs."""
+"""Tests of the alert rules and the dashboard: tools accept them, alerts fire at their thresholds, and names match
+the metrics."""
 
 import re
 import subprocess

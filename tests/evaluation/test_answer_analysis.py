@@ -1,4 +1,4 @@
-"""Analysis of a generation against scikit-learn and values counted by hand."""
+"""Tests the analysis of a generation against scikit-learn and values counted by hand."""
 
 import json
 import math

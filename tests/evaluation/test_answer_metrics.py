@@ -1,4 +1,4 @@
-"""Metrics of answers against the underlying libraries and values computed by hand."""
+"""Tests metrics of answers against the underlying libraries and values computed by hand."""
 
 import pytest
 import sacrebleu
@@ -111,7 +111,7 @@ def test_of_several_answers_a_row_has_the_mean() -> None:
     settings = Evaluate(metrics=("token_f1", "bleu"), answer_format="json", samples=2)
     found = measured(settings, [[answer, "1"] for answer in ANSWERS])
     assert values(found["exact_match"]) == [0, 0, 0, 0.5, 0, 0, 0, 0.5]
-    assert found["exact_match"].metric.n == len(EXPECTED)  # rows, not answers
+    assert found["exact_match"].metric.n == len(EXPECTED)  # n counts rows, not answers
     assert values(found["token_f1"]) == pytest.approx([x / 2 for x in TOKEN_F1])
     pairs = [(a, e) for answer, e in zip(ANSWERS, EXPECTED, strict=True) for a in (answer, "1")]
     corpus = sacrebleu.corpus_bleu([a for a, _ in pairs], [[e for _, e in pairs]])

@@ -1,4 +1,4 @@
-"""The batch size depends only on machine and model."""
+"""Tests that the batch size depends only on machine and model."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ def make(layers: int = 2) -> Any:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how much memory the machine has; how much of it is free must not matter."""
+    """Return a function that sets the total memory of the machine; the free memory is invalid and must not matter."""
 
     def of(total_bytes: int) -> None:
         monkeypatch.setattr(capacity, "measure_device", lambda device: MemoryCapacity(total_bytes, -1))

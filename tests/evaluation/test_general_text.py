@@ -1,4 +1,4 @@
-"""The bundled general text: no overlap with training data, and deterministic blocks."""
+"""Tests the bundled general text: no overlap with training data, and deterministic blocks."""
 
 import copy
 import re
@@ -38,7 +38,7 @@ def test_the_bundled_text_shares_no_13_words_with_the_bundled_corpus() -> None:
             assert benchmark.matches(line) == []
             seen += 1
     assert seen > 5000
-    assert benchmark.matches("so " + rows.read_bundled_text()[300:600])  # it would be found
+    assert benchmark.matches("so " + rows.read_bundled_text()[300:600])  # an overlap would be found
 
 
 def test_blocks_are_the_text_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -51,7 +51,7 @@ def test_blocks_are_the_text_in_order(tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 def test_blocks_begin_with_the_tokenizers_prefix(tokenizer: PreTrainedTokenizerFast) -> None:
-    """As with Llama's tokenizer, which puts a token of its own before a text."""
+    """Llama's tokenizer, for example, puts a token before each text."""
     beginning = copy.deepcopy(tokenizer)
     first = beginning.convert_tokens_to_ids(tiny_model.END_OF_TEXT)
     beginning.backend_tokenizer.post_processor = TemplateProcessing(

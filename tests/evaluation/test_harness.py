@@ -1,4 +1,7 @@
-"""Harness tasks on a model in memory: the harness command's own scores, restarts after a kill, and error messages."""
+"""Tests harness tasks on a model in memory: scores equal those of the harness command.
+
+Also tests restarts after a kill, and error messages.
+"""
 
 import json
 import math
@@ -43,7 +46,8 @@ from ratchet.evaluation.scorer import ScoreStore
 
 
 def test_scores_directions_chance_and_groups(ours: Any) -> None:
-    # Some choices are right, and answers differ: else equality with the command's scores would show little.
+    # Some choices must be right, and answers must differ; otherwise equality with the command's scores would show
+    # little.
     assert 0 < total(of(ours["choice"], "acc")) < 1
     assert len(set(of(ours["write"], "letters").values.values())) > 5
     directions = {one.metric: one.better for one in ours["write"].scores}
@@ -60,7 +64,7 @@ def test_scores_directions_chance_and_groups(ours: Any) -> None:
 
 @dataclass
 class Counting:
-    """Counts what is computed, and what is only recalled; may end the process."""
+    """Counts computed values, but not those read from the store; may kill the process after `die_after` of them."""
 
     store: ScoreStore
     die_after: int | None = None
@@ -115,7 +119,7 @@ def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path
 
     @dataclass
     class Half:
-        """Keeps every second chunk only."""
+        """Stores every second chunk only."""
 
         store: ScoreStore
         count: int = 0
@@ -138,7 +142,7 @@ def test_the_digest_covers_the_requests(bench: Bench, ours: Any, tmp_path: Path)
         return run(bench, root, folder, settings)[0].digest
 
     same = digest()
-    assert same == ours["choice"].digest  # of another folder, which counts for nothing
+    assert same == ours["choice"].digest  # the digest does not depend on the folder
     changed = {digest(fewshot=2), digest(limit=5)}
     rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
     rows[7]["gold"] = 1 - rows[7]["gold"]
@@ -151,12 +155,12 @@ def test_the_digest_covers_the_requests(bench: Bench, ours: Any, tmp_path: Path)
 
 
 def run(bench: Bench, root: Path, folder: Path, settings: HarnessSettings) -> list[harness.HarnessTaskResult]:
-    """Tasks of another project's folder."""
+    """Run the tasks of another project's folder."""
     return harness.run(bench.model, bench.tokenizer, settings, root, folder, BATCH_ROWS, ScoreStore(None))
 
 
 def with_equal_documents(root: Path) -> Path:
-    """Tasks of which one has a document twice."""
+    """Write tasks, one of which has a document twice."""
     folder = write_tasks(root)
     rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
     write(folder / "choice.jsonl", [*rows, rows[4]])
@@ -210,7 +214,7 @@ def test_unusable_tasks_are_refused(bench: Bench, settings: HarnessSettings, mes
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Puts a folder in the place of the harness's own tasks, whose index takes 20 seconds."""
+    """Return a function that replaces the harness's own tasks, whose index takes 20 seconds, by a folder."""
     from lm_eval.tasks import TaskManager
 
     return lambda folder: monkeypatch.setattr(
@@ -238,7 +242,7 @@ def test_a_library_task_whose_data_cannot_be_fetched(
 def test_a_library_s_documents_may_be_the_same(
     bench: Bench, library: Callable[[Path], None], tmp_path: Path, ours: Any
 ) -> None:
-    """Nobody here can mend them: they are counted, and still pair one to one."""
+    """Users cannot fix tasks of a library, so equal documents are counted, and still pair one to one."""
     folder = with_equal_documents(tmp_path)
     library(folder)
     [found] = run(bench, tmp_path, folder, HarnessSettings(builtin_tasks=("choice",)))

@@ -1,4 +1,4 @@
-"""Latency and memory of answering, with a fake clock."""
+"""Tests latency and memory of answering, with a fake clock."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ratchet.models.memory import capacity
 
 
 class Clock:
-    """Moves only while the model computes: a second for each token of the pass."""
+    """A clock that advances only while the model computes: one second per token of the pass."""
 
     def __init__(self, model: Any) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(model
     found = evaluator.measure_cost(model, 0, prompts, [], 3)
     assert clock.passes == [(1, n) for length in (30, 30, 10, 11, 12) for n in (length, 1, 1)]
     assert (found.rows, found.device) == (4, "cpu")
-    assert (found.latency_s, found.latency_p95_s) == (13.5, 32.0)  # of 32, 12, 13, 14 s
+    assert (found.latency_s, found.latency_p95_s) == (13.5, 32.0)  # median and p95 of 32, 12, 13 and 14 s
     assert found.tokens_per_s == pytest.approx(4 * 3 / 71)
     assert found.memory_bytes >= sum(p.nbytes for p in model.parameters())
 

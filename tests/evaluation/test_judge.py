@@ -1,4 +1,4 @@
-"""The judge: requests, parsing of verdicts, and metrics of good, biased and broken judges."""
+"""Tests the judge: requests, parsing of verdicts, and metrics of good, biased and broken judges."""
 
 import json
 import random
@@ -29,7 +29,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def judge(
     tmp_path: Path, wanted: Settings, found: dict[ModelRole, EvaluationResult]
 ) -> tuple[JudgeReport, Lines, list[str]]:
-    """Ask the server of the settings about all rows that the results have."""
+    """Ask the server of the settings about all rows of the results."""
     asked = JudgeSession.from_settings(ProjectLayout(tmp_path), wanted)
     assert asked is not None
     return asked.judge_answers(found, rows(len(found["candidate"].answers)), lambda _: None)
@@ -38,7 +38,7 @@ def judge(
 def compared(
     tmp_path: Path, script: Script, found: dict[ModelRole, EvaluationResult], **more: Any
 ) -> tuple[JudgeReport, Lines, Any]:
-    """Judgements of a server that follows a script; the server and the notes are the last value."""
+    """Return the judgements of a server that follows a script; the last value holds the server and the notes."""
     with served(script) as server:
         judgements, lines, notes = judge(tmp_path, settings(server.url, **more), found)
     return judgements, lines, (server, notes)

@@ -1,4 +1,4 @@
-"""Stage evaluate with a judge: the report and the table have its metrics, and the scores do not change."""
+"""Tests stage evaluate with a judge: the report and the table have its metrics, and the scores do not change."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SETTINGS: Settings = params_file.apply_changes(
 
 
 def longest(body: JSON, _: int) -> Said:
-    """Prefers the longer answer."""
+    """Answer as a judge that prefers the longer answer."""
     texts = dict(re.findall(r"ANSWER ([AB])\]\n(.*?)\n\[\w{12} END\]", body["messages"][0]["content"], re.S))
     return chat(json.dumps({"verdict": "A" if len(texts["A"]) > len(texts["B"]) else "B"}))
 

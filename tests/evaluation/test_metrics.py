@@ -1,4 +1,4 @@
-"""Metrics and their intervals against scipy and values computed by hand."""
+"""Tests metrics and their intervals against scipy and values computed by hand."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def test_a_mean_loss_has_the_normal_interval(n: int) -> None:
 @pytest.mark.parametrize(
     ("nll", "tokens", "expected"),
     [
-        ([2.0, 30.0, 0.5], [1, 20, 4], math.exp(32.5 / 25)),  # the mean over rows would give another figure
+        ([2.0, 30.0, 0.5], [1, 20, 4], math.exp(32.5 / 25)),  # the mean over rows would give another value
         ([0.0, 0.0], [3, 4], 1.0),
         ([3 * math.log(50), 4 * math.log(50)], [3, 4], 50.0),
         ([2000.0, 1.0], [1, 1], math.inf),
@@ -75,7 +75,7 @@ def test_the_interval_of_perplexity_holds_as_often_as_it_says() -> None:
     truth, held, rounds = math.exp(1.5), 0, 1000
     for _ in range(rounds):
         tokens = rng.integers(1, 10, 100)
-        nll = [float(rng.gamma(2.0 * t, 0.75)) for t in tokens]  # mean 1.5 nats for each token
+        nll = [float(rng.gamma(2.0 * t, 0.75)) for t in tokens]  # mean 1.5 nats per token
         found = metrics.perplexity_metric(nll, tokens.tolist())
         held += found.low <= truth <= found.high
     assert held / rounds == pytest.approx(0.95, abs=0.03)
@@ -130,7 +130,7 @@ def test_a_label_with_the_name_of_the_last_column_keeps_its_rows() -> None:
 
 
 def test_sums_are_those_of_exact_arithmetic() -> None:
-    """Nats of very different size: a running sum in float64 loses the small ones."""
+    """The values differ greatly in size; a running sum in float64 would lose the small ones."""
     nll, tokens = [1e16, 1.0, 1.0, -1e16, 6.0], [1, 1, 1, 1, 4]
     exact = sum(map(Fraction, nll)) / sum(tokens)
     assert metrics.perplexity_metric(nll, tokens).value == math.exp(exact)
@@ -138,7 +138,7 @@ def test_sums_are_those_of_exact_arithmetic() -> None:
 
 
 def labelled(seed: int, rows: int = 300, labels: str = "abcde") -> tuple[list[str], list[str]]:
-    """Labels of which some are rare, and answers of which some are wrong and some no label."""
+    """Draw labels, some of them rare, and answers, some of them wrong and some not a label."""
     rng = random.Random(seed)
     expected = rng.choices(labels, weights=range(1, len(labels) + 1), k=rows)
     return expected, [e if rng.random() < 0.6 else rng.choice([*labels, "nonsense"]) for e in expected]
@@ -169,7 +169,7 @@ def test_the_interval_of_macro_f1_is_as_wide_as_macro_f1_varies() -> None:
 
 
 def scored(rows: int = 200, seed: int = 0) -> tuple[list[str], list[str], np.ndarray]:
-    """Labels, the true one of each row, and log-probabilities that know something of it."""
+    """Draw labels, the true label of each row, and log-probabilities that favor it."""
     rng = np.random.default_rng(seed)
     labels = ["a", "b", "c"]
     truth = rng.integers(0, 3, rows)
@@ -193,12 +193,12 @@ def test_curves_rank_rows_by_a_label_s_share_of_probability() -> None:
 def test_curves_of_unlikely_sure_single_and_missing_scores() -> None:
     labels, expected, scores = scored()
     plain = metrics.precision_recall_curves(labels, expected, scores.tolist())["a"]["average_precision"]
-    shifted = scores - np.linspace(0, 5000, len(scores))[:, None]  # long answers: every label is unlikely
+    shifted = scores - np.linspace(0, 5000, len(scores))[:, None]  # long answers make every label unlikely
     assert metrics.precision_recall_curves(labels, expected, shifted.tolist())["a"][
         "average_precision"
     ] == pytest.approx(plain)
-    # Shares of probability would all be 1 and 0 in float64. By odds of `a`: 900 (a), 850 (b), 800 (a), -900 (b),
-    # that is precision 1 at the first hit and 2/3 at the second.
+    # As probabilities, all scores would be 1 or 0 in float64. The log-odds of `a` order the rows: 900 (a), 850 (b), 800
+    # (a), -900 (b). Precision is therefore 1 at the first hit and 2/3 at the second.
     sure = [[0.0, -800.0], [0.0, -900.0], [-900.0, 0.0], [0.0, -850.0]]
     found = metrics.precision_recall_curves(["a", "b"], ["a", "a", "b", "b"], sure)
     assert found["a"]["average_precision"] == pytest.approx((1 + 2 / 3) / 2)

@@ -1,4 +1,4 @@
-"""Stored values are read back exactly, or not at all."""
+"""Tests that stored values are read back exactly, or not at all."""
 
 import errno
 import json
@@ -105,7 +105,7 @@ def test_a_line_that_was_cut_off_anywhere_costs_itself_alone(path: Path) -> None
         assert store.get_or_compute("key 1", never) == {"value": 1 / 7}
         again = store.get_or_compute("key 2", lambda: made.append(1) or {"value": 2 / 7})  # type: ignore[func-returns-value]  # noqa: B023
         assert again == {"value": 2 / 7}
-        assert len(made) == (cut < len(whole) - 1)  # all but its line feed is a whole line
+        assert len(made) == (cut < len(whole) - 1)  # a line that lacks only its line feed is complete
         assert store.get_or_compute("key 3", lambda: 3) == 3
         last = ScoreStore(path)
         assert [last.get_or_compute(f"key {k}", never) for k in range(4)] == [{"value": k / 7} for k in range(3)] + [3]
@@ -144,7 +144,8 @@ def test_two_stores_of_one_file_damage_nothing(path: Path) -> None:
     one, other = filled(path), ScoreStore(path)
     for number in range(3, 9):
         (one, other)[number % 2].get_or_compute(f"key {number}", lambda: number)  # noqa: B023
-    assert one.get_or_compute("key 3", lambda: "its own") == "its own"  # what the other wrote since is not known here
+    # A store does not see the values that another one wrote later.
+    assert one.get_or_compute("key 3", lambda: "its own") == "its own"
     last = ScoreStore(path)
     assert [last.get_or_compute(f"key {number}", never) for number in range(3, 9)] == list(range(3, 9))
 

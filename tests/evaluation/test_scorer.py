@@ -1,4 +1,4 @@
-"""Scores of one model: each row gets its own, and a restart after a kill computes only the missing ones."""
+"""Tests scores of one model: each row gets its own, and a restart after a kill computes only the missing ones."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ DRAWN = Evaluate(max_new_tokens=5, samples=3, temperature=1.0, seed=4)
 
 
 class Numbers:
-    """A tokenizer as far as answers need one."""
+    """A tokenizer with the only method that answers need."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens
@@ -40,7 +40,7 @@ def model() -> Any:
 
 
 def count_passes(model: Any) -> list[int]:
-    """Rows of every pass through the model's first layer, from now on."""
+    """Return a list that receives the number of rows of every later pass through the model's first layer."""
     rows: list[int] = []
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
     return rows
@@ -63,7 +63,7 @@ ASKED: dict[str, Callable[[Scorer], Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- what is answered
+# -------------------------------------------------------------------------------------------------------------- answers
 
 
 def test_every_row_gets_its_own_in_the_order_of_the_rows(model: Any) -> None:
@@ -97,7 +97,7 @@ def test_rows_with_one_prompt_draw_each_their_own(model: Any) -> None:
 
 
 def test_drawn_answers_are_drawn_from_the_model(model: Any) -> None:
-    """Against torch's own sampling of the same logits: the first tokens of 600 draws."""
+    """The test compares the first tokens of 600 draws with torch's softmax of the same logits."""
     wanted = DRAWN.model_copy(update={"samples": 600, "max_new_tokens": 1, "temperature": 0.2})
     answers = scorer(model, batch_rows=600).generate_answers(Numbers(), [ROWS[2]], [], wanted)[0]
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_progress_counts_rows(model: Any) -> None:
     assert told[-1] == (33, 33)
 
 
-# ---------------------------------------------------------------------------------------------------- what is kept
+# -------------------------------------------------------------------------------------------------------- stored scores
 
 
 CHANGES: dict[str, tuple[Callable[[Scorer], Any], Callable[[Scorer], Any], int]] = {
@@ -160,7 +160,7 @@ def test_stored_results_are_not_computed_again_even_after_a_kill(tmp_path: Path,
     assert len(passes) == total > 2
     assert ASKED[kind](scorer(model)) == expected
     killed_at = total // 2 + 1
-    if (child := os.fork()) == 0:  # dies inside a pass of the model
+    if (child := os.fork()) == 0:  # the child is killed during a pass of the model
         passes.clear()
         model.model.layers[1].register_forward_hook(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL) if len(passes) == killed_at else None
@@ -173,7 +173,7 @@ def test_stored_results_are_not_computed_again_even_after_a_kill(tmp_path: Path,
     assert done.endswith(b"\n")
     passes.clear()
     assert ASKED[kind](scorer(model, tmp_path / "s")) == expected
-    assert total - killed_at < len(passes) < total  # the batch in which it died is asked for once more
+    assert total - killed_at < len(passes) < total  # only the batch of the kill is computed again
     assert (tmp_path / "s").read_bytes() == whole
 
 

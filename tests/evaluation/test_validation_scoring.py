@@ -1,4 +1,4 @@
-"""Real adapters of finished runs on validation rows, in this process and in a worker process."""
+"""Tests real adapters of finished runs on validation rows, in this process and in a worker process."""
 
 import json
 import math
@@ -42,14 +42,14 @@ CPU = torch.device("cpu")
 
 
 def loaded(layout: ProjectLayout, run_id: str) -> Any:
-    """The model as training holds it, without anything of what is tested here."""
+    """Load the model as training does, without the code under test."""
     base, paths = BaseCard.load(layout.base_card), RunPaths(layout.runs / run_id)
     model = loading.load(base_model.locate(layout, base), base, RunSpec.load(paths.spec).train, CPU)
     return adapters.load(model, paths.result / "adapter")
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Quantisations of the bases that are loaded from now on."""
+    """Return a list that receives the quantization of every base that is loaded later."""
     seen: list[str] = []
     before = loading.load
 
@@ -68,7 +68,7 @@ def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
     found = validation_scoring.score_runs(layout, launch(asked))
     assert seen == ["nf4", "none"]
     assert [one.run_id for one in found] == asked
-    assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
+    assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each run has its own adapter and base
     validation = token_files.open_split(layout.data, "validation")
     for one in found:
         model, own = loaded(layout, one.run_id), []
@@ -86,7 +86,7 @@ def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
 def test_answers_are_scored_as_in_evaluate(
     layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model answers nonsense, so the truth is made to be what it answers: for some rows, and nearly for another."""
+    """The model answers nonsense, so the test sets the truth to its answers: for some rows, and nearly for another."""
     answered: list[list[str]] = []
     truth = ["", "", ""]
     before_answers, before_read = Scorer.generate_answers, rows.read
@@ -152,7 +152,7 @@ def test_stored_scores_are_reused_unless_damaged_or_of_another_adapter(
     assert path.read_bytes() == whole
     other = ValidationScores.load(path).model_copy(update={"adapter_digest": "0" * 64}).sealed()
     other.save(path)
-    assert validation_scoring.score_runs(layout, asked) == before  # of another adapter
+    assert validation_scoring.score_runs(layout, asked) == before  # the stored scores are of another adapter
 
 
 def test_questions_differ_only_by_what_changes_scores(layout: ProjectLayout) -> None:
@@ -264,7 +264,7 @@ def test_arguments_hold_no_password(
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
     monkeypatch.setattr(scheduler, "SCORER", (sys.executable, "-c", script))
     machine = SETTINGS.machine.model_copy(update={"study_storage": "postgresql://user:opensesame@host/name"})
-    settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml with such an address is refused
+    settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml would refuse such an address
     job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
         scheduler.score_runs(layout, settings, job)
@@ -273,7 +273,7 @@ def test_arguments_hold_no_password(
 
 
 class _EnoughError(Exception):
-    """Ends the wait."""
+    """Raised to end the wait."""
 
 
 def test_exception_while_waiting_ends_it(
@@ -325,7 +325,7 @@ def test_the_process_dies_with_its_parent(layout: ProjectLayout, ids: dict[str, 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process still runs: a zombie is dead."""
+    """Return whether the process still runs; a zombie counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Model cards: metadata for the hub, and correct contents."""
+"""Tests model cards: metadata for the hub, and correct contents."""
 
 import re
 from typing import Any
@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 from ratchet.config.export import Export
 from ratchet.config.train import AdaLoraSettings, Train
 from ratchet.models import model_card
-from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, TrainReport
 
 HUB = BaseCard(
     source="some-lab/Some-1B-Instruct", revision="0123abcd" * 5, digest="d" * 64, files={},
@@ -43,7 +43,7 @@ ANALYSIS = AdapterAnalysis(
 
 
 def rows(text: str) -> dict[str, str]:
-    """The tables of a card, all together."""
+    """Return the rows of all tables of a card."""
     return dict(re.findall(r"^\| ([^|]+) \| (.*) \|$", text, re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""Stage export with every format: results are run, errors are named, and the old export stays complete."""
+"""Tests stage export with every format: results run, errors name their cause, and the old export stays complete."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""llama.cpp computes from our files what transformers computes, for real classes with random weights."""
+"""Tests that llama.cpp computes the same from our files as transformers, for real classes with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ IDS = [int(one) for one in torch.randint(3, 600, (40,), generator=torch.Generato
 
 
 def made(family: str, changes: dict[str, Any]) -> Any:
-    """Weights large enough that every part of the computation shows in the logits."""
+    """Make a model with weights so large that every part of the computation changes the logits."""
     model = gguf_models.make(family, seed=1, vocab_size=gguf_models.ROWS, **changes)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
 
 
 class FromTable(torch.nn.Module):
-    """GELU as ggml computes it on a CPU: looked up in a table of F16 (ggml_vec_geglu_f32 in ggml-cpu/vec.h)."""
+    """Computes GELU as ggml does on a CPU: from a table of F16 (ggml_vec_geglu_f32 in ggml-cpu/vec.h)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         looked_up = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
@@ -101,7 +101,7 @@ def test_gemma_differs_by_the_gelu_of_the_runtime(case: str, tmp_path: Path) -> 
 
 
 def config_only(tmp_path: Path, family: str, **changes: Any) -> Path:
-    """A base directory without weights; refusals do not need them."""
+    """Write a base directory without weights; refusals do not need them."""
     gguf_models.config(family, vocab_size=gguf_models.ROWS, **changes).save_pretrained(tmp_path)
     gguf_models.byte_level().save_pretrained(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""GGUF files: their bytes, and refusals during writing."""
+"""Tests GGUF files: their bytes, and refusals during writing."""
 
 import json
 import shutil
@@ -91,7 +91,7 @@ def test_tensors_that_do_not_fit_a_type_have_another(
 
 
 def test_only_queries_and_keys_are_reordered() -> None:
-    rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of four: halves (0 1 | 2 3), (4 5 | 6 7)
+    rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of four rows with the halves (0 1 | 2 3) and (4 5 | 6 7)
     assert gguf_tensors.interleave_halves(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -114,7 +114,7 @@ def test_equal_directories_give_equal_bytes_for_any_shards(
 
 def test_the_chunk_size_changes_no_byte(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written(directory, tmp_path, "q8_0").read_bytes()
-    monkeypatch.setattr(gguf_tensors, "CHUNK_BYTES", 9000)  # 35 rows of 64 numbers; whole heads are 16
+    monkeypatch.setattr(gguf_tensors, "CHUNK_BYTES", 9000)  # 35 rows of 64 numbers; a head has 16 rows
     assert written(directory, tmp_path, "q8_0").read_bytes() == whole
 
 
@@ -157,7 +157,7 @@ def test_facts_come_from_the_model_card(directory: Path, tmp_path: Path) -> None
 
 
 def spoiled(directory: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """A copy whose weights were changed."""
+    """Return a copy of the directory with changed weights."""
     copy = Path(shutil.copytree(directory, tmp_path / "spoiled"))
     weights = load_file(copy / "model.safetensors")
     change(weights)
@@ -221,7 +221,7 @@ def test_a_truncated_file_is_refused(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_no_file_behind(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is in a folder that is sealed, as in the export."""
+    """The file is written in a folder that is sealed, as in the export."""
     count = 0
 
     def full(operation: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""transformers' own GGUF loader on files of real models."""
+"""Tests transformers' own GGUF loader on files of real models."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

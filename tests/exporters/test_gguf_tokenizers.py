@@ -1,4 +1,4 @@
-"""llama.cpp's token ids for our files equal transformers'; tokenizers that llama.cpp lacks are refused."""
+"""Tests that llama.cpp's token ids equal transformers'; tokenizers that llama.cpp lacks are refused."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ QUESTION = [{"role": "user", "content": "it's  a 12345\n"}]
 
 
 def exported(tokenizer: Any, tmp_path: Path, family: str = "llama") -> tuple[Any, Path, tuple[str, ...]]:
-    """The tokenizer reloaded by transformers, the file, and its notes."""
+    """Write a GGUF file; return the tokenizer reloaded by transformers, the file, and its notes."""
     model = gguf_models.make(family, seed=1, vocab_size=gguf_models.ROWS, num_hidden_layers=1)
     directory = gguf_models.save(model, tokenizer, tmp_path / "hf")
     file = tmp_path / "model.gguf"
@@ -50,7 +50,7 @@ def cut_otherwise(runtime: llama_server.LlamaRuntime, tokenizer: Any, texts: Seq
 
 
 def assert_same_ids(file: Path, tokenizer: Any, texts: Sequence[str], chat: Any = None) -> None:
-    """Compare the token ids of these texts and of a conversation."""
+    """Check that llama.cpp and transformers give equal token ids for these texts and a conversation."""
     with llama_server.open_runtime(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, texts) == []
         if chat:
@@ -165,7 +165,7 @@ PHI = "{% for m in messages %}{{ '<|user|>\n' + m['content'] + '<|end|>\n' }}{% 
 
 
 def stripping(tmp_path: Path) -> Any:
-    """Special tokens of Phi-3: all except three absorb the spaces after them."""
+    """Return a tokenizer with Phi-3's special tokens: all except three absorb the spaces after them."""
     tokenizer = pieces(tmp_path, PHI)
     strip = {"rstrip": True, "normalized": False, "special": True}
     names = [AddedToken(name, **strip) for name in ("<|user|>", "<|end|>", "<|assistant|>")]
@@ -213,7 +213,7 @@ def saved(tokenizer: Any, tmp_path: Path, **generation: Any) -> Path:
 
 
 def changed(tokenizer: Any, change: Any) -> Any:
-    """The same tokenizer with another tokenizer.json."""
+    """Return the same tokenizer with a changed tokenizer.json."""
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     change(written)
     return PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""Calls of llama.cpp's own tools, replaced by scripts that record their arguments."""
+"""Tests the calls of llama.cpp's own tools, replaced by scripts that record their arguments."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def left(folder: Path) -> set[str]:
-    """Files that could be mistaken for results."""
+    """Return the files that could be mistaken for results."""
     return {path.name for path in folder.iterdir() if path.is_file()} - {"f32.gguf"}
 
 
@@ -57,14 +57,14 @@ def test_quantize_gets_the_arguments_of_llama_cpp(
     arguments, environment = called(tool)
     assert arguments[0] == str(source)
     assert arguments[2:] == ["Q4_K_M", "3"]
-    assert arguments[1] != str(target)  # the name appears only when the file is whole
+    assert arguments[1] != str(target)  # the name appears only when the file is complete
     assert "HF_TOKEN" not in environment
     assert left(tmp_path) == {"model-q4_k_m.gguf"}
 
 
 def test_convert_is_run_offline_by_this_python(tmp_path: Path) -> None:
     tool = fake(tmp_path / "checkout" / "convert_hf_to_gguf.py", CONVERTS)
-    tool.chmod(0o644)  # a script, not a program
+    tool.chmod(0o644)  # Python runs the script, so it needs no execute permission
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     llama_cpp_tools.convert_to_gguf(LlamaCppTools(None, tool), tmp_path / "hf", tmp_path / "model.gguf", "bf16")

@@ -1,4 +1,4 @@
-"""Export to ONNX: the written graph is the model's own step, in onnxruntime, at any length, batch and past."""
+"""Tests the export to ONNX: in onnxruntime, the graph computes the model's own step at any length, batch and past."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,11 @@ from ratchet.exporters import onnx
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Progress callback that does nothing."""
+    """Ignore the progress."""
 
 
 def test_only_tokens_in_the_window_have_an_effect(exported: Any) -> None:
-    """Without the window in the graph, this model would still agree with itself, so the test checks for the window."""
+    """Without the window in the graph, the model would still agree with itself, so this test checks the window."""
     _, target = exported("mistral")
     session = Session(target)
     ids, mask, positions = rows(1, 2 * WINDOW, 0)
@@ -85,7 +85,7 @@ def test_numbers_in_8_bits_are_off_by_half_a_step_at_most(monkeypatch: pytest.Mo
         wide = np.repeat(scales, 32, axis=axis)
         assert (np.abs(numbers * wide - given) <= wide * 0.501).all()
     assert [onnx.block_width(width) for width in (64, 48, 72)] == [32, 16, None]
-    monkeypatch.setattr(onnx, "_SLICE_NUMBERS", 200)  # slices change nothing
+    monkeypatch.setattr(onnx, "_SLICE_NUMBERS", 200)  # the slice size does not change the result
     for one, other in zip(whole, onnx.quantize_matrix(matrix, 1, 32), strict=True):
         assert np.array_equal(one, other)
 

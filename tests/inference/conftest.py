@@ -1,4 +1,4 @@
-"""Fixtures for generations: a model with random weights, projects that use it, low memory, a fast disk."""
+"""Fixtures for generations: a model with random weights, projects that use it, low memory, no fsync."""
 
 import json
 import os
@@ -14,19 +14,19 @@ from ratchet.runs.fault_injection.injection import VARIABLE
 
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed processes lose nothing that the kernel has."""
+    """Disable fsync; a killed process loses nothing that the kernel has received."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(scope="session")
 def chat_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory with a small chat model."""
+    """Write a Hugging Face directory with a small chat model."""
     return generations.chat_directory(tmp_path_factory.mktemp("chat") / "model")
 
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory, chat_directory: Path) -> Callable[..., Generation]:
-    """Makes a generation of that model in a new project, from prompts or from a number of random ones."""
+    """Return a function that makes a generation in a new project, from prompts or a number of random ones."""
 
     def made(asked: int | list[str], **settings: object) -> Generation:
         folder = tmp_path_factory.mktemp("generation")
@@ -43,7 +43,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, chat_directory: Path) -> Call
 
 @pytest.fixture
 def limit_tokens(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets memory run out for batches of more tokens."""
+    """Return a function that makes batches of more tokens run out of memory."""
 
     def limit(tokens: int) -> None:
         fault = {"kind": "memory", "phase": "generate", "step": 0, "steps": 0, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""Ledger and shards: after any crash every answer is present once and in order."""
+"""Tests ledger and shards: after any crash every answer is present once and in order."""
 
 import errno
 import os
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.data.conversation import replace_surrogates
 from ratchet.errors import DamagedFileError
 from ratchet.inference.output import AnswerLedger
-from ratchet.inference.spec import ANSWERS, GenerationAnswer, GenerationPaths, replace_surrogates
+from ratchet.inference.spec import ANSWERS, GenerationAnswer, GenerationPaths
 from ratchet.storage import files
 
 TOTAL = 25
@@ -42,7 +43,7 @@ def test_answers_in_any_order_come_back_in_order_after_kills(paths: GenerationPa
         ledger.add(answer(place))
         if draw.random() < 0.3:
             ledger.seal(7)
-        if draw.random() < 0.3:  # killed: the ledger is not closed
+        if draw.random() < 0.3:  # as after a kill, the ledger is not closed
             ledger = opened(paths, attempt=number + 2)
             assert ledger.count == number + 1
             assert all(ledger.has(one) for one in order[: number + 1])
@@ -96,7 +97,7 @@ def test_shards_of_another_size_continue_where_the_first_ended(paths: Generation
 @pytest.mark.parametrize("harm", ["a byte", "the manifest"])
 def test_a_damaged_shard_is_answered_again(harm: str, paths: GenerationPaths) -> None:
     opened(paths, add=range(TOTAL)).seal(10)
-    opened(paths).close()  # drops the lines that would have saved it
+    opened(paths).close()  # opening drops the lines that could restore the shard
     if harm == "a byte":
         path = paths.shard(10) / ANSWERS
         path.write_bytes(path.read_bytes().replace(b"said 12", b"said 99"))

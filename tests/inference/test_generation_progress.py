@@ -1,4 +1,4 @@
-"""Progress of a generation, and outputs that fail late."""
+"""Tests the progress of a generation, and outputs that fail late."""
 
 import errno
 from pathlib import Path
@@ -26,7 +26,7 @@ from ratchet.storage.output_card import card_path
 
 
 class Asking:
-    """Wants no attempt."""
+    """A pruner that ends the run before its first attempt."""
 
     on_stop_signal = None
 
@@ -56,7 +56,7 @@ def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
     paths = GenerationPaths(run.paths.root)
     assert stopped(run, Settings()).endswith("stopped on request; run it again to resume (0 answers are kept)")
     run.journal.attempt = 1
-    run.journal.append("attempt_started", pid=1, code_version="1")  # and it is killed before its first event
+    run.journal.append("attempt_started", pid=1, code_version="1")  # the worker is killed before its first event
     answers(paths, 0, 1, 2, 3, 7, seal=2)
     assert len(list(paths.shards.iterdir())) == 2
     answers(paths, 9)

@@ -1,4 +1,4 @@
-"""The worker in this process with a real model: interruptions, low memory, a full disk."""
+"""Tests the worker in this process with a real model: interruptions, low memory, a full disk."""
 
 import errno
 from collections.abc import Callable
@@ -17,7 +17,7 @@ DRAWN = {"samples": 2, "temperature": 0.9}
 
 @pytest.fixture(scope="module")
 def whole(make: Callable[..., Generation]) -> Generation:
-    """An undisturbed generation: two drawn answers to each prompt."""
+    """Run a generation without faults: two sampled answers to each prompt."""
     made = make(COUNT, **DRAWN)
     assert made.work() == EXIT_OK
     return made

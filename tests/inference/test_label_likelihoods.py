@@ -1,4 +1,4 @@
-"""Likelihoods of labels: independent of batches, and refused labels."""
+"""Tests likelihoods of labels: they do not depend on batches, and some labels are refused."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ COUNT = 21
 
 @pytest.fixture(scope="module")
 def whole(make: Callable[..., Generation]) -> Generation:
-    """An undisturbed generation."""
+    """Run a generation without faults."""
     made = make(COUNT, **HOW)
     assert made.work() == EXIT_OK, made.events("worker_error")
     return made
@@ -82,7 +82,7 @@ def test_batches_free_memory_for_likelihoods_and_give_same_bytes(
         return compute(model, prompts, *more)
 
     monkeypatch.setattr(torch_backend.scoring, "score_labels", scarce)
-    # Rows begin together and would end together; with less room some are under way when others end.
+    # All rows start and would end together. With less memory, some rows are still running when others end.
     limit_tokens(200)
     made = make(COUNT, **HOW)
     assert made.work() == EXIT_OK, made.events("worker_error")

@@ -1,4 +1,4 @@
-"""The llama.cpp backend with a real GGUF file."""
+"""Tests the llama.cpp backend with a real GGUF file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Resolution of --model, and messages for missing models."""
+"""Tests the resolution of --model, and messages for missing models."""
 
 import re
 import shutil

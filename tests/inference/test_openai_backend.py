@@ -1,4 +1,4 @@
-"""The backend for OpenAI-compatible servers, with a scripted server on loopback."""
+"""Tests the backend for OpenAI-compatible servers, with a scripted server on loopback."""
 
 import json
 from collections import Counter
@@ -79,14 +79,15 @@ def test_a_failing_server_ends_the_attempt_and_no_prompt_is_sent_twice(tmp_path:
         before = len(server.got)
         assert made.work() == EXIT_OK
         begun = made.events("worker_ready")[-1].data["start_step"]
-        asked = {asked_of(body) for body in server.got[before:]}  # requests broken off may still arrive, twice the same
+        # A set, because aborted requests may still arrive, even twice.
+        asked = {asked_of(body) for body in server.got[before:]}
         assert len(asked) == COUNT - begun
         assert begun >= 1 or not answered
     assert len(made.records()) == COUNT
 
 
 def nasty(*words: str) -> Script:
-    """Refuses prompts with one of these words in them, for what they are."""
+    """Return a script that refuses prompts that contain one of these words."""
 
     def script(body: JSON, number: int) -> Said:
         refused = any(word in asked_of(body) for word in words)
@@ -144,5 +145,5 @@ def test_an_answer_of_an_earlier_attempt_counts(tmp_path: Path) -> None:
     counts = Counter(one["finish"] for one in made.records())
     assert counts == {"stop": 1, "refused": COUNT - 1}
     notices = [event.data["text"] for event in made.events("notice") if "refused" in event.data["text"]]
-    assert len(notices) == 2  # the first and the tenth of eleven
+    assert len(notices) == 2  # for the first and the tenth of eleven refusals
     assert "the server refused 10 prompts" in notices[1]

@@ -1,4 +1,4 @@
-"""Outputs with references and extra fields, and refusals to overwrite outputs of other prompts."""
+"""Tests outputs with references and extra fields, and refusals to overwrite outputs of other prompts."""
 
 from pathlib import Path
 

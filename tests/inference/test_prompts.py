@@ -1,4 +1,4 @@
-"""Prompt files: prompts, references, extra fields, invalid records, and the digest."""
+"""Tests prompt files: prompts, references, extra fields, invalid records, and the digest."""
 
 import csv
 import gzip

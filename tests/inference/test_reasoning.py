@@ -1,4 +1,4 @@
-"""Separation of reasoning and answer in complete and streamed texts."""
+"""Tests the separation of reasoning and answer in complete and streamed texts."""
 
 import pytest
 from hypothesis import given

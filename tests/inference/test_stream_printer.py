@@ -1,4 +1,4 @@
-"""Streamed answers in files and on terminals of all widths."""
+"""Tests streamed answers in files and on terminals of all widths."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Streaming with a model in memory: reuse of the cache does not change answers."""
+"""Tests streaming with a model in memory: reuse of the cache does not change answers."""
 
 import io
 from pathlib import Path
@@ -37,7 +37,7 @@ def backend(chat_directory: Path, settings: Settings, tmp_path: Path) -> torch_b
 
 
 def said(backend: torch_backend.TorchBackend, settings: Settings, *, keep: bool) -> list[tuple[str, AnswerEnd | None]]:
-    """A conversation."""
+    """Hold a conversation; return each answer and its end."""
     session, found = ChatSession(settings), []
     for text in QUESTIONS:
         heard = PartialAnswer()

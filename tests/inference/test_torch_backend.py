@@ -1,4 +1,4 @@
-"""Base and adapter of a project as backends: 4-bit weights and the project's chat template."""
+"""Tests base and adapter of a project as backends: 4-bit weights and the project's chat template."""
 
 import io
 from pathlib import Path

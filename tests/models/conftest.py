@@ -1,4 +1,4 @@
-"""Tiny base models on disk, each written once."""
+"""Fixtures: tiny base models on disk, each written once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from ratchet.storage.layout import ProjectLayout
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory as a user has one; tests copy it and leave it as it is."""
+    """Return a model directory as a user has one; tests that change it work on a copy."""
     import tiny_project
     from ratchet.stages import base
 
@@ -22,7 +22,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def saved_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of a family's tiny model, for tests that leave it as it is."""
+    """Return a function that gives the directory of a family's tiny model; tests do not change it."""
     import families
 
     root = tmp_path_factory.mktemp("families")

@@ -39,7 +39,7 @@ def settings(method: str = "lora", quantization: str = "none", **changes: Any) -
 
 @pytest.fixture
 def made(saved_family: Callable[[str], Path]) -> Callable[[str, Train], Model]:
-    """Make the same base again, in 4 bits if the settings say so."""
+    """Return a function that makes the same base again, in 4 bits if the settings require it."""
 
     def make(family: str, train: Train) -> Model:
         if train.quantization == "none":
@@ -56,7 +56,7 @@ def logits(model: Model) -> Tensor:
 
 
 def learn(model: Model, train: Train, steps: int = STEPS) -> list[float]:
-    """Some optimizer steps on one batch; the losses."""
+    """Do some optimizer steps on one batch; return the losses."""
     model.train()
     optimizer = torch.optim.AdamW([p for _, p in adapters.trainable_parameters(model)], lr=0.02)
     losses = []
@@ -109,11 +109,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return found
 
 
-# -------------------------------------------------------------------------------------------- what is added, as numbers
+# ------------------------------------------------------------------------------------------- adapter weights as numbers
 
 
 def with_factors_added(family: str, model: Model) -> Model:
-    """The plain base with the adapter's numbers in its weights, by nothing but what factors and token_rows say."""
+    """Return the plain base with the adapter's update in its weights, computed from factors and token_rows alone."""
     base = families.make(family)
     with torch.no_grad():
         for one in adapters.iterate_factors(model):
@@ -163,7 +163,7 @@ def test_factors_and_rows_of_new_tokens_are_what_is_added_to_the_base(
     learn(model, train)
     for name, ids, rows in adapters.token_rows(model):
         assert ids == new
-        assert (rows - begun[name]).abs().amax(dim=1).min() > 1e-4  # every row
+        assert (rows - begun[name]).abs().amax(dim=1).min() > 1e-4  # every row changed
     adapters.save(model, tmp_path, "digest")
     loaded = adapters.load(families.make(family), tmp_path)
     for found in (loaded, with_factors_added(family, model), with_factors_added(family, loaded)):
@@ -174,7 +174,7 @@ def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
     train = settings(rank_pattern={"q_proj": 2, r"layers\.1\..*": 3}, alpha_pattern={"o_proj": 12})
     model = adapters.attach(families.make("llama"), train, "digest")
     found = {one.name: (one.rank, one.scale) for one in adapters.iterate_factors(model)}
-    assert found["model.layers.1.self_attn.q_proj"] == (2, 3.0)  # the first pattern that matches
+    assert found["model.layers.1.self_attn.q_proj"] == (2, 3.0)  # the first matching pattern applies
     assert found["model.layers.1.self_attn.v_proj"] == (3, 2.0)
     assert found["model.layers.0.self_attn.v_proj"] == (4, 1.5)
     assert found["model.layers.0.self_attn.o_proj"] == (4, 3.0)
@@ -182,7 +182,7 @@ def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", ["lora", "pissa"])
 def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "EXACT_SVD_MAX_SIZE", 8)  # larger weights are decomposed by chance
+    monkeypatch.setattr(adapters, "EXACT_SVD_MAX_SIZE", 8)  # larger weights are decomposed by a randomized method
     first, again, other = (
         adapters.attach(families.make("llama"), settings(method, seed=seed), "digest") for seed in (1, 1, 2)
     )
@@ -195,7 +195,7 @@ def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: 
     assert not all(map(torch.equal, own, others))
 
 
-# -------------------------------------------------------------------------------------------------------- number types
+# --------------------------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
@@ -203,14 +203,14 @@ def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: 
 def test_adapters_have_the_configured_dtype_on_a_16_bit_base(tmp_path: Path, method: str, wanted: str) -> None:
     base = families.make("llama", dtype=torch.bfloat16)
     plain = logits(base)
-    optimizer = "adamw_8bit" if wanted == "float16" else "adamw"  # torch's is refused beside float16
+    optimizer = "adamw_8bit" if wanted == "float16" else "adamw"  # torch's AdamW is refused with float16
     train = settings(method, adapter_dtype=wanted, optimizer=optimizer)
     model = adapters.attach(base, train, "digest", [94], STEPS)
     assert {p.dtype for _, p in adapters.trainable_parameters(model)} == {getattr(torch, wanted)}
     frozen = {p.dtype for n, p in model.named_parameters() if not p.requires_grad and "ranknum" not in n}
     assert frozen == {torch.bfloat16}
     torch.testing.assert_close(logits(model), plain, rtol=0, atol=0.02 if method == "pissa" else 0.0)
-    if wanted != "float16":  # in which AdamW cannot compute
+    if wanted != "float16":  # AdamW cannot compute in float16
         losses = learn(model, train)
         assert losses[-1] < losses[0]
     adapters.save(model, tmp_path, "digest")
@@ -281,7 +281,7 @@ def test_what_peft_does_not_support_is_refused_before_anything_loads(case: str) 
 
 
 def test_names_that_peft_would_take_for_experts_are_refused() -> None:
-    """In a Qwen3-MoE whose first layer is dense, peft takes its gate_proj for that of the experts elsewhere."""
+    """In a Qwen3-MoE whose first layer is dense, peft takes that layer's gate_proj for the experts of other layers."""
     base = families.make("qwen3-moe", mlp_only_layers=[0])
     with pytest.raises(
         SettingsError, match=r"mlp\.\w+_proj: peft interprets this name as an expert of a qwen3_moe model .* remove it"
@@ -342,11 +342,11 @@ def test_pissa_takes_the_principal_singular_vectors_off_the_weight() -> None:
     update = next(
         one for one in adapters.iterate_factors(model) if one.name.endswith("layers.0.self_attn.q_proj")
     ).update()
-    assert update.abs().max() < 1e-6  # nothing has been learned
+    assert update.abs().max() < 1e-6  # nothing has been trained
 
 
 def test_a_base_is_put_right_for_first_matrices_that_another_machine_found() -> None:
-    """Singular vectors may come with another sign, or turned in a plane: then the residual is another one."""
+    """Singular vectors may differ in sign or by a rotation in a plane; the residual then differs as well."""
     model, elsewhere = (
         adapters.attach(families.make("gpt2"), settings("pissa", seed=1, rank=4), "digest") for _ in range(2)
     )
@@ -390,7 +390,7 @@ def test_adalora_cuts_ranks_down_to_the_budget_and_its_allocation_is_of_one_mode
     learn(model, train, 20)
     found = ranks(model)
     assert sum(found) == 2 * len(found)
-    assert len(set(found)) > 1  # shared out by importance, not evenly
+    assert len(set(found)) > 1  # allocated by importance, not evenly
     tensors = adapters.extra_tensors(model)
     assert tensors
     other = adapters.attach(families.make("llama", num_hidden_layers=1), train, "digest", steps=20)
@@ -405,13 +405,13 @@ def test_adalora_cuts_ranks_down_to_the_budget_and_its_allocation_is_of_one_mode
 
 def test_ranks_become_final_even_if_the_step_that_decides_is_left_out() -> None:
     model, _ = adalora(20)
-    for step in (5, 13, 14):  # 12 would be the step
+    for step in (5, 13, 14):  # step 12 would decide
         adapters.update_rank_allocation(stepped(model), step, 20)
     assert sum(ranks(model)) == 2 * len(ranks(model))
 
 
 def stepped(model: Model) -> Model:
-    """A model with a gradient, and singular values that are all something."""
+    """Compute a gradient, and set all singular values to nonzero numbers."""
     model.train()
     model(input_ids=IDS).logits.square().mean().backward()
     with torch.no_grad():
@@ -448,7 +448,7 @@ def test_the_penalty_is_the_mean_distance_from_orthogonal() -> None:
         next(p for name, p in adapters.trainable_parameters(model) if "lora_A" in name)[0, 0] = 3.0
     again = adapters.orthogonality_penalty(model)
     assert again is not None
-    assert float(again.detach()) == pytest.approx(8.0 / 28)  # |9 - 1| in one of 14 x 2 matrices
+    assert float(again.detach()) == pytest.approx(8.0 / 28)  # |9 - 1| in one of 14 matrices of 2 numbers
     assert adapters.orthogonality_penalty(adapters.attach(families.make("llama"), settings(), "digest")) is None
 
 

@@ -38,7 +38,7 @@ def settings(quantization: str, changes: dict[str, Any]) -> Train:
 
 @pytest.fixture
 def fresh(saved_family: Callable[[str], Path]) -> Callable[[str, str], Model]:
-    """Load a base, as if for the first time."""
+    """Return a function that loads a new copy of a base."""
 
     def make(family: str, quantization: str) -> Model:
         return loading.load(saved_family(family), None, settings(quantization, {}), CPU)
@@ -47,10 +47,10 @@ def fresh(saved_family: Callable[[str], Path]) -> Callable[[str, str], Model]:
 
 
 def saved(base: Model, quantization: str, name: str, folder: Path) -> Path:
-    """An adapter that does something, on disk."""
+    """Save an adapter with random, nonzero weights."""
     changes, tokens = ADAPTERS[name]
     targets = changes.get("target_modules")
-    if targets and name == "narrow":  # what the family has of them
+    if targets and name == "narrow":  # the modules that the family has
         changes = changes | {
             "target_modules": [t for t in targets if any(n.endswith(t) for n, _ in base.named_modules())]
         }
@@ -101,7 +101,7 @@ def test_each_computes_what_it_computes_on_a_base_of_its_own(
             assert torch.equal(logits(model), plain), name
         assert torch.equal(logits(model), expected[name]), name
     alone = adapters.load(fresh(family, quantization), folders[order[-1]])
-    assert tensors(model) == tensors(alone)  # nothing of those before is left
+    assert tensors(model) == tensors(alone)  # no weight of an earlier adapter is left
 
 
 def tensors(model: Model) -> dict[str, tuple[Any, ...]]:
@@ -120,7 +120,7 @@ def test_the_base_is_not_read_again(fresh: Callable[[str, str], Model], tmp_path
 
 
 def renamed(folder: Path) -> None:
-    """The adapter says that it is of another base."""
+    """Make the adapter name another base."""
     path = folder / CONFIG
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"base_model_name_or_path": "another-base-x"}))
 
@@ -144,5 +144,5 @@ def test_an_adapter_that_cannot_be_taken_is_refused(
     damage(other)
     with pytest.raises(error, match=message):
         adapters.swap(model, other)
-    if family == "llama":  # nothing is taken out before the files were read
+    if family == "llama":  # the adapter stays until the files have been read
         assert torch.equal(logits(model), before)

@@ -20,7 +20,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache, of a hub that cannot be reached."""
+    """Use an empty hub cache, without access to the hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
@@ -54,7 +54,7 @@ def test_equal_models_have_equal_digests_in_any_directory(layout: ProjectLayout,
 
 
 def test_a_hub_id_is_resolved_to_its_commit(layout: ProjectLayout, built: Path, cache: Path) -> None:
-    """Through the real hub client, on a cache as it lays it out itself; no network is needed for what is cached."""
+    """The test uses the real hub client, on a cache in the client's own layout; cached models need no network."""
     repository = cache / "models--user--some-model"
     shutil.copytree(built, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()

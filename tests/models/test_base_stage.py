@@ -27,7 +27,7 @@ PLAIN = Train(quantization="none")
 
 @pytest.fixture
 def mine(layout: ProjectLayout, built: Path) -> Path:
-    """A copy that a test may change."""
+    """Return a copy of the model that a test may change."""
     return Path(shutil.copytree(built, layout.root / "mine"))
 
 
@@ -54,7 +54,7 @@ def refused(layout: ProjectLayout, **wanted: Any) -> str:
 
 
 def replaced(directory: Path, family: str, vocabulary: int = 400) -> None:
-    """Another model with the same tokenizer."""
+    """Replace the model by another one with the same tokenizer."""
     (directory / base_model.WEIGHTS).unlink()
     families.make(family, vocab_size=vocabulary).save_pretrained(directory)
 
@@ -168,7 +168,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where transformers puts the code that it runs."""
+    """Return the directory in which transformers puts the code that it runs."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -29,7 +29,7 @@ print(held // MIB, peak // MIB, (capacity.peak_resident_bytes() - before) // MIB
 
 
 def test_a_block_of_memory_is_seen_while_it_is_held_and_its_peak_after() -> None:
-    """In a process of its own: here, other tests' memory may be given back to the system at any moment."""
+    """The measurement needs its own process: in this one, the memory of other tests may be freed at any moment."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
     held, peak, forgotten = map(int, done.stdout.split())
     assert 60 < held < 80
@@ -60,7 +60,7 @@ def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
     (tmp_path / statistics).write_text(f"anon 5\n{cache} {100 * MIB}\n")
     found = capacity.measure_host(tmp_path)
     assert found.total_bytes == most
-    # 200 MiB of others' and ours are taken for good; what is ours is ours to use again.
+    # The container uses 200 MiB without file cache; the memory of this process counts as available to it.
     wanted = most - 200 * MIB + capacity.resident_bytes()
     assert abs(found.available_bytes - wanted) < 8 * MIB
 

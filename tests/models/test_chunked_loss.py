@@ -34,7 +34,7 @@ MIXED["gpt-bigcode"] = MIXED["gpt2"]
 
 
 def batch_of() -> SequenceBatch:
-    """Rows that are learned from in other places each."""
+    """Return rows whose trained positions differ."""
     input_ids = torch.randint(3, 90, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     labels = input_ids.clone()
     labels[0, :10] = labels[1, :25] = labels[2, 30:] = -100
@@ -42,7 +42,7 @@ def batch_of() -> SequenceBatch:
 
 
 def learning(base: Model, **settings: object) -> Model:
-    """The base with an adapter whose matrices are not zero: else most gradients would be zero."""
+    """Attach an adapter with nonzero matrices; with zeros, most gradients would be zero."""
     chosen = {"rank": 4, "quantization": "none", "dropout": 0.0} | settings
     model = adapters.attach(base, Train(**chosen), "digest").train()  # type: ignore[arg-type]
     torch.manual_seed(3)
@@ -72,7 +72,7 @@ def gradients(model: Model) -> list[Tensor]:
 
 
 def same_as_the_whole(model: Model, before: Callable[[], object] = lambda: None) -> None:
-    """Loss and gradient by pieces are those of the whole logits; `before` is called between the two."""
+    """Check that loss and gradient by pieces equal those of the whole logits; call `before` between the two."""
     batch = batch_of()
     whole = answer_nll(model, batch.input_ids, batch.labels).sum()
     (whole * FACTOR).backward()
@@ -171,7 +171,7 @@ def test_the_last_block_is_computed_where_it_is_learned_from(recompute: bool) ->
 
 
 class Looped(LlamaModel):  # type: ignore[misc]
-    """A body that runs its blocks twice, as code that comes with a model may."""
+    """A body that runs its blocks twice, as custom model code may."""
 
     def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **more: object) -> object:
         if inputs_embeds is None:
@@ -190,7 +190,7 @@ def test_a_last_block_that_others_may_read_is_computed_everywhere() -> None:
 
 
 def test_a_last_block_next_to_projections_is_computed_at_trained_positions() -> None:
-    """Gemma 3n: what it makes of the last block's output it makes of each position by itself."""
+    """Gemma 3n processes the output of its last block at each position separately."""
     config = Gemma3nTextConfig(
         vocab_size=96, vocab_size_per_layer_input=96, hidden_size=64, hidden_size_per_layer_input=8,
         intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -207,7 +207,7 @@ def test_a_last_block_next_to_projections_is_computed_at_trained_positions() -> 
 
 
 def test_the_whole_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most that lives with the head in pieces of four positions, and with all of it at once."""
+    """The test compares the peak memory with the head in pieces of four positions and with the whole head at once."""
 
     def most(positions: int) -> int:
         monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", positions * 50_000)

@@ -55,7 +55,7 @@ def test_a_model_that_bears_no_mask_decodes_rows_of_one_length() -> None:
 
 
 def test_a_model_whose_cache_is_wrong_reads_whole_texts() -> None:
-    """It is found out by trying: here keys that are read again are off by a little."""
+    """The decoder finds this by a trial; in this model, cached keys lead to wrong attention outputs."""
     model, recorder = model_of("llama"), EventRecorder()
 
     def spoil(module: Any, inputs: Any, given: Any, output: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_header_is_read_once() -> None:
     asked = [replace(one, ids=(one.ids * 2)[:34]) for one in ragged(24)[1:9]]
     settings = replace(GREEDY, max_new_tokens=1, max_rows=8)
     decoder = BatchDecoder(model, replace(settings, exact=False), None, lambda *_: None, lambda: None)
-    assert len(list(decoder.generate(iter(asked), lambda: False))) == 8  # it need not try anything out from now on
+    assert len(list(decoder.generate(iter(asked), lambda: False))) == 8  # the trial is done, so later calls need none
     model.model.layers[0].register_forward_hook(lambda _, inputs, output: tokens.append(inputs[0].shape[:2].numel()))
     assert len(list(decoder.generate(iter(asked), lambda: False))) == 8
     assert sum(tokens) == 24 + sum(len(one.ids) - 24 for one in asked)

@@ -12,7 +12,7 @@ from ratchet.models.decoding.decoder import BatchDecoder, DecodingRequest, Decod
 
 
 class Full:
-    """Memory that has no room for some passes."""
+    """Raises MemoryError in some passes."""
 
     def __init__(self, fails: Any) -> None:
         self.fails, self.passes, self.failures = fails, 0, 0
@@ -32,7 +32,7 @@ def test_memory_that_runs_out_in_any_pass_changes_nothing() -> None:
     for failing in range(1, counted.passes + 1, 4):
         full = Full(lambda number, tokens, failing=failing: number == failing)
         found = answered(model, asked, DRAWN, before=full)
-        # A pass over one row alone is not repeated: that row is given up.
+        # A pass over a single row is not repeated; that row is dropped.
         lost = {one.index for one in found if one.finish == "memory"}
         assert len(lost) <= full.failures == 1
         assert [one for one in found if one.index not in lost] == [one for one in whole if one.index not in lost]
@@ -82,7 +82,7 @@ def test_other_failures_are_not_taken_for_memory() -> None:
 
 
 def test_a_nan_row_ends_and_does_not_affect_others() -> None:
-    """One token's embedding is NaN: it poisons the texts that hold it, and the places they lie in."""
+    """One token's embedding is NaN, which affects the texts with this token, and their places in the batch."""
     model, asked = model_of("llama"), ragged()
     poison = 95
     clean = [one for one in asked if poison not in one.ids]
@@ -109,7 +109,7 @@ def test_a_model_of_no_numbers_answers_nothing() -> None:
 
 
 def test_tokens_that_a_model_forbids_are_never_taken() -> None:
-    """Minus infinity is a logit like others."""
+    """Minus infinity is an ordinary logit."""
     model = model_of("llama")
     forward = model.forward
 
@@ -147,7 +147,7 @@ def test_nothing_is_computed_after_stop() -> None:
             yield one
 
     assert list(decoder.generate(prompts(), lambda: recorder.beats >= 9)) == []
-    assert len(pulled) == 8  # the second window, when the first one was under way
+    assert len(pulled) == 8  # the second window is read while the first one is running
     assert recorder.beats == 9
 
 

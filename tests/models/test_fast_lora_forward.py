@@ -37,7 +37,7 @@ def as_peft_does(model: Model) -> Model:
 
 
 def outcome(model: Model) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the gradients of what learns."""
+    """Return the logits, and the gradients of the trainable parameters."""
     torch.manual_seed(9)
     model.zero_grad()
     logits = model(input_ids=torch.arange(3, 43).view(2, 20), use_cache=False).logits
@@ -61,7 +61,7 @@ def outcome(model: Model) -> tuple[Tensor, list[Tensor]]:
 def test_it_computes_what_peft_computes(family: str, changes: dict[str, object]) -> None:
     model = made(family, **changes)
     if family == "gpt2":
-        model.eval()  # its config has dropout of its own
+        model.eval()  # GPT-2's config has its own dropout
     assert shortened(model) == len(layers(model)) == 2 * (1 if family == "gpt2" else len(FOUR))
     ours, theirs = outcome(model), outcome(as_peft_does(model))
     assert torch.allclose(ours[0], theirs[0], atol=1e-5, rtol=1e-5)

@@ -34,7 +34,7 @@ def made(config: object) -> Model:
 
 
 def run_order(model: Model, modules: nn.ModuleList) -> list[int]:
-    """Numbers of those modules, in the order in which they were called."""
+    """Return the numbers of those modules, in the order of their calls."""
     called: list[int] = []
     for number, module in enumerate(modules):
         module.register_forward_hook(partial(lambda number, *_: called.append(number), number))

@@ -41,12 +41,12 @@ def test_blocks_that_differ_by_their_adapters_do_not_stand_for_each_other(monkey
 def test_qlora_of_2048_tokens_fits_where_it_is_known_to(
     shape: tuple[int, int, int], learn: int, parameters: int, limit: int
 ) -> None:
-    """Parameters are those that Llama 2's authors and peft count."""
+    """The expected numbers of parameters are those of Llama 2's authors and of peft."""
     work = MemoryWorkload(1, 2048, 2047, False, "cuda", 1, 2048, 2047)
     found = forecast.forecast(llama(*shape), Train(rank=16), FRUGAL, work)
     assert (found.trainable_parameters, found.total_parameters) == (learn, parameters + learn)
     stored = found.phase_memory("adapters").parts
-    assert stored["weights"] + stored["quantization constants"] > 0.53 * found.total_parameters  # and embeddings
+    assert stored["weights"] + stored["quantization constants"] > 0.53 * found.total_parameters  # plus embeddings
     assert found.phase_memory("loaded").total_bytes < found.peak.total_bytes < limit * GIB
     assert found.peak.phase == "steady"
 
@@ -54,7 +54,7 @@ def test_qlora_of_2048_tokens_fits_where_it_is_known_to(
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("rank", [2, 48])
 def test_weights_adapters_and_optimizer_are_those_that_torch_holds(rank: int, kind: Any, tmp_path: Any) -> None:
-    """48 x 128 elements are more than bitsandbytes keeps in 32 bits."""
+    """The tensors have 48 x 128 elements, more than bitsandbytes keeps in 32 bits."""
     families.make("llama", hidden_size=128, intermediate_size=128).save_pretrained(tmp_path)
     settings = Train(rank=rank, optimizer=kind, compute_dtype="float32")
     base = loading.load(tmp_path, None, settings, torch.device("cpu"))
@@ -165,6 +165,6 @@ def test_gradients_are_counted_at_the_start_only_with_several_micro_batches_per_
 def test_what_learns_is_known_in_its_order_also_of_layers_that_are_left_out(family: str) -> None:
     settings = Train(rank=4, rank_pattern={r"layers\.(0|3)\.mlp\.up_proj": 8} if family == "gemma2" else {})
     plan = model_spec.from_config(families.FAMILIES[family](num_hidden_layers=11))
-    # On CPUs models of so few layers are executed as a whole.
+    # For CPUs, models of so few layers are traced completely.
     few, all_layers = (meta_model.build(plan, settings, torch.float32, device) for device in ("cuda", "cpu"))  # type: ignore[arg-type]
     assert [one.shape for one in few.trainable_parameters()] == [one.shape for one in all_layers.trainable_parameters()]

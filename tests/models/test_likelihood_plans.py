@@ -13,7 +13,7 @@ ENDINGS = [(1, 2, 9), (3, 9), (4, 5, 6, 9), (9,)]
 
 
 def text(*parts: tuple[int, ...]) -> PromptContinuation:
-    """Everything but the last part is the prompt."""
+    """Build a continuation: the last part is scored, all earlier parts are the prompt."""
     return PromptContinuation.from_tokens([token for part in parts[:-1] for token in part], parts[-1], 500)
 
 
@@ -26,7 +26,7 @@ def members(plan: LikelihoodPlan) -> list[set[int]]:
 
 
 def cost(plan: LikelihoodPlan, texts: list[PromptContinuation]) -> int:
-    """Tokens that are read."""
+    """Return the number of tokens that the model reads."""
     total = plan.prefix_length
     for group in (group for batch in plan.batches for group in batch):
         branches = {texts[place].ids[group.trunk_length :] for place in group.text_indices}
@@ -88,7 +88,7 @@ def test_with_even_sharing_only_trunks_of_one_length_share_a_batch(way: CacheSha
 
 
 def test_no_scored_position_is_in_the_common_prefix() -> None:
-    """As in windows of plain text, of which every token counts."""
+    """In windows of plain text, for example, every token is scored."""
     texts = [text((5,), (*HEADER, *passage)) for passage in PASSAGES]
     assert likelihoods.plan_batches(texts, 4, CacheSharing.RAGGED).prefix_length == 0
 

@@ -22,7 +22,7 @@ def words(draw: random.Random, least: int, most: int) -> list[int]:
 
 
 def ragged_pairs() -> Pairs:
-    """Prompts behind one header with several endings; endings of one token; equal requests; what is too long."""
+    """Draw prompts with a common header and several endings: some of one token, some repeated, some too long."""
     draw = random.Random(2)
     header = words(draw, 20, 20)
     pairs: Pairs = []
@@ -36,7 +36,7 @@ def ragged_pairs() -> Pairs:
 
 
 def alone_pairs() -> Pairs:
-    """An empty prompt is the one token that the harness puts in its place; nothing is shared by all."""
+    """Add requests that share nothing with the others; the harness replaces an empty prompt by the token 2."""
     draw = random.Random(3)
     return [
         *ragged_pairs(),
@@ -47,7 +47,7 @@ def alone_pairs() -> Pairs:
 
 
 class Kept:
-    """Keeps what is computed."""
+    """Keeps computed results."""
 
     def __init__(self) -> None:
         self.results: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class Kept:
 
     @property
     def way(self) -> Any:
-        """The first that was asked for: what the model can share."""
+        """Return the first stored result: which parts of its cache the model can share."""
         return next(iter(self.results.values()))
 
 
@@ -85,7 +85,7 @@ def harness(model: Any, tokenizer: Any, pairs: Pairs) -> list[tuple[float, bool]
 
 
 def assert_same(found: list[ContinuationScore], expected: list[tuple[float, bool]]) -> None:
-    # Sums of up to 64 float32 numbers of some 5 nats each.
+    # The scores are sums of up to 64 float32 numbers of about 5 nats each.
     assert [one.nats for one in found] == pytest.approx([nats for nats, _ in expected], rel=2e-6, abs=1e-5)
     assert [one.is_greedy for one in found] == [greedy for _, greedy in expected]
 
@@ -127,7 +127,7 @@ def test_scores_do_not_depend_on_the_batch_size(batch_rows: int) -> None:
 
 
 def test_results_do_not_depend_on_the_cache() -> None:
-    """To the last bit: an evaluation that was killed ends as if it had not been."""
+    """Results are equal to the last bit, so an evaluation that was killed ends like one without interruption."""
     model, pairs, whole = families.make("llama"), alone_pairs(), Kept()
     expected = ours(model, pairs, 1, whole)
     assert whole.made > 3
@@ -158,14 +158,15 @@ def test_a_prompt_is_read_once_and_only_its_endings_behind_it() -> None:
     kept = Kept()
     ours(model, pairs, kept=kept)
     chunks = {key: value for key, value in kept.results.items() if value is not kept.way}
-    kept.results = {key: value for key, value in kept.results.items() if key not in chunks}  # it need not try again
+    # The result of the trial is kept, so the model need not repeat it.
+    kept.results = {key: value for key, value in kept.results.items() if key not in chunks}
     model.model.layers[0].register_forward_hook(lambda _, inputs, output: tokens.append(inputs[0].shape[:2].numel()))
     ours(model, pairs, kept=kept)
     assert sum(tokens) == 16 + 6 * 20 + 6 * 4 * 2
 
 
 def test_a_model_whose_cache_is_wrong_reads_whole_texts(tokenizer: Any) -> None:
-    """It is found out by trying: here keys that are kept are off by a little."""
+    """The evaluation finds this by a trial; in this model, cached keys are wrong."""
     model, pairs, kept = families.make("llama", initializer_range=0.3), ragged_pairs(), Kept()
     expected = harness(model, tokenizer, pairs)
 
@@ -195,7 +196,7 @@ def test_a_model_that_runs_its_body_twice_is_left_to_the_harness() -> None:
 
 
 def test_exhausted_memory_is_no_missing_ability() -> None:
-    """The evaluation begins again with smaller batches."""
+    """The caller repeats the evaluation with smaller batches."""
     model = families.make("llama")
 
     def exhausted(*given: Any, **named: Any) -> Any:

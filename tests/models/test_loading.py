@@ -99,7 +99,7 @@ def test_loaded_is_what_transformers_loads(tmp_path: Path, family: str) -> None:
 
 
 def test_files_next_to_the_weights_are_not_loaded(llama: Path) -> None:
-    """transformers would take an adapter_config.json as an order to load the adapter, which nothing pins."""
+    """transformers would load the adapter that an adapter_config.json names, but no digest covers it."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": str(llama), "r": 2, "target_modules": ["q_proj"]}
     (llama / "adapter_config.json").write_text(json.dumps(adapter))
     assert torch.equal(logits(loading.load_plain(llama, torch.float32, CPU)), logits(families.make("llama")))
@@ -107,7 +107,7 @@ def test_files_next_to_the_weights_are_not_loaded(llama: Path) -> None:
 
 def test_a_loaded_model_does_not_depend_on_its_files(llama: Path) -> None:
     model = loading.load_plain(llama, torch.float32, CPU)
-    (llama / base_model.WEIGHTS).write_bytes(b"")  # of weights that lie mapped, the next use would kill the process
+    (llama / base_model.WEIGHTS).write_bytes(b"")  # if the weights were mapped, the next use would kill the process
     assert torch.equal(logits(model), logits(families.make("llama")))
 
 
@@ -119,7 +119,7 @@ MIB = 2**20
 
 
 def peak_bytes(load: Callable[[], Any]) -> int:
-    """Greatest resident memory of this process while `load` runs, above that before."""
+    """Return the rise of this process's peak resident memory while `load` runs, in bytes."""
     weights.trim_heap()
     assert capacity.reset_peak()
     before = capacity.resident_bytes()
@@ -130,9 +130,9 @@ def peak_bytes(load: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_no_second_copy_of_the_model_is_held(tmp_path: Path, llama: Path, quantization: Any) -> None:
-    """262 MiB of float32 weights loaded in bfloat16: beside the model only what is on its way, never all of it."""
+    """262 MiB of float32 weights are loaded in bfloat16. A complete second copy must never be in memory."""
     settings = Train(quantization=quantization, compute_dtype="bfloat16")
-    loading.load(llama, None, settings, CPU)  # code and caches of the libraries
+    loading.load(llama, None, settings, CPU)  # loads the libraries' code and caches
     LARGE.save_pretrained(tmp_path)
     skeleton = model_spec.load(tmp_path).model(torch.float32)
     tensors = {name: torch.full(tensor.shape, 0.5) for name, tensor in skeleton.state_dict().items()}
@@ -147,7 +147,7 @@ def test_no_second_copy_of_the_model_is_held(tmp_path: Path, llama: Path, quanti
 
 
 def pickled(model: Any, directory: Path, shards: int = 1) -> Path:
-    """A model directory as transformers 4 wrote it, with pickles."""
+    """Write a model directory with pickles, as transformers 4 does."""
     model.config.save_pretrained(directory)
     tensors = dict(model.state_dict())
     if shards == 1:
@@ -192,7 +192,7 @@ def test_what_shares_memory_is_written_apart_and_what_is_tied_once(tmp_path: Pat
 
 
 class Runs:
-    """What unpickles by running code."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -20,12 +20,12 @@ Saved = Callable[[str], Path]
 
 
 def loaded(path: Path, settings: Train) -> Any:
-    """The model as it is trained against."""
+    """Load the model as training does."""
     return loading.load(path, None, settings, torch.device("cpu"))
 
 
 def measured(model: Any) -> tuple[int, int, int]:
-    """Bytes of 4-bit weights, of what they are read with, and of the rest: whatever memory the tensors really hold."""
+    """Return the bytes of 4-bit weights, of their quantization constants, and of other tensors, by their storage."""
     quantized, constants, plain = {}, {}, {}
     for tensor in (*model.parameters(), *model.buffers()):
         state = getattr(tensor, "quant_state", None)
@@ -40,7 +40,7 @@ def figures(stored: BaseTensorSizes) -> tuple[int, int, int]:
     return stored.quantized_bytes, stored.constants_bytes, stored.plain_bytes
 
 
-@pytest.mark.parametrize("family", ADAPTABLE)  # mamba does not compute in 4 bits, and is refused
+@pytest.mark.parametrize("family", ADAPTABLE)  # mamba does not compute in 4 bits and is refused
 def test_bytes_are_those_of_a_really_quantised_model(family: str, saved_family: Saved) -> None:
     settings = Train(quantization="nf4", double_quantization=True, compute_dtype="bfloat16")
     model = loaded(saved_family(family), settings)
@@ -79,12 +79,12 @@ def test_bytes_without_quantisation(family: str, dtype: Any, saved_family: Saved
 @pytest.mark.parametrize(("inputs", "outputs"), [(33, 7), (5, 3), (130, 66), (257, 257)])
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_odd_shapes_are_padded_as_bitsandbytes_pads_them(inputs: int, outputs: int, double: bool) -> None:
-    """Blocks of 64 that are not full, a byte with one element in it, more constants than one block of 256 holds."""
+    """The cases are partial blocks of 64, a byte with one element, and more constants than one block of 256."""
     from bitsandbytes.nn import Linear4bit
 
     class Odd(torch.nn.Module):
         _keep_in_fp32_modules = None
-        all_tied_weights_keys: dict[str, str] = {}  # noqa: RUF012 (as transformers has it)
+        all_tied_weights_keys: dict[str, str] = {}  # noqa: RUF012 (as in transformers)
 
         def __init__(self, made: Any) -> None:
             super().__init__()
@@ -169,7 +169,7 @@ def test_largest_tensors_and_blocks_of_the_allocator(saved_family: Saved) -> Non
 
 
 def counted(family: str, settings: Train, new_tokens: Sequence[int] = ()) -> int:
-    """Parameters that learn, checked with a model that has the adapter."""
+    """Return the number of trainable parameters; check it with a model that has the adapter."""
     model = adapters.attach(make(family), settings, "digest", new_tokens)
     made = model_spec.from_config(FAMILIES[family]())
     learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -207,7 +207,7 @@ def test_rows_of_new_tokens_learn_in_embedding_and_head(family: str, matrices: i
 
 
 def test_llama_2_7b_with_the_published_figures() -> None:
-    # config.json of meta-llama/Llama-2-7b-hf.
+    # The values are from config.json of meta-llama/Llama-2-7b-hf.
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000
     )
@@ -218,7 +218,8 @@ def test_llama_2_7b_with_the_published_figures() -> None:
     stored = parameters.estimate_base_sizes(made, settings, compute_bytes=2)
     in_4_bits = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     assert stored.quantized_bytes == in_4_bits // 2
-    # 0.127 bits a parameter for constants (Dettmers et al. 2023, section 3): 8/64 + 32/(64 * 256), and the codes.
+    # Dettmers et al. 2023, section 3: 0.127 bits per parameter for constants, 8/64 + 32/(64 * 256). The table of codes
+    # comes on top.
     constants_bits = stored.constants_bytes * 8 / in_4_bits
     assert constants_bits == pytest.approx(0.127, abs=5e-4)
     assert stored.plain_bytes == 2 * (2 * 32000 * 4096 + 65 * 4096) + 2 * 64 * 4

@@ -27,7 +27,7 @@ FUSED = "query_key_value dense"
 WIDENED = "dense_h_to_4h dense_4h_to_h"
 EXPERTS = "gate_up_proj down_proj"
 
-# As the authors of each family named their projections.
+# Projection names as the authors of each family chose them.
 PROJECTIONS = {
     "llama": (ATTENTION, GATED),
     "llama-tied": (ATTENTION, GATED),
@@ -68,7 +68,7 @@ def by_role(layers: tuple[LayerSpec, ...]) -> dict[str, list[str]]:
 
 
 def oss() -> GptOssConfig:
-    """gpt-oss stores its experts as [experts, inputs, outputs], with biases, and keeps some weights in float32."""
+    """Build a gpt-oss config. gpt-oss stores experts as [experts, inputs, outputs], with biases, partly in float32."""
     shape = FAMILIES["mixtral"]().to_dict()
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return GptOssConfig(**{key: shape[key] for key in keys}, num_local_experts=4, head_dim=8, pad_token_id=0)
@@ -145,7 +145,7 @@ def test_vision_towers_of_multimodal_models_are_in_no_group() -> None:
 def test_a_directory_and_a_config_file_give_the_same_spec(tmp_path: Path) -> None:
     model = tmp_path / "a model"
     FAMILIES["qwen2"]().save_pretrained(model)
-    bare = tmp_path / "falcon.json"  # the name means nothing
+    bare = tmp_path / "falcon.json"  # the file name has no effect
     bare.write_bytes((model / "config.json").read_bytes())
     from_directory, from_file = model_spec.load(model), model_spec.load(bare)
     assert from_directory.layers == from_file.layers == named(FAMILIES["qwen2"]()).layers

@@ -46,7 +46,10 @@ def rows() -> TokenRows:
 
 
 def model_of(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
-    """Its weights are ten times as large as usual: rows can be seen in each other. One layer of Gemma has a window."""
+    """Make a model with weights ten times as large as usual, so that leaks between rows are visible.
+
+    Gemma has one layer with a sliding window.
+    """
     if family == "gemma3":
         changes |= {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     changes |= {"initializer_range": 0.2, "attn_implementation": attention, "use_cache": False}
@@ -61,7 +64,7 @@ def logits_of(model: Model, batch: SequenceBatch) -> Tensor:
 
 
 def spans(sequence: list[int]) -> list[tuple[int, int, int]]:
-    """Each row of a sequence with the place where it begins and ends."""
+    """Return each row of a sequence with its start and end."""
     found, start = [], 0
     for row in sequence:
         found.append((row, start, start + LENGTHS[row]))
@@ -72,7 +75,7 @@ def spans(sequence: list[int]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt-neox", "gpt2", "qwen3-moe"])
 def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, attention: str, rows: TokenRows) -> None:
-    """In a micro-batch of three packs of different length, so that two of them are padded."""
+    """The micro-batch has three packs of different length, so two of them are padded."""
     model = model_of(family, attention)
     batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
     logits = logits_of(model, batch)
@@ -87,13 +90,13 @@ def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, a
             with torch.no_grad():
                 expected = answer_nll(model, alone.input_ids, alone.labels)[0]
             assert torch.allclose(nll[k, start : stop - 1], expected, atol=1e-4, rtol=1e-5)
-            assert start == 0 or nll[k, start - 1] == 0  # what the row before would say next
+            assert start == 0 or nll[k, start - 1] == 0  # the token after the previous row is not trained
     assert int((nll != 0).sum()) == sum(rows.count_trained(pack) for pack in PACKS)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_without_positions_a_row_would_see_those_before_it(attention: str, rows: TokenRows) -> None:
-    """The comparison above can fail."""
+    """This test shows that the comparison above can fail."""
     model = model_of("llama", attention)
     batch = SequenceBatch.from_sequences(rows, [[1, 2]], CPU)
     assert batch.position_ids is not None
@@ -152,7 +155,7 @@ def test_a_model_without_position_ids_is_refused(rows: TokenRows) -> None:
 
 
 def without_mask(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any) -> Any:
-    """Causal attention that looks at no mask, as a foreign kernel might."""
+    """Compute causal attention without the mask, as a custom kernel might."""
     return sdpa_attention_forward(module, query, key, value, None, **rest | {"is_causal": True})
 
 
@@ -168,7 +171,7 @@ def test_attention_that_ignores_masks_is_refused(dtype: torch.dtype, rows: Token
 
 
 def test_a_model_that_reads_positions_otherwise_is_refused(rows: TokenRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute positions that go on through the pack: no row sees another, and yet none is what it is alone."""
+    """Positions continue through the pack: rows do not see each other, but differ from rows alone."""
     model = model_of("gpt2")
     table = model.transformer.wpe
     original = table.forward
@@ -183,7 +186,7 @@ def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows
     settings = Train.model_validate({"attention": attention, "rank": 4})
     model = adapters.attach(loading.load(tmp_path, None, settings, CPU), settings, "base")
     assert model.get_base_model().config._attn_implementation == attention
-    require_packing_isolation(model, rows, [6, 0, 1], CPU)  # 4 bits and adapters change nothing of it
+    require_packing_isolation(model, rows, [6, 0, 1], CPU)  # 4-bit weights and adapters do not break the isolation
     plain = loading.load_plain(tmp_path, torch.float32, CPU)
     assert plain.config._attn_implementation == "sdpa"
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 M = -100
 ROWS: list[quantization_error.Row] = [
     ([1, 5, 9, 3, 7, 2, 8, 4], [M, M, M, 3, 7, 2, 8, 4]),
-    ([6, 2, 11, 13], [6, M, M, 13]),  # the first label has nothing before it and is never predicted
+    ([6, 2, 11, 13], [6, M, M, 13]),  # the first label has no token before it and is never predicted
     (list(range(20, 60)), [M] * 30 + list(range(50, 60))),
 ]
 ANSWERS = 5 + 1 + 10
@@ -32,7 +32,7 @@ SETTINGS = Train(compute_dtype="float32")
 
 
 def saved(family: str, folder: Path, **shape: int) -> Path:
-    """A model with random weights, eight times as large as usual: else its logits would be too alike to differ."""
+    """Save a model with random weights eight times as large as usual; otherwise its logits would differ too little."""
     model = make(family, **shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -48,7 +48,7 @@ def loader(path: Path) -> Callable[[Train], Model]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Wide enough that double quantisation saves more than its table of 1 KiB a layer.
+    # Double quantization saves more than its table of 1 KiB per layer at this width.
     return saved("llama", tmp_path_factory.mktemp("llama"), hidden_size=256, intermediate_size=192)
 
 
@@ -63,7 +63,7 @@ def full(llama: Path) -> Model:
 
 
 def distributions(model: Model) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [answer positions, vocabulary] in float64, and the tokens that come there."""
+    """Return log-probabilities [answer positions, vocabulary] in float64, and the target tokens."""
     found, targets = [], []
     with torch.no_grad():
         for ids, labels in ROWS:
@@ -76,7 +76,7 @@ def distributions(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor, kind: str, double: bool) -> Tensor:
-    """Quantised and dequantised by bitsandbytes' own functions."""
+    """Quantize and dequantize a weight with bitsandbytes' own functions."""
     packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type=kind)
     return dequantize_4bit(packed, state)
 
@@ -139,7 +139,8 @@ def test_bytes_are_those_of_packed_weights_and_their_constants(
         weight = full.get_submodule(layer).weight
         assert one.bytes_full == 4 * weight.numel()
         blocks = -(-weight.numel() // 64)
-        # A byte a block, then 4 bytes for each 256 blocks, a table of 256 and an offset; or 4 bytes a block.
+        # With double quantization: one byte per block, 4 bytes per 256 blocks, a table of 256 numbers and an offset.
+        # Otherwise: 4 bytes per block.
         constants = blocks + 4 * -(-blocks // 256) + 4 * 256 + 4 if name.endswith("dq") else 4 * blocks
         assert one.bytes_stored == weight.numel() // 2 + constants + 4 * 16
         saved_bytes += one.bytes_full - one.bytes_stored
@@ -151,7 +152,8 @@ def test_bytes_are_those_of_packed_weights_and_their_constants(
 def test_transposed_layers_and_mixtures_of_experts(family: str, width: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path, **{width: 64})
     _, nf4, _, fp4, _ = quantization_error.measure_cost(loader(path), SETTINGS, ROWS, lambda _: None)
-    # Of normally distributed weights in blocks of 64, rounded to the nearest entry of the table: 9.2 % and 12.2 %.
+    # Relative errors of normally distributed weights in blocks of 64, rounded to the nearest table entry: 9.2 % and
+    # 12.2 %.
     for one, expected in ((nf4, 0.092), (fp4, 0.122)):
         assert one.layers
         for layer in one.layers.values():

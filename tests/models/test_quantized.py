@@ -91,7 +91,7 @@ def test_a_model_in_4_bits_is_recognised_and_loaded_as_it_is(tmp_path: Path, sav
 
 @pytest.fixture(scope="module")
 def stored(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in FP4 with single quantisation."""
+    """Save a model in FP4 without double quantization."""
     directory = tmp_path_factory.mktemp("stored")
     settings = Train(quantization="fp4", double_quantization=False)
     loading.load(llama, None, settings, CPU).save_pretrained(directory)
@@ -154,7 +154,7 @@ def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_thei
 
 
 def test_a_model_that_cannot_compute_in_4_bits_fails_when_loaded(saved_family: Saved) -> None:
-    """Mamba's mixers read the weights of their layers themselves."""
+    """Mamba's mixers read the weights of their layers directly."""
     with pytest.raises(SettingsError, match=r"MambaForCausalLM does not compute with layers in 4 bits.*none"):
         loading.load(saved_family("mamba"), None, Train(), CPU)
     plain = loading.load(saved_family("mamba"), None, Train(quantization="none"), CPU)
@@ -188,7 +188,10 @@ def test_types_of_gpus(monkeypatch: pytest.MonkeyPatch, native: bool, wanted: st
 
 
 def as_gpu(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    """Answers as a Turing GPU gives them, or an Ampere one: the older emulates bfloat16, and torch counts that."""
+    """Make torch report a Turing GPU, or, if `native`, native bfloat16. Turing only emulates bfloat16.
+
+    torch counts emulated bfloat16 as supported.
+    """
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
@@ -207,7 +210,7 @@ def test_types_of_cpus(llama: Path, wanted: Any) -> None:
     assert {layer.compute_dtype for layer in linear(model)} == {model.dtype}
 
 
-# ------------------------------------------------------------------------------------------------------ frozen weights
+# ------------------------------------------------------------------------------------------------------- frozen weights
 
 ROWS = [list(range(3, 40)), list(range(50, 90))]
 
@@ -232,7 +235,7 @@ def test_a_weight_of_unknown_storage_is_refused() -> None:
 
 
 def test_four_bit_layers_keep_their_layout_in_evaluation_mode(llama: Path) -> None:
-    """bitsandbytes repacks them for a kernel without gradient on some CPUs; gradients must survive an evaluation."""
+    """On some CPUs, bitsandbytes repacks the weights for a kernel without gradient. Gradients must survive that."""
     model = adapters.attach(loading.load(llama, None, Train(rank=4, alpha=16), CPU), Train(rank=4, alpha=16), "base")
     gradients = []
     for _ in range(2):

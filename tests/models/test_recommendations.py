@@ -50,7 +50,7 @@ def card_of(rows: int = 20_000, trained: int = 400_000, **changes: Any) -> Datas
 
 
 def asked(settings: Settings, base: ModelSpec | None, data: DatasetCard | None = None) -> dict[str, Any]:
-    """Values that the rules propose."""
+    """Return the values that the rules propose."""
     _, changes = recommendations.apply_rules(RecommendationInputs(settings, "cpu", base, data), recommendations.RULES)
     return {one.key: one.value for one in recommendations.merge_into_proposals(settings, changes)}
 
@@ -152,7 +152,7 @@ Needed = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def needed() -> Needed:
-    """Real forecasts for a small model, most of whose memory are activations; each is made once for all tests."""
+    """Compute real forecasts for a small model that mostly needs memory for activations; cache them for all tests."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     small = plan_of(num_hidden_layers=4, vocab_size=512, **shape)
     known: dict[str, int] = {}
@@ -205,7 +205,7 @@ def test_changes_are_proposed_in_order(before: dict[str, Any], proposed: dict[st
     least = needed(settings, proposed)
     found, values = fitted(
         needed, settings, int(least / recommendations.MEMORY_SHARE) + 10
-    )  # with the margin, and hardly more
+    )  # the margin is kept, with little to spare
     assert values == proposed
     assert (found.fits, found.needed_bytes, found.reduced_bytes) == (True, needed(settings), least)
 
@@ -232,7 +232,8 @@ def test_four_bits_work_for_widths_that_models_have(kind: str) -> None:
 
 
 def test_a_device_that_bitsandbytes_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})  # it keeps the first device's table for the process
+    # Bitsandbytes caches the first device's table for the process.
+    monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})
     fault = device.find_four_bit_fault(torch.device("meta"), [64], "nf4")
     assert fault is not None
     assert "meta" in fault
@@ -252,7 +253,7 @@ def test_matrices_that_are_read_back_wrongly_are_noticed(monkeypatch: pytest.Mon
 
 
 def rung(ranks: int, settings: Settings = LONG) -> list[str]:
-    """Keys that are proposed, in their order, where nothing but sharing the base helps."""
+    """Return the proposed keys, in order, for a case in which only sharing the base helps."""
 
     def needed(tried: Settings) -> int:
         return 100 * MIB if tried.machine.shard_base is True else 300 * MIB

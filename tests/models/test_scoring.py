@@ -25,9 +25,9 @@ LABELS = [[IGNORE_INDEX if i < len(ids) // 2 else token for i, token in enumerat
 
 
 def reference(model: Model) -> list[tuple[float, int, float, int]]:
-    """Row by row, without padding, log_softmax and sums in float64; the model is made float64, too."""
+    """Compute reference scores row by row, without padding, with the model, log_softmax and sums in float64."""
     model = model.double()
-    model.config._experts_implementation = "eager"  # the others have no float64
+    model.config._experts_implementation = "eager"  # other implementations lack float64
     found = []
     for ids, labels in zip(ROWS, LABELS, strict=True):
         with torch.no_grad():
@@ -52,7 +52,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, positions: int) -> Iterator[No
 
 
 def rough(family: str, **changes: Any) -> Model:
-    """A model that is sure of some things: random weights of the usual size make all tokens equally likely."""
+    """Make a model with confident predictions; with weights of the usual size, all tokens would be equally likely."""
     model = families.make(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,13 +68,13 @@ def test_likelihoods_are_those_of_float64_in_pieces_of_any_size(family: str, mon
     with small_pieces(monkeypatch, 4):
         pieces = scoring.score_rows(model, ROWS, LABELS, PAD)
     expected = reference(model)
-    tolerance = 1e-5 if family == "mamba" else 1e-6  # Mamba's own class computes its states in float32, here as well
+    tolerance = 1e-5 if family == "mamba" else 1e-6  # Mamba's own class also computes its states in float32
     close(whole, expected, tolerance)
     close(pieces, expected, tolerance)
 
 
 def test_what_is_done_to_logits_after_the_head_is_done_to_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 2 caps them, Cohere scales them."""
+    """Gemma 2 caps the logits, Cohere scales them."""
     for family, changes in (("gemma2", {"final_logit_softcapping": 0.5}), ("cohere", {"logit_scale": 0.5})):
         model, plain = (rough(family, **given) for given in (changes, {}))
         with small_pieces(monkeypatch, 4):
@@ -95,7 +95,7 @@ def test_logits_are_never_whole_and_the_body_runs_once(monkeypatch: pytest.Monke
 
 
 def test_a_model_whose_body_is_not_to_be_found_is_scored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of foreign code may answer that it is its own body: then its logits are whole, and only cut."""
+    """Custom model code may return the model itself as its body; its logits are then computed whole and sliced."""
     model = families.make("llama")
     monkeypatch.setattr(model, "get_decoder", lambda: model)
     with small_pieces(monkeypatch, 7):
@@ -141,7 +141,7 @@ def test_rows_of_a_single_token_have_no_likelihood() -> None:
 
 
 def by_hand(model: Model, prompt: list[int], ends: list[int], count: int) -> list[int]:
-    """Greedy decoding without a cache."""
+    """Decode greedily without a cache."""
     ids = list(prompt)
     while len(ids) - len(prompt) < count and not (len(ids) > len(prompt) and ids[-1] in ends):
         with torch.no_grad():

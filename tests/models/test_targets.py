@@ -25,7 +25,7 @@ def leaves(layers: tuple[LayerSpec, ...]) -> set[str]:
 
 
 def attached(family: str, chosen: tuple[LayerSpec, ...], settings: Train) -> Any:
-    """The family's real model with peft's own adapters on these layers."""
+    """Return the family's real model with peft's own adapters on these layers."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -102,7 +102,7 @@ def test_a_misspelt_name_is_refused_with_the_nearest(family: str) -> None:
         ("llama", r".*\.q_prj", r"nearest: .*q_proj.*for module names, use a list: \[\.\*\\\.q_prj\]"),
         ("llama", "(q", r"train\.target_modules: \(q: not a regular expression"),
         ("llama", "q_proj", "neither a group"),
-        # As in peft a name of a list ends at a dot: `up_proj` is not gate_up_proj.
+        # As in peft, a name in a list matches whole components: `up_proj` does not match gate_up_proj.
         ("phi3", ["up_proj"], r"up_proj: the model has no module .* nearest: .*gate_up_proj"),
         ("llama", ["input_layernorm"], r"input_layernorm and 1 more is of class LlamaRMSNorm, not a linear layer"),
         ("llama", ["act_fn"], "of class SiLUActivation, not a linear layer"),
@@ -139,7 +139,7 @@ def test_projections_that_fused_kernels_read_themselves_are_refused_as_peft_refu
     assert attached("mamba", fine, Train(rank=2))
 
 
-# peft looks for keys among modules only when it warns; parameters of experts take their rank all the same.
+# peft checks keys against modules only for its warning; parameters of experts get their rank anyway.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any targeted module")
 @pytest.mark.parametrize(
     ("family", "ranks", "alphas"),

@@ -16,7 +16,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11, 12]]
 
 
 def draws(temperature: float, seed: int, count: int = 4000) -> torch.Tensor:
-    """The first token of so many samples of one row."""
+    """Return the first tokens of `count` samples of one row."""
     streams = [token_choice.noise_stream_key(seed, "row", sample) for sample in range(count)]
     draw = token_choice.GumbelLogitsWarper(streams, temperature, 3)
     return draw(torch.zeros(count, 3, dtype=torch.int64), LOGITS.repeat(count, 1)).argmax(-1)
@@ -34,7 +34,7 @@ def test_tokens_are_drawn_with_the_frequencies_of_the_softmax(temperature: float
         observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
     assert chisquare(observed, wanted).pvalue > 0.01
     other = torch.softmax(LOGITS.double() / (1.3 * temperature), -1)
-    assert chisquare(counted.tolist(), (other / other.sum() * len(found)).tolist()).pvalue < 1e-6  # it can fail
+    assert chisquare(counted.tolist(), (other / other.sum() * len(found)).tolist()).pvalue < 1e-6  # the test can fail
 
 
 def test_noise_depends_on_each_of_its_arguments_and_on_nothing_else() -> None:

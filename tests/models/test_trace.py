@@ -85,7 +85,7 @@ def highest(ledger: AllocationTrace) -> int:
 
 
 def highest_with_data(model: Model, checkpointing: bool) -> int:
-    """The same account, kept while real tensors are computed."""
+    """Return the peak of the same trace, recorded while real tensors are computed."""
     if checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     ledger = AllocationTrace(model, STEP, records_graph=True)

@@ -1,4 +1,4 @@
-"""Proves row R1 for every kind of adapter: each learns, and is resumed with the same bytes."""
+"""Proves row R1 for each kind of adapter: the adapter learns, and a resumed training gives the same bytes."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: s
     whole.run()
     found = losses(whole.context.paths)
     assert sum(found[-5:]) < sum(found[:5])
-    for stop in (11, 9):  # 11 steps: while AdaLoRA cuts ranks; 20: after the last cut
+    for stop in (11, 9):  # at step 11 AdaLoRA still reduces ranks; step 20 is after the last reduction
         with pytest.raises(InterruptedRunError):
             loop(tmp_path / "parts", train, family, stop).run()
     parts = loop(tmp_path / "parts", train, family)

@@ -1,4 +1,4 @@
-"""Proves the way from prompts to a report on the answers with real processes."""
+"""Proves with real processes that prompts lead to generated answers and to a report about the answers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ PACKAGES = ("evaluation", "stages", "inference")
 
 
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
-    """Text on the terminal, and the page."""
+    """Return the text for the terminal and the HTML page."""
     target = layout.root / "page.html"
     result = report(Project.from_parts(layout, Settings()), str(path), target)
     return format_report(result), target.read_text(encoding="utf-8")

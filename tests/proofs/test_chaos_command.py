@@ -1,6 +1,4 @@
-"""Proves rows R1, R4 and R5 through the command that users have for it: "ratchet chaos" kills and damages a real
-training.
-"""
+"""Proves rows R1, R4 and R5 with the command for users: "ratchet chaos" kills and damages a real training."""
 
 import json
 import random
@@ -27,7 +25,7 @@ STEPS = 12
 
 
 def other_numbers(chance: random.Random, shape: plan.TrainingShape, number: int) -> FaultTrial:
-    """What must be found out: a training that learns something else, and says nothing about it."""
+    """Plan a trial that the command must detect: a training whose result differs without any error."""
     return FaultTrial("none", number, faults=(InjectedFault(kind="spike", step=3, times=0),))
 
 

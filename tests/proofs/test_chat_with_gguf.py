@@ -1,4 +1,4 @@
-"""Proves that a GGUF file can be chatted with, and that Ctrl-C ends an answer and not its server."""
+"""Proves that a user can chat with a GGUF file, and that Ctrl-C ends an answer but not its server."""
 
 import re
 from pathlib import Path

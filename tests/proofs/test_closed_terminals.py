@@ -1,4 +1,4 @@
-"""Proves row R7 for a closed terminal: the training stops with its last step saved, unless nohup asks it to run on."""
+"""Proves row R7 for a closed terminal: the training saves its last step and stops. With nohup, it continues."""
 
 import json
 import os
@@ -29,13 +29,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture
 def project(template: ProjectLayout, tmp_path: Path) -> ProjectLayout:
-    """A copy without runs: a run of another test would be taken for the one that was just started."""
+    """Copy the project without runs. The test would mistake a run of another test for the run that it has just
+    started."""
     shutil.copytree(template.root, tmp_path / "project", symlinks=True)
     return ProjectLayout(tmp_path / "project")
 
 
 def begun(layout: ProjectLayout, process: subprocess.Popen[bytes], step: int) -> RunPaths:
-    """The run, as soon as it has come to this step."""
+    """Wait until a run has reached this step, and return its paths."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         for paths in list_runs(layout.runs):
@@ -52,7 +53,7 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: P
         "TERM": "xterm",
         VARIABLE: SLOWER,
     }
-    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where tests themselves are run by nohup, it is ignored
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP; the tests may run under nohup
     process = subprocess.Popen(
         tiny_project.command("train"), cwd=project.root, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
     )
@@ -60,7 +61,7 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: P
     os.close(theirs)
     os.set_blocking(ours, False)
     run = begun(project, process, 2)
-    os.close(ours)  # every write to it fails from now on
+    os.close(ours)  # from here on, each write to the terminal fails
     process.send_signal(signal.SIGHUP)
     assert process.wait(PATIENCE_S) == 75
     found = status.read_progress(run)
@@ -72,7 +73,7 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: P
 
 
 def test_nohup_is_heeded(project: ProjectLayout, tmp_path: Path) -> None:
-    """It has SIGHUP ignored by the process that it becomes."""
+    """nohup ignores SIGHUP and then becomes the training process, so the training ignores SIGHUP too."""
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             ["nohup", *tiny_project.command("train")], cwd=project.root,

@@ -1,4 +1,5 @@
-"""Proves row R18 for compressed gradients: what was applied and what is left unsent are all gradients there were."""
+"""Proves row R18 for compressed gradients: the applied and the unsent values together equal the sum of all
+gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,4 +29,4 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(
     left = left_over([state for _, state in ranks])
     scale = largest_of_buckets(torch.stack([everything.abs(), left.abs()]))
     assert ((ranks[0][0] + left - everything).abs() <= 1e-5 * scale).all()
-    assert (ranks[0][0] - everything).abs().max() > 1e-3  # what is left is something
+    assert (ranks[0][0] - everything).abs().max() > 1e-3  # some values are unsent

@@ -1,4 +1,4 @@
-"""Proves that the memory forecast of gradient compression is exact to the byte on one to three ranks."""
+"""Proves that the memory forecast of gradient compression is exact to the byte for one to three ranks."""
 
 from pathlib import Path
 from typing import Any

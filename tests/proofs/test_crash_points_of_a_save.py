@@ -1,6 +1,5 @@
 """Proves row R2: a save that is killed before or after any write, fsync or rename leaves the old or the new
-checkpoint.
-"""
+checkpoint."""
 
 import signal
 from pathlib import Path
@@ -28,7 +27,7 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(
 ) -> None:
     choose_disk(monkeypatch, name)
     if name == "save, link and rotate":
-        monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1500)  # several writes a file
+        monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1500)  # several writes per file
     scenario, runs = SCENARIOS[name], tmp_path / "runs"
     paths = prepared(runs, scenario)
     points = len(operations(lambda: scenario.work(paths)))

@@ -1,4 +1,5 @@
-"""Proves that decoding in batches gives the answers of transformers' own loop, for every family of models."""
+"""Proves that batch decoding gives the same answers as decoding one prompt at a time without a cache, for each model
+family."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from ratchet.models.decoding.decoder import DecodingOptions
 
 PACKAGES = ("models",)
 WAYS = {"mamba": "own cache"}
-"""Mamba has no keys and values."""
+"""The decoding method of families that have no key-value cache."""
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -18,7 +19,7 @@ def test_answers_of_every_family_are_the_plain_ones(family: str) -> None:
     found = answered(model_of(family), ragged(), DRAWN, recorder=recorder)
     assert found == expected(family, DRAWN)
     assert recorder.method == WAYS.get(family, "joined")
-    assert len({len(one.ids) for one in found}) > 3  # they end here and there
+    assert len({len(one.ids) for one in found}) > 3  # the answers end at different steps
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())

@@ -1,6 +1,5 @@
-"""Proves the README's sentence "What ships has been run" for deployments: a real server answers as the measured
-model did.
-"""
+"""Proves the README's sentence "Exports are tested before they ship" for deployments: a real server answers like the
+measured model."""
 
 import os
 import shutil

@@ -1,6 +1,5 @@
-"""Proves the README's sentence "a worse model never ships" for deployments: killed anywhere, a repeated deployment
-ends in one state.
-"""
+"""Proves the README's sentence "a worse model never ships" for deployments: a deployment that is killed at any point
+and repeated always ends in the same state."""
 
 import os
 import shutil
@@ -57,11 +56,13 @@ SCENARIOS: dict[str, tuple[Work, Work, list[str], str, str]] = {
     "a rollback": (four, back, ["4", "3"], "234", "12343"),
     "an old version again, one is pruned": (four, old_one, ["4", "1"], "134", "12341"),
 }
-"""Before, the work, versions that may be found current; and at the end: releases on the disk, lines of the history."""
+"""Each scenario has the preparation, the work, the versions that may be current after a kill, the releases on the disk
+at the end, and the lines of the history at the end."""
 
 
 def killed_at(point: int, work: Callable[[], None]) -> bool:
-    """Run in a process that is killed before its operation of this number; whether it came to that."""
+    """Do the work in a process that is killed before the operation with this number. Return whether the process was
+    killed."""
     child = os.fork()
     if child == 0:
         seen = count()
@@ -79,7 +80,7 @@ def killed_at(point: int, work: Callable[[], None]) -> bool:
 
 
 def version(layout: ProjectLayout, served: Path, link: str = "current") -> str:
-    """What a server finds; whatever it is, it is whole and signed."""
+    """Return the version that a server would load. Check that the release is complete and signed."""
     return str(check_release(layout, served / link).version) if (served / link).exists() else ""
 
 
@@ -91,7 +92,7 @@ def test_killed_anywhere(
 ) -> None:
     if not exchange:
         monkeypatch.setattr(files, "exchange_names", lambda a, b: False)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # what the kernel has, a killed process does not lose
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # a killed process loses no data that the kernel has received
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
     prepare, work, states, kept, history = SCENARIOS[name]
     template, served = tmp_path / "template", tmp_path / "served"
@@ -107,7 +108,7 @@ def test_killed_anywhere(
         found.add(now)
         if not died:
             break
-        work(project, served)  # a rollback that had happened is not undone by this
+        work(project, served)  # the repeated command does not undo a completed rollback
         assert version(project, served) == states[1], f"point {point}"
         if states[0]:
             assert version(project, served, "previous") == states[0]

@@ -1,4 +1,4 @@
-"""Proves that the memory of a training with a teacher was forecast."""
+"""Proves that the memory forecast covers a training with a teacher."""
 
 from distilled_project_cases import (
     project,  # noqa: F401 (a fixture)

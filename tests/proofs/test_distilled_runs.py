@@ -1,6 +1,5 @@
-"""Proves row R1 for distillation: a run with a teacher ends with the same bytes after kills, on one rank and on
-several.
-"""
+"""Proves row R1 for distillation: a run with a teacher ends with the same bytes after kills, on one rank and on several
+ranks."""
 
 import os
 import shutil
@@ -79,7 +78,7 @@ def started(project: ProjectLayout) -> Iterator["subprocess.Popen[str]"]:
 
 
 def kill_worker(layout: ProjectLayout, process: "subprocess.Popen[str]") -> None:
-    """After a step or two more."""
+    """Kill the worker after one or two more steps."""
     done = steps(layout) + 1
     rank_projects.wait_until(lambda: steps(layout) > done, process)
     pid = find_worker(process.pid, layout.root)

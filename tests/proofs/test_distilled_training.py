@@ -1,4 +1,4 @@
-"""Proves that a project with a teacher goes from the teacher's answers to a trained student."""
+"""Proves that a project with a teacher runs from the teacher's answers to a trained student."""
 
 import tiny_project
 from distillation_cases import (

@@ -1,4 +1,4 @@
-"""Proves that doctor finds a machine too small for a base from the base's config alone."""
+"""Proves that `ratchet doctor` reports a machine that is too small for a base, from the config of the base alone."""
 
 import re
 from pathlib import Path

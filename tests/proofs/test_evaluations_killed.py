@@ -1,4 +1,4 @@
-"""Proves that an evaluation that is killed goes on and gives the same bytes."""
+"""Proves that a killed evaluation resumes and gives the same bytes."""
 
 import signal
 import subprocess

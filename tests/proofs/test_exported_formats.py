@@ -1,6 +1,5 @@
-"""Proves the README's sentence "What ships has been run": each exported form is run and compared with the trained
-model.
-"""
+"""Proves the README's sentence "Exports are tested before they ship": each exported format is executed and compared
+with the trained model."""
 
 import errno
 import json
@@ -67,7 +66,7 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     assert f32 is not None
     assert f32.second_reader_difference == 0
 
-    # What the bundle says of files is so, and identity covers every one of them.
+    # The bundle describes the files correctly, and the identity covers each file.
     paths = {"hf": "hf", "gguf/f32": "gguf/model-f32.gguf", "onnx/int8": "onnx/int8"}
     for name, where in paths.items():
         artifact = bundle.artifact(name)
@@ -83,7 +82,7 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     names = {one["name"] for one in json.loads(trained.sbom.read_bytes())["components"]}
     assert {"torch", "peft", "ratchet-llm"} <= names
 
-    # No path of this machine, no secret and no row of the data is in any file.
+    # No file contains a path of this machine, a secret or a row of the data.
     row = token_files.open_split(trained.data, "test")[0]
     asked = str(Conversation.from_json(row["conversation"]).messages[0]["content"])
     planted = [str(trained.root), "hf_secretsecretsecret", asked, str(Path.home())]
@@ -112,7 +111,7 @@ def test_both_ways_to_merge_are_measured_and_the_closer_one_is_taken(run: Callab
 def test_adapters_with_weights_and_a_subset_of_modules(
     run: Callable[[Settings], ModelBundle], trained: ProjectLayout
 ) -> None:
-    """Half of the adapter and half of it again is the adapter; of other modules nothing arrives."""
+    """Two copies of the adapter with weight 0.5 equal the whole adapter. Modules outside the subset do not change."""
     whole = run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     expected = load_file(trained.merged_model / "model.safetensors")
     also = AdditionalAdapterSettings(adapter="experiments/train/adapter", weight=0.5)
@@ -138,7 +137,7 @@ def test_adapters_with_weights_and_a_subset_of_modules(
 
 
 def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., merger.MergeResult]:
-    """The merge, and then somebody's mistake in what it wrote."""
+    """Return a merge that damages its output after writing it."""
     merge = merger.merge_model
 
     def wrong(recipe: Any, directory: Path, progress: Any) -> merger.MergeResult:

@@ -1,4 +1,4 @@
-"""Proves that the exported model is the trained one, with its tokens and its questions as in training."""
+"""Proves that the exported model equals the trained model and uses the same tokens and prompts as the training."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def train(layout: ProjectLayout, settings: Settings) -> dict[str, torch.Tensor]:
-    """An adapter that has learned something, as stage train leaves it; returns the learned rows of the new tokens."""
+    """Write a trained adapter as stage train does. Return the learned rows of the new tokens."""
     tiny_project.adapted(layout, settings)
     base = BaseCard.load(layout.base_card)
     model = adapters.load(loading.load(base_model.locate(layout, base), base, settings.train, CPU), layout.adapter)
@@ -44,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProjectLayout, di
 
 @pytest.fixture
 def exported(project: tuple[ProjectLayout, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> ProjectLayout:
-    monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)  # MLflow takes its time, and has tests of its own
+    monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)  # logging to MLflow is slow and has its own tests
     export.export(Project.from_parts(project[0], SETTINGS))
     return project[0]
 
@@ -96,7 +96,8 @@ def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exporte
 def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_tokens(
     project: tuple[ProjectLayout, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """peft then trains rows of one tensor in two places; whoever ties embeddings once more finds them taken."""
+    """With tied weights, peft trains rows of one tensor in two modules. Code that ties the embeddings again must handle
+    both modules."""
     tied = AutoModelForCausalLM.from_pretrained(project[0].tiny_model, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path / "tied")
     AutoTokenizer.from_pretrained(project[0].tiny_model).save_pretrained(tmp_path / "tied")

@@ -1,4 +1,4 @@
-"""Proves that the forecast finds the way a base fits that does not fit on one rank."""
+"""Proves that the forecast finds a setting with which a base fits on several ranks if it does not fit on one rank."""
 
 from pathlib import Path
 

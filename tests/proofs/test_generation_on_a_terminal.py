@@ -1,4 +1,4 @@
-"""Proves that a generation on a real terminal is shown and can be followed to its end."""
+"""Proves that a real terminal shows the progress of a generation until its end."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Proves rows R1 and R14 for generation: killed or hung, it gives the bytes that it would have given."""
+"""Proves rows R1 and R14 for generation: a killed or hung generation gives the same bytes as an undisturbed one."""
 
 from pathlib import Path
 

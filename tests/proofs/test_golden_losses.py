@@ -1,4 +1,5 @@
-"""Proves that the losses and gradients of our training step are those of transformers and TRL on the same rows."""
+"""Proves that the losses and gradients of Ratchet's training step equal those of transformers and TRL on the same
+rows."""
 
 from pathlib import Path
 
@@ -24,7 +25,7 @@ PACKAGES = ("training", "models")
 
 
 def sft_trainer(loop: TrainingLoop, micro: int, folder: Path) -> Trainer:
-    """Of TRL; skips where there is none."""
+    """Create a trainer of TRL. Skips the test if TRL is not installed."""
     trl = pytest.importorskip("trl", reason="TRL is not installed (pip install -c constraints.txt -e '.[benchmarks]')")
     words = WordLevel({"<pad>": 0} | {f"w{number}": number for number in range(1, SHAPE["vocab_size"])}, "w1")
     special = {"pad_token": "<pad>", "eos_token": "w2"}
@@ -40,4 +41,4 @@ def sft_trainer(loop: TrainingLoop, micro: int, folder: Path) -> Trainer:
 def test_losses_are_those_of_the_peer(tmp_path: Path, batch_rows: int, micro: int, make: PeerOf) -> None:
     ours, theirs = both(tmp_path, batch_rows, micro, make)
     assert greatest_difference(ours, theirs) <= TOLERANCE
-    assert min(ours) < 0.99 * ours[0]  # something is learned: equal losses of a model that stands still say nothing
+    assert min(ours) < 0.99 * ours[0]  # the model learns; equal losses of a constant model would prove nothing

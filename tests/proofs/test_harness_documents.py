@@ -1,4 +1,4 @@
-"""Proves that the score of every document is that of the lm-evaluation-harness command."""
+"""Proves that the score of each document equals the score of the lm-evaluation-harness command."""
 
 from typing import Any
 
@@ -28,7 +28,8 @@ def test_every_document_has_the_command_s_score(task: str, ours: Any, theirs: An
             assert of(ours[task], "letters").values[sample["doc_hash"]] == sample["letters"]
         else:
             nats = [float(one[0] if isinstance(one, list) else one) for one in said]
-            # The command batches requests of all tasks together, we each task's alone: float32 rounds them apart.
+            # The command batches requests of all tasks together and Ratchet batches each task separately, so float32
+            # rounds differently.
             assert document["likelihoods"] == pytest.approx(nats, rel=1e-6)
         if task == "choice":
             assert document["scores"] == {"acc": sample["acc"], "acc_norm": sample["acc_norm"]}

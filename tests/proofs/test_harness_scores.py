@@ -1,4 +1,4 @@
-"""Proves that benchmark scores are those of the lm-evaluation-harness command itself."""
+"""Proves that benchmark scores equal those of the lm-evaluation-harness command."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Proves that a judge that is killed asks again only what is missing."""
+"""Proves that a killed and restarted judge requests only the missing judgements."""
 
 import signal
 import subprocess

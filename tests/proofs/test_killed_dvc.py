@@ -1,4 +1,5 @@
-"""Proves row R25 for DVC: a second "dvc repro" is refused, and a killed one leaves a checkpoint and no trainer."""
+"""Proves row R25 for DVC: a second "dvc repro" is refused, and a killed one leaves a checkpoint and no trainer
+process."""
 
 import shutil
 import signal
@@ -62,7 +63,7 @@ def steps(layout: ProjectLayout) -> list[int]:
 
 
 def project_with_dvc(root: Path, finished: ProjectLayout, mlflow_template: Path) -> ProjectLayout:
-    """Only the stage that trains: what comes before has run already."""
+    """Create a DVC project with only stage train. The earlier stages have already run."""
     shutil.copytree(finished.root, root)
     layout = ProjectLayout(root)
     settings: Settings = tiny_project.SETTINGS

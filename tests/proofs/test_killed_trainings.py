@@ -1,6 +1,5 @@
-"""Proves rows R1, R4, R5, R8 and R24: a training that is killed, finds damaged checkpoints or diverges ends
-exactly, or with a diagnosis.
-"""
+"""Proves rows R1, R4, R5, R8 and R24: a training that is killed, finds damaged checkpoints or diverges ends with the
+exact result or with a diagnosis."""
 
 import json
 import os

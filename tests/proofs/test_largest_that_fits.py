@@ -1,4 +1,4 @@
-"""Proves that the largest micro-batch the forecast names fits, and that one row more does not."""
+"""Proves that the largest micro-batch of the forecast fits, and that a micro-batch with one more row does not."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ PACKAGES = ("models", "stages")
         ("llama", 6, True),
         ("gpt2", 5, False),
         ("mistral", 5, False),
-        ("gemma2", 9, True),  # two kinds of blocks in turn, and one over
+        ("gemma2", 9, True),  # two alternating kinds of blocks, and one extra block
         ("mixtral", 5, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Proves that the proof of memory growth can fail: a leak of one loss a step is found."""
+"""Proves that the proof of memory growth can fail: it detects a leak of one loss per step."""
 
 from pathlib import Path
 from typing import Any

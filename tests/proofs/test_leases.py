@@ -1,4 +1,5 @@
-"""Proves row R25: of several machines that want one run, no two are ever sure of it, however long each stands still."""
+"""Proves row R25: if several machines claim a run, at most one is sure of its lease at any time, however long each
+machine pauses."""
 
 import os
 import random
@@ -24,7 +25,7 @@ SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
 
 
 def patient(one: ReplicaLease) -> ReplicaLease:
-    """Ask again as often as somebody else is seen to have the run."""
+    """Repeat the claim while another process holds the run."""
     while True:
         with suppress(LockHeldError):
             one.acquire(never, quiet)
@@ -62,7 +63,7 @@ def test_of_many_that_want_a_run_one_at_a_time_has_it(tmp_path: Path) -> None:
 
 
 class Halting(ReplicaStore):
-    """A store whose caller is now and then stopped, before or after a call, for longer than a lease lasts."""
+    """A store that pauses its caller at random for longer than the lease timeout, before or after a call."""
 
     draw: random.Random
     lease_timeout_s: float
@@ -109,7 +110,7 @@ def test_at_most_one_process_holds_a_run_however_they_pause(tmp_path: Path) -> N
                 if draw.random() < 0.5:
                     one.release()
                 else:
-                    one._ended.set()  # a machine that vanishes
+                    one._ended.set()  # simulates a machine that disappears
         except InterruptedRunError:
             return
         except BaseException as error:
@@ -123,7 +124,8 @@ def test_at_most_one_process_holds_a_run_however_they_pause(tmp_path: Path) -> N
         there = list(now.values())
         for a in there:
             for b in there:
-                # Who is sure, still is after another one was: so both were at one time.
+                # The first holder is sure before and after the check of the second one, so both were sure at the same
+                # time.
                 if a.token != b.token and a.is_sure() and b.is_sure() and a.is_sure():
                     both.append((a.token, b.token))
         time.sleep(0.001)

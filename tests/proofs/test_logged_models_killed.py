@@ -1,4 +1,5 @@
-"""Proves row R12 for models in MLflow: whoever dies while a model is logged, the next one completes it."""
+"""Proves row R12 for models in MLflow: if a process dies while it logs a model, the next process completes the
+model."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
-"""Proves that no secret of the environment is in anything that a training leaves, and that logs that cannot be
-written cost no training.
-"""
+"""Proves that a training writes no secret of the environment to any output, and that log files that cannot be written
+do not stop a training."""
 
 import base64
 import json
@@ -15,7 +14,7 @@ from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("runs", "redaction")
-# Not one of them is anybody's. In the shapes that their providers give, and in none.
+# None of these secrets is real. Some have the format of their provider, and some have no special format.
 PLANTED = {
     "HF_TOKEN": "hf_" + "PlantedPlantedPlantedPlanted012345",
     "AWS_ACCESS_KEY_ID": "AKIA" + "PLANTEDPLANTED01",
@@ -33,7 +32,8 @@ NEEDLES = [
     base64.b64encode(PLANTED["MLFLOW_TRACKING_PASSWORD"].encode()).decode().rstrip("="),
     "sTgJ0kPlantedJwt", "planted-query-1", "planted-bearer-22",
 ]  # fmt: skip
-# A library that talks too much: in the worker, it says all secrets in every way, and fails the first attempt with them.
+# A script that simulates a verbose library: in the worker, it logs all secrets in many ways and fails the first attempt
+# with them.
 LOOSE_TONGUE = """
 import os, sys
 names = {names!r}
@@ -101,7 +101,7 @@ if "ratchet.training.worker_main" in sys.orig_argv:
 def train(
     layout: ProjectLayout, folder: Path, more: dict[str, str] | None = None, script: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """`ratchet train`; the script is run at the start of each of its processes."""
+    """Run `ratchet train`. Each of its processes executes the script at its start."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(script)
     environment = tiny_project.environment() | {"PYTHONPATH": str(folder)} | (more or {})
@@ -129,7 +129,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_training_leaves(tmp_
     said |= {str(path): path.read_bytes() for path in layout.root.rglob("*") if path.is_file()}
     assert [(name, needle) for name, whole in said.items() for needle in NEEDLES if needle.encode() in whole] == []
 
-    # It was said, and what is not secret is there: in the journal, both logs, worker.log, on the terminal, in MLflow.
+    # The messages and their other contents are in the outputs: journal, both logs, worker.log, terminal and MLflow.
     for name in ("journal.jsonl", "logs/supervisor.jsonl", "logs/worker.jsonl", "worker.log"):
         assert f"AWS_SECRET_ACCESS_KEY={HIDDEN}" in (run.root / name).read_text(encoding="utf-8"), name
     assert HIDDEN in done.stderr

@@ -1,4 +1,5 @@
-"""Proves rows R25 and R27 for several machines that keep one replica: one copies at a time, and another takes over."""
+"""Proves rows R25 and R27 for several machines with one replica: one machine at a time uploads, and another takes
+over."""
 
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ PACKAGES = ("runs",)
 
 
 def steps_there(root: Path) -> list[int]:
-    """Steps that the replica's journal tells."""
+    """Return the steps in the replica's journal."""
     path = root / "journal there"
     path.write_bytes(manifests.recover_journal(store(root), NAMES).content)
     return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
@@ -53,7 +54,7 @@ def test_another_one_goes_on_when_the_one_that_copies_has_gone(tmp_path: Path, m
 
 
 def test_what_was_told_while_nobody_copied_is_not_lost(tmp_path: Path, member: Members) -> None:
-    """A machine that came late knows nothing of the first steps, the one before it nothing of the last."""
+    """A machine that joined late lacks the first steps in its journal, and the earlier machine lacks the last steps."""
     first = member("first")
     train(first)
     save(2, first)
@@ -96,7 +97,7 @@ def test_a_holder_that_does_not_train_gives_the_run_back(tmp_path: Path, member:
 def test_who_copied_and_was_stopped_for_too_long_goes_on_without_copying(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
     lease = first.replicator._held[0]
-    lease._mutex.acquire()  # its signs of life stand still
+    lease._mutex.acquire()  # blocks the heartbeat of the lease
     wait_until(lambda: copies(second))
     lease._mutex.release()
     wait_until(lambda: not copies(first))
@@ -129,7 +130,7 @@ def test_a_machine_that_is_further_than_the_replica_keeps_what_it_has(tmp_path: 
     save(2, first, second)
     first.wait_until_replicated()
     second.wait_until_replicated()
-    second.save(4)  # and the first has not sent it when both are lost
+    second.save(4)  # both machines fail before the first one uploads this step
     for one in (first, second):
         one.vanish()
     back = member("second")
@@ -164,12 +165,12 @@ def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
     waits = Node(tmp_path, "waits", together(tmp_path))
     with pytest.raises(InterruptedRunError):
         waits.replicator.acquire(lambda: bool(asked.append(1)) or len(asked) > 2)
-    waits.replicator.acquire(never)  # two seconds later it has run out
+    waits.replicator.acquire(never)  # the stranger's lease expires two seconds later
     waits.close()
 
 
 def test_who_says_to_meet_where_we_do_and_never_comes_is_a_stranger(tmp_path: Path, member: Members) -> None:
-    """Two groups in two networks, whose places to meet have one name."""
+    """Two groups of machines in two networks use the same name for their rendezvous."""
     first = member("first", rendezvous_timeout_s=0.5)
     signs_until(tmp_path, PLACE, lambda: first.replicator._status.state == "alive")
     time.sleep(1.0)

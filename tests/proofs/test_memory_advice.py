@@ -1,4 +1,4 @@
-"""Proves row R9's first half: memory that really runs out is recognised, and the advice fits the ranks there are."""
+"""Proves the first half of row R9: a real lack of memory is detected, and the advice fits the number of ranks."""
 
 import json
 import subprocess

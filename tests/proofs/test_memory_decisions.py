@@ -1,6 +1,5 @@
-"""Proves row R9: a restarted process repeats the decisions of the one that ran out of memory, so the run stays
-exact.
-"""
+"""Proves row R9: a restarted process repeats the decisions of the process that ran out of memory, so the run stays
+exact."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,8 @@ def memory(step: int, steps: int, tokens: int, phase: str = "train") -> dict[str
 
 @pytest.mark.parametrize("at", [3, 4, 5, 8])
 def test_a_process_with_memory_enough_decides_again_as_the_one_before(tmp_path: Path, at: int) -> None:
-    """Bit for bit: also how sums are rounded, and what dropout draws, depends on the pieces."""
+    """The results are equal bit for bit. The size of micro-batches affects the rounding of sums and the random numbers
+    of dropout."""
     whole = faulty(tmp_path / "whole", memory(4, 3, 50))
     state = whole.run()
     first = tmp_path / "killed"

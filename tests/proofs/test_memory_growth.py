@@ -1,4 +1,4 @@
-"""Proves that memory does not grow in a long training."""
+"""Proves that memory does not grow during a long training."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
-"""Proves that a training is planned for the memory there is before it begins: smaller batches, recomputed
-activations, a base that ranks share, or a refusal.
-"""
+"""Proves that a training is planned for the available memory before it begins: with smaller batches, recomputed
+activations or a base that ranks share, or by a refusal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +41,8 @@ Needs = Callable[[Machine, MemoryWorkload], int]
 
 @pytest.fixture(scope="module")
 def deep() -> ModelSpec:
-    """With more blocks to be kept than what one of them takes when it is computed again."""
+    """Create the spec of a model with so many layers that their stored activations exceed the memory for recomputing
+    one layer."""
     return model_spec.from_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
 
 
@@ -50,7 +50,7 @@ FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
 
 
 def between(base: ModelSpec, plain: Machine, frugal: Machine) -> int:
-    """Memory for which one row suffices only if its activations are recomputed."""
+    """Return an amount of memory in which one row fits only if its activations are recomputed."""
     needed = [forecast.forecast(base, TRAIN, one, LONG.single_row()).peak.total_bytes for one in (frugal, plain)]
     assert needed[0] < 0.97 * needed[1]
     return sum(needed) // 2

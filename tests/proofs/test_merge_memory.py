@@ -1,4 +1,4 @@
-"""Proves that merging a model of many files takes no more memory than merging one of few."""
+"""Proves that merging a model with many files needs no more memory than merging a model with few files."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ for quantization in ("none", "nf4"):
 
 
 def write(folder: Path, layers: int) -> Path:
-    """A base of 4 MiB a layer in files of 8 MB, and an adapter of its q_proj and down_proj."""
+    """Write a base with 4 MiB per layer in files of 8 MB, and an adapter of its q_proj and down_proj."""
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers, "num_key_value_heads": 4}
     base = small.write_base(folder / "base", "llama", shard_bytes=8_000_000, **shape)
     small.write_adapter(folder / "adapter", base, small.settings(target_modules=["q_proj", "down_proj"]))
@@ -51,5 +51,5 @@ def test_a_model_of_many_files_takes_no_more_than_one_of_few(tmp_path: Path) -> 
     if None in found:
         pytest.skip("this kernel does not let a process forget its peak")
     for few, many in (found[1:3], found[4:6]):
-        assert many - few < 12 * MIB  # 32 layers more are 128 MiB more
+        assert many - few < 12 * MIB  # 32 more layers have 128 MiB
         assert many < 30 * MIB

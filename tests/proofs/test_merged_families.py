@@ -1,6 +1,5 @@
-"""Proves the README's sentence "What ships has been run" for merged models: every family equals a merge in memory,
-and loads with transformers alone.
-"""
+"""Proves the README's sentence "Exports are tested before they ship" for merged models: for each family, the result
+equals a merge in memory and loads with transformers alone."""
 
 import subprocess
 import sys

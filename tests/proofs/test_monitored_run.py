@@ -1,6 +1,5 @@
-"""Proves row R12 for Prometheus: counters survive restarts, the dashboard has data, and every alert fires for its
-case.
-"""
+"""Proves row R12 for Prometheus: counters survive restarts, the dashboard has data, and each alert fires in its
+case."""
 
 import json
 import os
@@ -39,11 +38,11 @@ PACKAGES = ("reports", "runs")
 
 RENDERED = re.sub(r"for: \d+m", "for: 0s", RULES).replace("[10m] offset 30m", "[3s] offset 8s")
 RENDERED = RENDERED.replace("ratchet_train_loss[10m]", "ratchet_train_loss[3s]")
-"""Alerts as they are, but those that wait for minutes wait for seconds."""
+"""The alert rules, except that minutes of waiting are replaced by seconds."""
 
 
 def shown(expression: str) -> str:
-    """An expression of the dashboard with its variables filled in, as Grafana does it."""
+    """Fill in the variables of a dashboard expression, as Grafana does."""
     return expression.replace("$run", ".*").replace("$__rate_interval", "1m").replace("$__interval", "5s")
 
 
@@ -113,7 +112,7 @@ def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_tw
 
 
 def check_against_the_journal(prometheus: prometheus_server.Server, paths: RunPaths | None) -> None:
-    """What Prometheus has got last is what the journal says."""
+    """Check that the latest values in Prometheus match the journal."""
     assert paths is not None
     events = list(JournalReader(paths.journal).read())
     series = PrometheusSeries(Machine(replica="/nowhere"))
@@ -144,13 +143,13 @@ READY = {"start_step": 0, "planned_steps": 100, "device": "cpu", "compute_dtype"
 
 @contextmanager
 def files_served(folder: Path) -> Iterator[int]:
-    """A folder over HTTP, as node_exporter shows what lies in the one for text files."""
+    """Serve a directory over HTTP, as node_exporter serves the files of its textfile directory."""
 
     class Files(SimpleHTTPRequestHandler):
         extensions_map = {".prom": "text/plain; version=0.0.4"}  # noqa: RUF012
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Disable the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(folder)))
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -160,7 +159,7 @@ def files_served(folder: Path) -> Iterator[int]:
 
 
 class Made:
-    """A run whose events are told by hand."""
+    """A run whose events the test creates."""
 
     def __init__(self, name: str, stack: ExitStack) -> None:
         self.port = prometheus_server.free_port()
@@ -189,7 +188,7 @@ def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:
             run.tell("worker_ready", age_s=0.0 if run is not runs["stuck"] else 7200.0, **READY)
             run.tell("step", age_s=0.0 if run is not runs["stuck"] else 2000.0, step=1, loss=1.0, **STEP)
         prometheus.wait("count(ratchet_train_loss) == 5")
-        prometheus.wait('count_over_time(ratchet_train_loss{run="sick"}[1m]) > 10')  # the loss of before
+        prometheus.wait('count_over_time(ratchet_train_loss{run="sick"}[1m]) > 10')  # the losses before the change
         worsen(runs["sick"])
         runs["over"].figures.on_end("FAILED")
         runs["gone"].exposition.close()
@@ -209,7 +208,7 @@ def test_every_alert_fires_when_its_case_is_provoked(tmp_path: Path) -> None:
 
 
 def worsen(run: Made) -> None:
-    """Everything goes wrong that can, and the run goes on."""
+    """Add an event for each kind of problem. The run continues."""
     memory = {"device": "cpu", "device_bytes": 1000, "allocated_bytes": 0, "host_bytes": 970}
     run.tell("memory_peak", phase="steps", peak_bytes=970, **memory)
     budget = {"tokens": 64, "failed_tokens": 128, "good_steps": 0, "wait_steps": 1, "grown": False}

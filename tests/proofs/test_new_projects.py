@@ -1,4 +1,4 @@
-"""Proves that a new project's gate can be passed or failed by the rows that the project has."""
+"""Proves that a new project has enough rows for its gate to pass or fail."""
 
 from pathlib import Path
 from typing import Any

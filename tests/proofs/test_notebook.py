@@ -1,6 +1,5 @@
-"""Proves that the Python API does alone what the command line does: a script in the manner of a notebook prepares,
-trains, evaluates, exports, gates and promotes the bundled project, and prints nothing of its own.
-"""
+"""Proves that the Python API alone does the work of the command line: a script in the style of a notebook prepares,
+trains, evaluates, exports, gates and promotes the bundled project. The API prints nothing."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Proves row R13: whatever the network or the object store does, nothing counts as uploaded that has not arrived."""
+"""Proves row R13: under any fault of the network or the object store, an object counts as uploaded only if it has
+arrived."""
 
 import hashlib
 import random
@@ -17,7 +18,7 @@ PART_FAULTS = {
     "truncated",
     *(fault for fault in FAULTS if "part" in fault or "wrong" in fault),
 }
-"""Those that mean something else where there are parts."""
+"""Faults that have a different effect on multipart uploads."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_what_was_sent_has_arrived_and_comes_back(replica: Replica, fault: str, 
 
 
 class Storm:
-    """Something goes wrong with every third request, for as long as it lasts."""
+    """Faults in about a third of all requests, until they are removed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -66,7 +67,7 @@ def test_a_storm_lets_nothing_false_through(replica: Replica, seed: int) -> None
 
 
 def test_a_trickle_is_no_stall(replica: Replica) -> None:
-    """Although what lies in buffers takes longer than a time-out."""
+    """Buffered data takes longer to arrive than the timeout, but the transfer is not a stall."""
     name, path, entry = replica.file(150_000)
     replica.proxy.inject(Fault("slow", None, bytes_s=60_000.0))
     store = replica.store(TRICKLE)

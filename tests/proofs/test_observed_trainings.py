@@ -1,4 +1,5 @@
-"""Proves the README's sentence "Nothing that looks on can hurt it" for webhooks: a stalled server slows no training."""
+"""Proves the README's sentence "Monitoring cannot disturb a run" for webhooks: a stalled server does not slow down a
+training."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,7 @@ def bodies(receiver: Receiver) -> list[dict[str, Any]]:
 
 
 def holding(root: Path, secret: str) -> list[Path]:
-    """Files in which the secret stands."""
+    """Return the files that contain the secret."""
     return [path for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 

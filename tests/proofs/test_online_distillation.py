@@ -1,6 +1,5 @@
-"""Proves rows R1 and R9 for a teacher in memory: resumed runs are exact, and micro-batches shrink to the room that
-is left.
-"""
+"""Proves rows R1 and R9 for a teacher in memory: resumed runs are exact, and micro-batches shrink to the remaining
+memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def test_a_training_goes_on_exactly_and_micro_batches_change_last_bits_only(
 
 
 class Narrow(OnlineTeacherReader):
-    """Has no room for more than two rows at a time."""
+    """A teacher that runs out of memory with more than two rows."""
 
     def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
         if len(sequences) > 2:

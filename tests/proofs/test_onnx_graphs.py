@@ -1,6 +1,5 @@
-"""Proves the README's sentence "What ships has been run" for ONNX: each architecture's graph computes what the
-model computes, in the same bytes each time.
-"""
+"""Proves the README's sentence "Exports are tested before they ship" for ONNX: for each architecture, the graph
+computes the same values as the model, and each export gives the same bytes."""
 
 import hashlib
 import subprocess
@@ -28,8 +27,9 @@ CASES = [
     (1, 1, 0, ()), (1, 2, 0, ()), (3, 7, 0, ()), (2, 33, 0, ()), (2, 30, 3, (7,)), (3, 41, 2, (33, 40)),
     (1, 4, 0, (1, 2, 3)),
 ]  # fmt: skip
-"""Batch, length, padding on the left, and where a row is cut into pieces that use the cache; no cut row has pieces on
-both sides of SHORT, for then keys of one set stay in the cache, in transformers as here."""
+"""Batch size, length, padding on the left, and the positions at which a row is cut into pieces that use the cache. No
+cut row has pieces on both sides of SHORT: the cache would keep keys of the other frequency set, as it does in
+transformers."""
 
 
 @pytest.mark.parametrize("family", LAYERS)

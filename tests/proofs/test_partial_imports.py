@@ -1,4 +1,4 @@
-"""Proves that libraries imported in part, for a quick start (row R22), do the same as when they are imported whole."""
+"""Proves that libraries that are imported in part for a quick start (row R22) behave like fully imported libraries."""
 
 from pathlib import Path
 

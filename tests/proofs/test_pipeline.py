@@ -1,6 +1,5 @@
-"""Proves the README's first promise as a newcomer meets it: init, "dvc repro", promote, change, rollback, with real
-git and real DVC.
-"""
+"""Proves the README's promise "a run never loses a step, and a worse model never ships" for a new user: init, "dvc
+repro", promote, change, rollback, with real git and real DVC."""
 
 import json
 import shutil
@@ -18,15 +17,15 @@ from ratchet.errors import DataError
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Verdict, read_champion
+from ratchet.storage.records.training import TrainReport
 
 PACKAGES = ("cli", "stages")
 STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
-# What a model of seconds can pass: this test is about the road, the gate's judgement has tests of its own.
+# A model that trained for seconds passes these rules. This test checks the pipeline; the gate has its own tests.
 GATE = Gate(
     rules=(
         AtLeastRule(rule="at_least", metric="perplexity", value=1e9),
@@ -54,7 +53,7 @@ def ran(output: str) -> set[str]:
 
 
 def hurried(settings: Settings) -> Settings:
-    """The settings that `ratchet init` wrote, with the sizes of the test projects."""
+    """Return the settings that `ratchet init` wrote, with the sizes of the test projects."""
     small = tiny_project.SETTINGS
     evaluate = settings.evaluate.model_copy(update={"max_new_tokens": 8, "generation_rows": 16})
     return settings.model_copy(
@@ -63,7 +62,7 @@ def hurried(settings: Settings) -> Settings:
 
 
 def make(directory: Path, data: Path, prompt: str, response: str, mlflow_template: Path) -> ProjectLayout:
-    """`ratchet init`, then smaller settings; the empty MLflow database is copied to save making it."""
+    """Run `ratchet init` and reduce the sizes. The empty MLflow database is copied, because creating it is slow."""
     arguments = tiny_project.command(
         "init", str(directory), "--data", str(data), "--prompt", prompt, "--response", response
     )
@@ -94,16 +93,16 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert layout.dataset_page.is_file()
     raw = next(layout.raw.glob("*.jsonl"))
     raw.touch()
-    assert ran(dvc(layout, "repro")) == set()  # touched, not changed
+    assert ran(dvc(layout, "repro")) == set()  # only the time stamp changed
     before = raw.read_text(encoding="utf-8")
-    raw.write_text(before.replace("refund", "delivery", 1), encoding="utf-8")  # one label of one row
+    raw.write_text(before.replace("refund", "delivery", 1), encoding="utf-8")  # changes one label of one row
     would_run = dvc(layout, "repro", "--dry")
     raw.write_text(before, encoding="utf-8")
     assert {"base", "prepare"} <= ran(would_run)
     assert ran(dvc(layout, "repro")) == set()
 
     assert tiny_project.ratchet(layout, "gate", "--check").returncode == 0
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # the second promotion changes nothing
         promoted = tiny_project.ratchet(layout, "promote")
         assert promoted.returncode == 0, promoted.stderr
     first = read_champion(layout.champion).champion
@@ -135,7 +134,7 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
 
 
 def answers(layout: ProjectLayout, model: str) -> list[dict[str, Any]]:
-    """What one of the project's models says to a few prompts."""
+    """Return the answers of one of the project's models to two prompts."""
     prompts, output = layout.root / "prompts.jsonl", layout.root / "answers" / f"{model}.jsonl"
     if not prompts.exists():
         lines = (json.dumps({"prompt": text}) for text in ("where is my parcel", "give me my money back"))
@@ -146,7 +145,7 @@ def answers(layout: ProjectLayout, model: str) -> list[dict[str, Any]]:
 
 
 def answers_of_one(layout: ProjectLayout, *models: str) -> list[dict[str, Any]]:
-    """What several names of one model say: the same."""
+    """Return the answers of a model. Check that each of its names gives the same answers."""
     first, *others = (answers(layout, model) for model in models)
     assert all(other == first for other in others)
     assert len({one["model"] for one in first}) == 1
@@ -154,7 +153,8 @@ def answers_of_one(layout: ProjectLayout, *models: str) -> list[dict[str, Any]]:
 
 
 def shown(layout: ProjectLayout) -> dict[str, str]:
-    """What MLflow shows: two finished runs with points, a dataset, and who is champion."""
+    """Check the contents of MLflow: two finished runs with metrics and a dataset. Return the model digest of the
+    champion."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{layout.mlflow_database}", f"sqlite:///{layout.mlflow_database}")
@@ -185,7 +185,7 @@ def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path
         lambda: evaluate.evaluate(Project.from_parts(layout, other)),
         lambda: export.export(Project.from_parts(layout, other)),
     ):
-        with pytest.raises(DataError, match="run `dvc repro`"):  # the adapter on disk is not of these settings
+        with pytest.raises(DataError, match="run `dvc repro`"):  # other settings made the adapter on the disk
             verb()
     script = """
 import json, sys

@@ -1,4 +1,4 @@
-"""Proves that the profile of a training accounts for all of its time and changes nothing."""
+"""Proves that the profile of a training accounts for all of its time and does not change the project."""
 
 import pytest
 

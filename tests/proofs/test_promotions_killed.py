@@ -1,6 +1,5 @@
-"""Proves the README's sentence "a worse model never ships" for promotions: killed anywhere and repeated, there is
-one champion.
-"""
+"""Proves the README's sentence "a worse model never ships" for promotions: a promotion that is killed at any point and
+repeated leaves exactly one champion."""
 
 import os
 import random
@@ -32,7 +31,7 @@ CALLS = (
 )  # fmt: skip
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "5"))
 ALL = bool(os.environ.get("RATCHET_ALL_POINTS"))
-"""Half a second each on a quiet machine: some minutes."""
+"""Whether to test each kill point. Each point takes half a second on a quiet machine, all points some minutes."""
 Work = Callable[[ProjectLayout], object]
 
 
@@ -72,9 +71,9 @@ SCENARIOS: dict[str, tuple[Work, Work, list[str], int]] = {
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks are told without a process of their own (test_delivery.py has that), and the disk is not waited for.
+    """Run the hooks in this process (registry/test_outbox.py tests their own process) and skip fsync.
 
-    While they are told nobody is killed: that process survives who started it.
+    No kill happens while the hooks run, because in production the process of the hooks survives its parent.
     """
 
     def deliver(box: Path, root: Path) -> None:
@@ -89,7 +88,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(work: Work, layout: ProjectLayout, kill_at: int) -> int:
-    """Do the work, and end by SIGKILL before this operation (from 1); how many there were."""
+    """Do the work, and end by SIGKILL before the operation with this number (from 1). Return the number of
+    operations."""
     import mlflow
 
     done = [0]
@@ -114,7 +114,8 @@ def counted(work: Work, layout: ProjectLayout, kill_at: int) -> int:
 
 
 def in_child(work: Work, layout: ProjectLayout, kill_at: int) -> tuple[int, int]:
-    """In a process of its own; exit status, and the operations counted, if it was not killed."""
+    """Do the work in a child process. Return its exit code, and the number of operations if the child was not
+    killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -129,7 +130,7 @@ def in_child(work: Work, layout: ProjectLayout, kill_at: int) -> tuple[int, int]
 
 
 def problems_after(layout: ProjectLayout, expected: list[str], entries: int) -> list[str]:
-    """What is not as it must be."""
+    """Return the problems of the project after the work."""
     problems = list(promotions(Project.from_parts(layout, HOOKED)).problems)
     if list_champions(layout) != expected:
         problems.append(f"champions are {list_champions(layout)}")
@@ -155,7 +156,7 @@ def test_killed_anywhere_and_repeated_there_is_one_end(
 
     numbers = count()
 
-    def fresh() -> ProjectLayout:  # each at a path of its own: MLflow keeps connections by path
+    def fresh() -> ProjectLayout:  # each trial has its own path, because MLflow caches connections by path
         trial = ProjectLayout(tmp_path / f"trial {next(numbers)}")
         shutil.copytree(tracked_project.root, trial.root)
         return trial
@@ -169,9 +170,9 @@ def test_killed_anywhere_and_repeated_there_is_one_end(
     for point in tried if ALL else sorted(random.Random(SEED).sample(tried, 8)):
         layout = fresh()
         assert in_child(work, layout, point)[0] == -signal.SIGKILL
-        if point % 2:  # the command is repeated; else another command comes first
+        if point % 2:  # odd points run another command before the repeated one
             promotions(Project.from_parts(layout, HOOKED))
-        read_champion(layout.champion)  # readable at any moment
+        read_champion(layout.champion)  # the file is readable at any moment
         work(layout)
         found = [f"point {point}: {text}" for text in problems_after(layout, expected, entries)]
         print(*found, sep="\n", end="\n" if found else "")

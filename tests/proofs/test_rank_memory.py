@@ -1,4 +1,4 @@
-"""Proves that the most that a sum over ranks holds is what was forecast."""
+"""Proves that the peak memory of a sum over ranks matches the forecast."""
 
 import math
 from typing import Any
@@ -24,7 +24,8 @@ PACKAGES = ("models",)
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=NAMES)
 def test_the_most_in_a_sum_is_what_was_forecast(held: tuple[int, list[Any]], number: int) -> None:
-    """Gloo may let go of what it has sent a moment later. Work space in LAPACK and gloo neither account sees."""
+    """Gloo may free the memory of sent data slightly later. Neither value includes the work space of LAPACK and
+    gloo."""
     world, ranks = held
     need = forecast.MemoryForecastBuilder(
         model_spec.from_config(CONFIG), train(WAYS[number]), Machine(), WORK.on_ranks(world, world, 16)

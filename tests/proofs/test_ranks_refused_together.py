@@ -1,4 +1,4 @@
-"""Proves that machines with other data or other versions of a library are refused before they train together."""
+"""Proves that machines with different data or different library versions are refused before they train together."""
 
 import shutil
 import socket
@@ -24,7 +24,7 @@ PACKAGES = ("training", "runs")
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """Of a service that has nothing to do with training."""
+    """Handler of a service that is unrelated to training."""
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -43,7 +43,7 @@ def web_server() -> Iterator[int]:
 
 @contextmanager
 def silent_server() -> Iterator[int]:
-    """Takes connections, and says nothing."""
+    """Run a server that accepts connections and sends no data."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield listening.getsockname()[1]
 

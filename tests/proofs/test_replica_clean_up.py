@@ -1,6 +1,5 @@
-"""Proves row R27: a machine that was frozen while it removed old objects removes no more than one after it lost its
-lease.
-"""
+"""Proves row R27: if a machine is suspended while it removes old objects and loses its lease, it removes at most one
+more object."""
 
 import threading
 from pathlib import Path
@@ -22,7 +21,8 @@ PACKAGES = ("runs",)
 
 
 class Frozen:
-    """Tidies up in a thread, and is frozen right before the second thing is removed: it has been asked for already."""
+    """Collects garbage in a thread that is suspended right before it removes the second object, when the removal is
+    already requested."""
 
     def __init__(self, root: Path, holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asleep, self._wakes = threading.Event(), threading.Event()
@@ -59,11 +59,11 @@ def test_a_holder_that_was_frozen_while_it_removed_things_removes_no_more_than_o
     tmp_path: Path, first: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = Frozen(tmp_path, first, monkeypatch)
-    first.replicator._lease._ended.set()  # with its signs of life
+    first.replicator._lease._ended.set()  # also stops the heartbeat of the lease
     first.replicator._upload.end()
     second = Node(tmp_path, "second", settings(tmp_path)).acquire()
     assert snapshots.newest(second.paths) == (4, []), "what is restored is on nobody's list"
-    second.save(2)  # the very content that the first is about to remove
+    second.save(2)  # the same content that the first machine is about to remove
     second.save(6, best=2)
     second.wait_until_replicated()
     assert objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 6)

@@ -1,4 +1,5 @@
-"""Proves rows R4 and R25 for replicas: damaged checkpoints, lost results and writers thought dead do no harm."""
+"""Proves rows R4 and R25 for replicas: damaged checkpoints, lost results and writers that were declared dead cause no
+damage."""
 
 import json
 import shutil
@@ -32,7 +33,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, node: Node
     first.wait_until_replicated()
     first.save(4)
     first.wait_until_replicated()
-    first.close()  # it tidies up, and would remove a document that it finds damaged
+    first.close()  # closing first, because the garbage collector of an open node would remove a damaged document
     whole = contents(first.paths.checkpoint(2))
     weights = object_of(tmp_path, first, 4, "trainable.safetensors")
     document = tmp_path / "replica" / NAMES.checkpoint(1, 4)
@@ -64,10 +65,10 @@ def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_pa
     first.save(2)
     first.wait_until_replicated()
     lease = first.replicator._lease
-    lease._ended.set()  # it stands still, and so do its signs of life
+    lease._ended.set()  # simulates a suspended machine without a heartbeat
     second = node("second").acquire()
     second.wait_until_replicated()
-    # It comes back in the middle of an upload, and completes it, under its old token.
+    # The first machine resumes during an upload and completes the upload under its old token.
     upload = first.replicator._upload
     assert upload is not None
     first.save(40)
@@ -112,7 +113,7 @@ def test_a_result_that_the_replica_has_lost_is_sent_again(tmp_path: Path, node: 
 
 
 def test_why_nothing_arrives_is_told_while_it_is_tried(tmp_path: Path, node: Nodes) -> None:
-    """A wait that is shorter than the patience of one call knows the reason all the same."""
+    """A wait reports the reason even if it is shorter than the retry timeout of one call."""
     first = node("first").acquire()
     first.save(2)
     first.wait_until_replicated()

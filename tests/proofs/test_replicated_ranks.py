@@ -1,6 +1,5 @@
-"""Proves rows R25 and R27 for ranks on several machines: one copies, another takes over, and a new machine resumes
-exactly.
-"""
+"""Proves rows R25 and R27 for ranks on several machines: one machine uploads, another takes over, and a new machine
+resumes exactly."""
 
 import json
 import shutil
@@ -36,7 +35,7 @@ PACKAGES = ("training", "runs")
 
 @pytest.fixture(scope="module")
 def clone(prepared: Path, mlflow_template: Path) -> Path:
-    """A project with nothing trained."""
+    """Return a project without a training."""
     shutil.copyfile(mlflow_template, ProjectLayout(prepared).mlflow_database)
     return prepared
 
@@ -53,7 +52,7 @@ def replicated(root: Path, **machine: Any) -> Settings:
 
 
 def copied(layout: ProjectLayout) -> list[int]:
-    """Steps that this machine has copied."""
+    """Return the steps that this machine has uploaded."""
     return [event.data["step"] for event in events(layout, "replicated")]
 
 
@@ -66,14 +65,14 @@ def replica_of(root: Path, layout: ProjectLayout) -> tuple[ReplicaStore, RunObje
 
 
 def told_steps(root: Path, layout: ProjectLayout) -> list[int]:
-    """Steps that the journal in the replica tells."""
+    """Return the steps in the journal of the replica."""
     path = root / "journal of the replica"
     path.write_bytes(manifests.recover_journal(*replica_of(root, layout)).content)
     return [event.data["step"] for event in JournalReader(path).read() if event.kind == "step"]
 
 
 def finish(*processes: "subprocess.Popen[str]") -> str:
-    """All of them end, and well: one that does not takes the others with it."""
+    """Wait until all processes end successfully and return their output. If one fails, the others are killed."""
     said = ""
     try:
         for process in processes:
@@ -89,7 +88,7 @@ def finish(*processes: "subprocess.Popen[str]") -> str:
 
 
 def fetched(clone: Path, root: Path) -> ProjectLayout:
-    """What a machine of its own that comes later has."""
+    """Restore the finished run on a later machine and return its project."""
     layout = project(clone, root / "later", replicated(root, nodes="1", rendezvous=None))
     assert "was restored from its replica" in finish(start(layout))
     run = find_newest_run(layout.runs)
@@ -100,7 +99,7 @@ def fetched(clone: Path, root: Path) -> ProjectLayout:
 
 @pytest.fixture(scope="module")
 def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ProjectLayout, ProjectLayout]:
-    """Two machines with a rank each; where their replica is."""
+    """Train on two machines with one rank each. Return the directory of the replica and both projects."""
     root = tmp_path_factory.mktemp("undisturbed")
     chosen = replicated(root)
     first, second = (project(clone, root / name, chosen) for name in ("first", "second"))
@@ -145,7 +144,7 @@ def test_when_the_one_that_copies_vanishes_another_one_does(
 
 
 def held(root: Path, layout: ProjectLayout) -> list[bytes]:
-    """All claims, by token."""
+    """Return the contents of all claims."""
     store, names = replica_of(root, layout)
     return [store.read(names.claim(*key)) or b"" for key in lease.list_keys(store, names)]
 
@@ -164,7 +163,7 @@ def test_when_all_are_lost_a_new_machine_goes_on_exactly(
         process.kill()
         process.communicate()
         shutil.rmtree(layout.root)
-    # As many ranks as before, so that sums are rounded alike, on one machine.
+    # One machine runs as many ranks as before, so that sums are rounded in the same way.
     new = project(clone, tmp_path / "new", replicated(tmp_path, nodes="1:2", gpus=2))
     said = finish(start(new))
     assert "restored from the replica: the checkpoint of step" in said

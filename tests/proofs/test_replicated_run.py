@@ -1,6 +1,5 @@
-"""Proves rows R13 and R25 for spot machines: a run continues on the next machine after its machine and disk are
-gone.
-"""
+"""Proves rows R13 and R25 for spot machines: after the loss of a machine and its disk, the run continues on the next
+machine."""
 
 import hashlib
 import os
@@ -37,7 +36,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) ->
 
 @pytest.fixture(scope="session")
 def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
-    """What an uninterrupted training without a replica makes."""
+    """Return the output of an uninterrupted training without a replica."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(prepared.root, root)
     done = tiny_project.ratchet(ProjectLayout(root), "train")
@@ -47,7 +46,8 @@ def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def machine(prepared: ProjectLayout, tmp_path: Path) -> Machines:
-    """Makes a machine: a clone of the project with nothing trained, that replicas to the same place as all others."""
+    """Return a function that creates a machine: a copy of the project without a training. All machines use the same
+    replica."""
 
     def make(name: str) -> ProjectLayout:
         shutil.copytree(prepared.root, tmp_path / name)
@@ -85,7 +85,7 @@ def durable(layout: ProjectLayout) -> tuple[int, ...]:
 
 
 def train_until(layout: ProjectLayout, more_steps: int) -> subprocess.Popen[str]:
-    """Start a training and stop its worker after so many more steps, with what it has sealed in the replica."""
+    """Start a training and stop its worker after more steps. The sealed checkpoints are then in the replica."""
     process = start(layout)
     wait_for(process, lambda: durable(layout) or events(layout, "worker_ready"))
     began = len(events(layout, "step"))
@@ -100,7 +100,7 @@ def train_until(layout: ProjectLayout, more_steps: int) -> subprocess.Popen[str]
 
 
 def lose(layout: ProjectLayout, process: subprocess.Popen[str]) -> str:
-    """The machine is gone, and its disk with it; returns what it had said."""
+    """Kill the machine and delete its disk. Return the output of the command."""
     process.kill()
     said, _ = process.communicate()
     shutil.rmtree(layout.root)
@@ -108,7 +108,7 @@ def lose(layout: ProjectLayout, process: subprocess.Popen[str]) -> str:
 
 
 def damage_newest(layout: ProjectLayout, replica: Path) -> int:
-    """Alter a byte of the replica's copy of the newest checkpoint's weights; returns its step."""
+    """Change a byte of the weights of the newest checkpoint in the replica. Return the step of the checkpoint."""
     run = find_newest_run(layout.runs)
     assert run is not None
     step = run.checkpoint_steps()[-1]
@@ -121,7 +121,8 @@ def damage_newest(layout: ProjectLayout, replica: Path) -> int:
 def test_machines_that_are_taken_away_with_their_disks_change_nothing(
     machine: Machines, reference: Bytes, tmp_path: Path
 ) -> None:
-    """One with a notice, which is time enough for its replica; one without. What is damaged there is passed over."""
+    """The first machine receives a notice early enough to complete its replica; the second one receives none. A damaged
+    checkpoint is skipped."""
     first = machine("first")
     process = start(first)
     wait_for(process, lambda: len(durable(first)) >= 1 and len(events(first, "step")) > 4)
@@ -144,7 +145,7 @@ def test_machines_that_are_taken_away_with_their_disks_change_nothing(
     steps = [event.data["step"] for event in events(third, "step")]
     assert set(steps) == set(range(1, max(steps) + 1)), "figures of all steps, whoever did them"
     assert len(events(third, "attempt_started")) == 3
-    # And whoever comes later takes what is finished.
+    # A later machine receives the finished result.
     fourth = machine("fourth")
     done = tiny_project.ratchet(fourth, "train")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Proves row R13: what is reported as durable is there, whatever the network and the credentials do."""
+"""Proves row R13: data that is reported as durable is in the replica, under any fault of network and credentials."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from snapshots import contents
 PACKAGES = ("runs",)
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "11"))
 SHARE = 0.12
-"""Of requests that meet a fault."""
+"""Share of requests with a fault."""
 
 
 def on_s3(root: Path, bucket: str) -> Machine:
@@ -28,7 +28,7 @@ def on_s3(root: Path, bucket: str) -> Machine:
 
 
 def require_whole(server: S3Server, bucket: str, one: Node, step: int) -> None:
-    """The server itself has this checkpoint, to the last byte."""
+    """Check that the server itself has all files of this checkpoint, to the last byte."""
     there = {name.removeprefix("runs of all/"): data for name, data in server.files(bucket).items()}
     document = json.loads(there[NAMES.checkpoint(one.replicator._lease.token, step)])
     made = contents(one.paths.checkpoint(step))

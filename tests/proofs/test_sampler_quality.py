@@ -1,4 +1,4 @@
-"""Proves that samplers learn from trials, also from those that did not fit, and propose the same in every process."""
+"""Proves that samplers learn from trials, including infeasible ones, and propose the same values in each process."""
 
 import json
 import math
@@ -76,7 +76,8 @@ def test_late_proposals_are_much_better_than_random_ones(kind: str, trials: int,
 
 @pytest.mark.parametrize(("kind", "seeds"), [("tpe", 5), ("gp", 2)])
 def test_infeasible_regions_are_avoided_and_would_not_be_if_those_trials_were_dropped(kind: str, seeds: int) -> None:
-    """The best seems to lie where memory runs out: only the violated constraint says to keep away."""
+    """The objective improves toward the region where memory runs out. Only the violated constraint shows that the
+    region is infeasible."""
     space = space_of(RATE, DROPOUT)
 
     def outcome(number: int, values: dict[str, Any], infeasible: str) -> Trial:

@@ -1,6 +1,5 @@
-"""Proves that a selection of generated answers is reproducible: the same answers give the same bytes, and every
-answer is counted.
-"""
+"""Proves that a selection of generated answers is reproducible: the same answers give the same bytes, and each answer
+is counted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Proves that MLflow alone serves a registered version."""
+"""Proves that MLflow can serve a registered version without Ratchet."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def answer(port: int, body: dict[str, Any], process: subprocess.Popen[bytes], log: Path) -> Any:
-    """Ask until the server listens."""
+    """Send the request until the server accepts connections, and return the answer."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -63,7 +63,7 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     before = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
     port, log = free_port(), tmp_path / "log"
-    hidden = tmp_path / "hidden"  # an import of ratchet in the serving process would fail
+    hidden = tmp_path / "hidden"  # importing ratchet in the serving process fails
     hidden.mkdir()
     (hidden / "ratchet.py").write_text("raise RuntimeError('Ratchet is not there')\n")
     environment = os.environ | {
@@ -91,7 +91,7 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     assert found["object"] == "chat.completion"
     assert found["choices"][0]["message"]["role"] == "assistant"
     assert found["usage"]["prompt_tokens"] == len(probe.prompt_ids)
-    assert found["usage"]["completion_tokens"] == len(probe.answer_ids)  # and no second first token among them
+    assert found["usage"]["completion_tokens"] == len(probe.answer_ids)  # a second BOS token would change the counts
     assert found["choices"][0]["message"]["content"].strip() == probe.answer.strip()
     after = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert after - before <= {files.FOREIGN}

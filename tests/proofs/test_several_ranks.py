@@ -1,6 +1,5 @@
-"""Proves rows R9, R10, R14, R18 and R19: several ranks learn what one learns, exactly, through kills, hangs and
-machines that join and leave.
-"""
+"""Proves rows R9, R10, R14, R18 and R19: several ranks learn exactly the same as one rank, through kills, hangs, and
+machines that join and leave."""
 
 import signal
 import subprocess
@@ -35,7 +34,7 @@ PACKAGES = ("runs", "training", "models")
 
 @pytest.fixture(scope="module")
 def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """One rank, no dropout."""
+    """Train on one rank without dropout."""
     layout = project(prepared, tmp_path_factory.mktemp("alone") / "project", settings(EVEN))
     train(layout)
     return layout
@@ -43,7 +42,7 @@ def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLa
 
 @pytest.fixture(scope="module")
 def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """Two ranks, undisturbed, with dropout."""
+    """Train on two ranks with dropout and without interruption."""
     layout = project(prepared, tmp_path_factory.mktemp("pair") / "project", settings(gpus=2))
     train(layout)
     return layout
@@ -110,7 +109,8 @@ def test_a_request_to_stop_seals_and_the_same_command_goes_on(
 
 @pytest.mark.parametrize("method", ["powersgd", "topk", "int8"])
 def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_path: Path, method: str) -> None:
-    """Stopped, and killed: the same bits as undisturbed, though each rank remembers something of its own."""
+    """A stopped and killed run gives the same bits as an undisturbed run, although each rank has its own unsent
+    gradients."""
     compressed = tiny_project.TRAIN.model_copy(
         update={"gradient_compression": GradientCompressionSettings(method=method, rank=2, topk_fraction=0.05)}  # type: ignore[arg-type]
     )
@@ -140,7 +140,7 @@ def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared:
 def test_machines_join_and_leave(
     prepared: Path, tmp_path: Path, alone: ProjectLayout, started: list["subprocess.Popen[str]"]
 ) -> None:
-    """1 → 2 → 4 → 2 ranks; every sample once an epoch, and the loss of one rank."""
+    """With 1 → 2 → 4 → 2 ranks, each epoch uses each sample once, and the losses are those of one rank."""
     chosen = settings(
         EVEN.model_copy(update={"epochs": 8}), nodes="1:3", rendezvous=f"127.0.0.1:{free_port()}", grace_period_s=10
     )
@@ -179,7 +179,7 @@ def test_a_machine_that_vanishes_is_done_without(
     chosen = settings(nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}", checkpoint_every=1000)
     first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
     started.append(start(first, [SLOW]))
-    wait_until(lambda: bool(events(first, "attempt_started")), *started)  # so it is this one that the others meet at
+    wait_until(lambda: bool(events(first, "attempt_started")), *started)  # so this machine hosts the rendezvous
     started.append(start(second, [SLOW]))
     wait_until(lambda: world(first) == world(second) == 2, *started)
     wait_until(lambda: len(events(first, "step")) > 4, *started)
@@ -236,5 +236,5 @@ def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> 
     (ready,) = events(layout, "worker_ready")
     assert len(ready.data["hosts"]) == 2
     assert len(set(ready.data["hosts"])) == 1
-    assert ready.data["peak_flops_per_s"] is None  # of a CPU there is no data sheet
+    assert ready.data["peak_flops_per_s"] is None  # there is no data sheet for a CPU
     assert ready.data["flops_per_token"] > 0

@@ -1,4 +1,4 @@
-"""Proves rows R9, R14 and R19 for a base that ranks share: nothing but memory changes by sharing it."""
+"""Proves rows R9, R14 and R19 for a base that ranks share: sharing changes only the memory."""
 
 import multiprocessing
 import os
@@ -45,7 +45,7 @@ def shared(train: Train = tiny_project.TRAIN, **machine: Any) -> Any:
 
 
 def whole(prepared: Path, root: Path, chosen: Train, **machine: Any) -> ProjectLayout:
-    """The same training by two ranks that have all of the base, each."""
+    """Run the same training on two ranks that each hold the whole base."""
     layout = project(prepared, root, settings(chosen, gpus=2, shard_base=False, **machine))
     train(layout)
     return layout
@@ -61,7 +61,7 @@ def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLay
     [
         (tiny_project.TRAIN, {}),
         (PLAIN, {"activation_checkpointing": True}),
-        # Five rows a step on two ranks, two at a time: one of them has more to do than the other.
+        # Two ranks process five rows per step in micro-batches of two rows, so one rank has more work than the other.
         (tiny_project.TRAIN.model_copy(update={"batch_size": 5}), {"micro_batch_size": 2}),
         (PLAIN.model_copy(update={"adapter": "dora"}), {}),
         (PLAIN.model_copy(update={"initialization": "pissa"}), {}),
@@ -104,7 +104,8 @@ def test_memory_that_one_rank_lacks_begins_the_step_again_on_all(prepared: Path,
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Path, pair: ProjectLayout) -> None:
-    """Two that share, then one that has all of it, then three that share: a checkpoint knows of none of that."""
+    """The run uses two ranks that share the base, then one rank with the whole base, then three ranks that share it. A
+    checkpoint is independent of the number of ranks."""
     layout = project(prepared, tmp_path / "project", shared(checkpoint_every=1000))
     for machine in ({"gpus": 1}, {"gpus": 3, "shard_base": True}):
         begun = len(events(layout, "step"))
@@ -132,7 +133,7 @@ def test_dora_on_four_bits_is_refused(prepared: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose experts are one tensor."""
+    """Write a mixture-of-experts model that stores its experts in one tensor."""
     path = tmp_path_factory.mktemp("mixture")
     config = MixtralConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -159,16 +160,16 @@ def test_each_rank_keeps_its_share(prepared: Path, mixture: Path, kind: str, wor
 
 @dataclass(frozen=True)
 class Found:
-    """By one rank."""
+    """Measurements of one rank."""
 
     total: int
-    """Bytes of the layers' frozen matrices."""
+    """Bytes of the frozen matrices of all layers."""
     kept: int
-    """Those of them that it keeps."""
+    """Bytes of these matrices that the rank keeps."""
     kept_between: int
-    """The same after two passes."""
+    """Bytes that the rank keeps after two passes."""
     whole: tuple[float, ...]
-    """What a model computes that is not shared: a loss, its gradient, and the frozen weights."""
+    """Results of a model that is not shared: a loss, its gradient, and the frozen weights."""
     shared: tuple[float, ...]
 
 
@@ -193,7 +194,7 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
 
 
 def _kept_bytes(model: Any) -> int:
-    """Bytes of the shared matrices that this rank keeps."""
+    """Return the bytes of the shared matrices that this rank keeps."""
     return sum(one.to_local().nbytes for one in model.parameters() if hasattr(one, "to_local"))
 
 

@@ -1,4 +1,4 @@
-"""Proves that ranks of one machine load a base without needing its memory several times."""
+"""Proves that the ranks of one machine load a base without holding it several times in memory."""
 
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 MATRICES = [(HIDDEN, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN),
             (INNER, HIDDEN), (HIDDEN, INNER)]  # fmt: skip
-"""[outputs, inputs] of a layer: q, k, v, o, gate, up, down."""
+"""Shapes [outputs, inputs] of a layer's matrices: q, k, v, o, gate, up, down."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -32,7 +32,8 @@ def found(machine: Machine, ranks: int, device: Device = "cuda", **train: Any) -
 
 
 def sizes(ranks: int, quantization: str) -> tuple[int, int]:
-    """Bytes of a layer's matrices, and of the share of a rank, whose rows (of packed bytes: bytes) are rounded up."""
+    """Return the bytes of a layer's matrices and the bytes of one rank's share. The share is rounded up to whole rows,
+    or to whole bytes for packed weights."""
     if quantization == "none":
         return sum(4 * o * i for o, i in MATRICES), sum(4 * -(-o // ranks) * i for o, i in MATRICES)
     return sum(o * i // 2 for o, i in MATRICES), sum(-(-o * i // 2 // ranks) for o, i in MATRICES)
@@ -57,7 +58,7 @@ def test_a_rank_keeps_its_share_of_the_layers_and_three_whole_ones(ranks: int, q
 def test_on_a_gpu_it_is_whole_in_the_memory_of_the_host_only() -> None:
     apart, shared = found(Machine(), 4), found(SHARED, 4)
     whole, own = sizes(4, "none")
-    outside = 2 * 4 * VOCABULARY * HIDDEN  # embedding and head
+    outside = 2 * 4 * VOCABULARY * HIDDEN  # embedding and output layer
     assert set(shared.phase_memory("loaded").parts) == {"CUDA context"}
     assert shared.phase_memory("adapters").parts["weights"] == pytest.approx(LAYERS * own + outside, rel=0.01)
     assert shared.phase_memory("adapters").parts["gathered layers"] == pytest.approx(whole, rel=0.01)
@@ -87,4 +88,4 @@ def test_nothing_is_shared_by_one_rank_and_auto_is_taken_for_false() -> None:
 def test_what_travels_is_told() -> None:
     whole, _ = sizes(2, "none")
     text = " ".join(found(SHARED, 2).notes)
-    assert f"{LAYERS * whole / 2**20:.1f} MiB of it per micro-batch" in text  # twice a half
+    assert f"{LAYERS * whole / 2**20:.1f} MiB of it per micro-batch" in text  # two transfers of half a layer each

@@ -1,6 +1,5 @@
-"""Proves row R12 on a shared MLflow server: machines do not disturb each other's runs, and an outage costs no
-training.
-"""
+"""Proves row R12 on a shared MLflow server: machines do not disturb each other's runs, and an outage does not stop a
+training."""
 
 import shutil
 import socket
@@ -21,8 +20,8 @@ from ratchet.config.settings import Settings
 from ratchet.errors import TrackingError
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.sweep import SweepReport
+from ratchet.storage.records.training import TrainReport
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
@@ -34,7 +33,7 @@ BUCKET = "artifacts"
 
 @dataclass(frozen=True)
 class Servers:
-    """Addresses of what runs."""
+    """Addresses of the running servers."""
 
     mlflow: str
     storage: str
@@ -63,7 +62,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with postgres.serve() as database, running(moto, storage, logs / "moto", KEYS):
         storage_client(storage).create_bucket(Bucket=BUCKET)
         address = mlflow.removeprefix("http://")
-        extra = KEYS | {  # as in deploy/compose.yaml
+        extra = KEYS | {  # the same keys as in deploy/compose.yaml
             "AWS_ENDPOINT_URL": storage,
             "MLFLOW_BACKEND_STORE_URI": database.database().replace("postgresql://", "postgresql+psycopg://"),
             "MLFLOW_ARTIFACTS_DESTINATION": f"s3://{BUCKET}",
@@ -126,7 +125,7 @@ def test_two_machines_that_begin_one_run_at_once_agree_on_one(
         MlflowTracker(project(template, tmp_path / name, servers.mlflow)[0], "race", servers.mlflow) for name in "abc"
     ]
     with machines[0].connected():
-        pass  # the experiment is there
+        pass  # creates the experiment
     with ThreadPoolExecutor(len(machines)) as threads:
         made = list(threads.map(lambda tracking: tracking.find_or_create("0" * 16, 1_000), machines))
     assert len({run.info.run_id for run in made}) == 1

@@ -1,6 +1,5 @@
-"""Proves the README's sentence "every trial is accounted for, none is trained twice" for studies whose workers are
-killed, stopped or start at once.
-"""
+"""Proves the README's sentence "every trial is accounted for, none is trained twice" for studies with workers that are
+killed, stopped or started at the same time."""
 
 import dataclasses
 import os
@@ -48,7 +47,7 @@ def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
         except KeyboardInterrupt:
             assert dying.writes == write
         else:
-            assert write > dying.writes == 12  # so that no write is left out above
+            assert write > dying.writes == 12  # the loop above covers each write
     forked = opened(storage, settings(NARROW), fork=True)
     assert (forked.study, forked.carried, len(forked.trials())) == ("sweep.2", 6, 6)
     assert len(forked.versions) == 3
@@ -60,7 +59,8 @@ TRIALS = 60
 
 
 def _work(layout: ProjectLayout, url: str | None, seed: int) -> None:
-    """A worker that trains nothing: takes over or begins, gives signs of life, ends, until there are TRIALS."""
+    """Run a worker without training: it takes over or begins a trial, renews its lease and finishes the trial, until
+    the study has TRIALS trials."""
     chance = random.Random(seed)
     storage = open_storage(layout, url)
     store = opened(storage, settings())
@@ -105,7 +105,7 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
     watching = open_storage(project, url)
     store = opened(watching, settings())
     killed = 0
-    for wanted in range(8, TRIALS, 8):  # nobody is killed before there is something to lose
+    for wanted in range(8, TRIALS, 8):  # wait for some trials before the first kill
         while len(store.trials()) < wanted:
             time.sleep(chance.random() / 20)
         victim = chance.randrange(4)
@@ -131,7 +131,7 @@ def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
 def _train_for_ever(layout: ProjectLayout, url: str | None, told: Any) -> None:
     storage = open_storage(layout, url)
     store = opened(storage, settings())
-    # As if on another machine: that its process is stopped, or that it lives, can be seen by nobody.
+    # Simulate another machine: this machine cannot see whether the process of the worker runs.
     worker = dataclasses.replace(SweepWorker.current(), boot="another boot")
     number = begin(store, worker)
     told.put(number)
@@ -158,7 +158,8 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     assert store.take_over(here, 1.0) is None
     while not any(take.last_seen > take.started for take in store.trials()[0].executions):
         time.sleep(0.01)
-    # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
+    # The test holds the journal's lock while it stops the process. A process that is stopped while it holds the lock
+    # would block all others until it is killed.
     with journal_storage._make_append_lock(project.study_journal).acquire(5):
         os.kill(child.pid, signal.SIGSTOP)
     while store.take_over(here, 1.0) is None:

@@ -1,6 +1,5 @@
-"""Proves the README's sentence "every trial is accounted for" on Ray: a node vanishes and another takes its trial
-up.
-"""
+"""Proves the README's sentence "every trial is accounted for" on Ray: a node disappears, and another node takes over
+its trial."""
 
 import os
 import shutil
@@ -31,15 +30,15 @@ pytest.importorskip("ray", reason="Ray is not installed (pip install -c constrai
 PACKAGES = ("tuning", "stages")
 RAY = Path(sys.executable).parent / "ray"
 MEMORY = f"--object-store-memory={80 * 2**20}"
-"""Nothing of ours goes through Ray's object store but settings and last words."""
+"""The size can be small: Ratchet sends only settings and final messages through Ray's object store."""
 TRIALS = 5
 
 
 class Nodes:
-    """A cluster: a head that takes no workers, and nodes that come and vanish."""
+    """A cluster: a head node without workers, and nodes that join and disappear."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # paths of sockets must be short
+        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # socket paths must be short
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -48,7 +47,7 @@ class Nodes:
         self.start("--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={self.folder}")
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a node; returns the process above all of its own, when it has joined."""
+        """Start a node and wait until it has joined. Return its top-level process."""
         log = self.folder / f"node-{len(self._processes)}"
         with log.open("wb") as stream:
             process = subprocess.Popen(
@@ -64,18 +63,18 @@ class Nodes:
         return process
 
     def join(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """A node for one worker."""
+        """Start a node for one worker."""
         return self.start(f"--address={self.address}", "--num-cpus=1", *arguments)
 
     def close(self) -> None:
-        """Everything ends."""
+        """Kill all nodes."""
         for process in reversed(self._processes):
             vanish(process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def below(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return the ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -89,7 +88,7 @@ def below(pid: int) -> list[int]:
 
 
 def vanish(node: subprocess.Popen[bytes]) -> None:
-    """As when its machine loses power: all of its processes at once, without a word."""
+    """Simulate a power failure of a node: kill all of its processes at once, without notice."""
     for pid in below(node.pid) if node.poll() is None else []:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -112,7 +111,7 @@ def server() -> Iterator[postgres.Server]:
 
 
 def project(root: Path, database: str, mlflow: Path, ray: RaySettings) -> ProjectLayout:
-    """Trainings that nobody prunes, long enough that a node vanishes in the midst of one."""
+    """Create a project without pruning. Its trainings are long enough for a node to disappear during a training."""
     chosen = tiny_sweep.settings(trials=TRIALS, pruner=PrunerSettings(kind="none"))
     machine = chosen.machine.model_copy(update={"study_storage": database, "ray": ray})
     train = chosen.train.model_copy(update={"epochs": 3.0})
@@ -122,13 +121,13 @@ def project(root: Path, database: str, mlflow: Path, ray: RaySettings) -> Projec
 
 
 def trained_by(node: subprocess.Popen[bytes], layout: ProjectLayout) -> list[Path]:
-    """Runs that processes of this node train now."""
+    """Return the runs that processes of this node currently train."""
     here = set(below(node.pid))
     return [run for run in layout.runs.glob("*") if here & set(tiny_sweep.processes_of(str(run)))]
 
 
 def is_in_the_midst(node: subprocess.Popen[bytes], layout: ProjectLayout) -> bool:
-    """Whether it trains a run that has begun to learn and is far from its end."""
+    """Return whether the node trains a run that has begun to learn and is far from its end."""
     journals = [run / "journal.jsonl" for run in trained_by(node, layout)]
     steps = [path.read_text(encoding="utf-8").count('"event":"step"') for path in journals if path.exists()]
     return any(2 <= count <= 10 for count in steps)
@@ -143,7 +142,7 @@ def test_a_node_vanishes_in_mid_trial_and_another_takes_the_trial_up(
     tiny_sweep.until(lambda: all(trained_by(node, layout) for node in (first, second)), sweep)
     tiny_sweep.until(lambda: is_in_the_midst(first, layout), sweep)
     vanish(first)
-    third = nodes.join()  # as an autoscaler would
+    third = nodes.join()  # simulates an autoscaler
     tiny_sweep.until(lambda: bool(trained_by(third, layout)), sweep)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 0, output

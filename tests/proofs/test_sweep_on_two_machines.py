@@ -1,6 +1,5 @@
 """Proves the README's sentence "every trial is accounted for" for two machines and a PostgreSQL server that
-restarts.
-"""
+restarts."""
 
 import shutil
 import sqlite3
@@ -60,7 +59,7 @@ def test_a_machine_is_lost_the_server_restarts_and_another_machine_ends_the_swee
 
 
 def _the_lost_machine_comes_back(first: ProjectLayout, found: SweepReport) -> None:
-    """It finds everything done."""
+    """Check that the lost machine returns and finds all trials done."""
     again = tiny_project.ratchet(first, "sweep")
     assert again.returncode == 0, again.stdout + again.stderr
     assert tiny_sweep.told(tiny_sweep.report(first).trials) == tiny_sweep.told(found.trials)

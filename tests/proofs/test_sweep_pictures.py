@@ -1,4 +1,4 @@
-"""Proves that the pictures of a sweep are legible whatever the sweep was."""
+"""Proves that the pictures of any sweep are legible."""
 
 import re
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ def test_every_sweep_can_be_drawn_legibly(name: str, figures: list[matplotlib.fi
         drawn = svg(picture, report).decode()
         assert [*clashes(figures.pop())] == [], picture
         assert ElementTree.fromstring(drawn).tag.endswith("svg")  # noqa: S314 (what we have just written)
-        # In numbers of paths and of axes; words of a text may be what they like.
+        # This checks the numbers of paths and axes. Other texts may contain these words.
         assert not re.search(r"\b(nan|inf)\b", re.sub(r"<text[^>]*>[^<]*</text>", "", drawn))
         assert not re.search(r"<text[^>]*>-?(nan|inf)</text>", drawn)
 
 
 def clashes(figure: matplotlib.figure.Figure) -> Iterator[str]:
-    """Texts of a figure that are cut off, and neighbours on an axis that meet."""
+    """Yield the texts of a figure that are cut off, and neighboring labels on an axis that overlap."""
     figure.dpi = canvas.DPI
     painter = FigureCanvasAgg(figure).get_renderer()
     figure.draw(painter)
@@ -77,5 +77,5 @@ def test_equal_reports_give_equal_bytes_also_in_threads_and_other_reports_others
     assert together == alone
     assert sweep_plots.draw_all(FORTY) == alone
     other = sweep_plots.draw_all(example.report(39))
-    # Importances were the same.
+    # Both reports have the same importances.
     assert [name for name in alone if other[name] == alone[name]] == ["importances"]

@@ -1,4 +1,5 @@
-"""Proves row R12 for sweeps: the process that sends trials to MLflow is killed at any point; the next completes it."""
+"""Proves row R12 for sweeps: if the process that sends trials to MLflow is killed at any point, the next process
+completes the sync."""
 
 import sqlite3
 import time
@@ -28,7 +29,7 @@ def rows(study: Study, table: str) -> int:
 
 
 def watch(root: Path) -> None:
-    """Process: send a study whose trials have all ended to MLflow."""
+    """Send a study with finished trials to MLflow. This function is the target of a process."""
     tracking_sync.INTERVAL_S = 0.01
     assert started(found(ProjectLayout(root))).close(60)
 
@@ -37,7 +38,8 @@ def test_the_next_sync_completes_a_sync_killed_at_any_point(study: Study, proces
     for _ in range(3):
         study.train(number := study.begin(), 1, 50)
         study.end(number, "complete")
-    for stored_points in (0, 40, 210, 420, 600):  # of 612: 4 a step, an objective a trial, and what the parent has
+    # A complete sync stores 612 points: 4 per step, 1 objective per trial, and those of the parent run.
+    for stored_points in (0, 40, 210, 420, 600):
         victim = processes.Process(target=watch, args=(study.layout.root,))
         victim.start()
         while victim.is_alive() and rows(study, "metrics") <= stored_points:

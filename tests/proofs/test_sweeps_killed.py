@@ -1,6 +1,5 @@
 """Proves the README's sentence "every trial is accounted for, none is trained twice" for sweeps whose workers and
-machine are killed.
-"""
+machine are killed."""
 
 import json
 import os
@@ -28,13 +27,13 @@ PACKAGES = ("tuning", "stages")
 
 
 def attempts(layout: ProjectLayout, run_id: str | None) -> int:
-    """Trainer processes that were started for a run."""
+    """Return the number of trainer processes that were started for a run."""
     events = JournalReader(layout.runs / str(run_id) / "journal.jsonl").read()
     return sum(event.kind == "attempt_started" for event in events)
 
 
 def tags(layout: ProjectLayout, key: str) -> dict[str, str]:
-    """By name of the run."""
+    """Return the values of a tag by the name of the run."""
     query = "select runs.name, tags.value from tags join runs using (run_uuid) where tags.key = "
     return dict(of_mlflow(layout, f"{query}'{key}'"))
 
@@ -64,7 +63,7 @@ def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLay
 
 
 def _the_study_is_over(project: ProjectLayout, found: SweepReport) -> None:
-    """The number of trials is that of all of them: the same command has nothing left to do."""
+    """Check that the same command does nothing: the setting counts all trials of the study, and all are done."""
     before = {trial.run_id: attempts(project, trial.run_id) for trial in found.trials}
     again = tiny_project.ratchet(project, "sweep", "--workers", "2")
     assert again.returncode == 0, again.stderr
@@ -86,7 +85,7 @@ def _mlflow_has_two_levels(project: ProjectLayout, found: SweepReport) -> None:
 
 
 def _the_gate_knows_the_rows(project: ProjectLayout) -> None:
-    """Models are chosen by validation rows, and never by those of the gate."""
+    """Check that models are chosen by validation rows and never by rows of the gate."""
     from ratchet.data import token_files
 
     noted = set(ObjectiveSet.load(project.objectives / "sweep.json").sample_ids)

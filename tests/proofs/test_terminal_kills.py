@@ -1,6 +1,5 @@
-"""Proves the README's sentence "Nothing that looks on can hurt it" for the console: a killed worker and a resized
-terminal leave a readable screen.
-"""
+"""Proves the README's sentence "Monitoring cannot disturb a run" for the console: a killed worker and a resized
+terminal leave a readable screen."""
 
 import os
 import re
@@ -20,7 +19,7 @@ PACKAGES = ("reports", "console", "runs")
 
 
 def worker_of(layout: ProjectLayout) -> int | None:
-    """The process that trains the newest run; None while there is none that has trained ten steps."""
+    """Return the process that trains the newest run, or None before the run has ten steps."""
     run = directory.find_newest_run(layout.runs)
     events = list(JournalReader(run.journal).read()) if run else []
     if sum(one.kind == "step" for one in events) < 10:
@@ -49,7 +48,8 @@ def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(sm
         assert [line for line in lines if "ratchet: worker killed" in line]
         for width in (60, 100, 40, 80):
             screen.resize(width, 30)
-            # The last column is free, the step line reaches far to the right: drawn anew for this width.
+            # The last column is free and the step line is wide, which shows that the console was drawn again for this
+            # width.
             lines = screen.until(lambda lines, width=width: widest(lines) < width)
             assert len([line for line in lines if line.startswith("run ")]) == 1
         lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
@@ -64,13 +64,14 @@ def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(sm
 
 
 def widest(lines: list[str]) -> int:
-    """Columns of the line that says how far it is."""
+    """Return the width of the progress line."""
     return max((len(line) for line in lines if " of " in line and line.startswith("step ")), default=999)
 
 
 @needs_tmux
 def test_ctrl_c_gives_the_terminal_back(small: ProjectLayout) -> None:
-    params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
+    # A new seed gives a new run, because the run of the earlier test is finished.
+    params = small.params.read_text(encoding="utf-8")
     small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
     with Screen(command(small), 100, 30) as screen:
         screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))

@@ -1,6 +1,5 @@
-"""Proves row R12 for several machines: a shared MLflow server has each step once although the leading machine is
-lost.
-"""
+"""Proves row R12 for several machines: a shared MLflow server has each step once, even if the leading machine is
+lost."""
 
 import signal
 from collections import Counter
@@ -32,7 +31,8 @@ PACKAGES = ("tracking", "reports", "runs")
 
 
 def shown(tracking: MlflowTracker, run_id: str) -> Any:
-    """Steps on the server by metric, with how often they are there; nothing while it does not know the run."""
+    """Return the steps on the server by metric with their counts. The counts are empty before the server has the
+    run."""
     with tracking.connected() as client:
         found = tracking.find(run_id)
         if found is None:

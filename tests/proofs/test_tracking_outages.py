@@ -1,6 +1,5 @@
-"""Proves the README's sentence "Nothing that looks on can hurt it": MLflow killed or far away slows nothing and
-misses nothing.
-"""
+"""Proves the README's sentence "Monitoring cannot disturb a run" for MLflow: a killed or slow server delays no
+training, and MLflow receives all events later."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -108,7 +107,7 @@ def a_stage_does_not_wait_for_it(layout: ProjectLayout, proxy: SlowProxy) -> Non
     tracking = MlflowTracker(layout, chosen.promote.model_name, proxy.url)
     run_id = report(layout).run_id
     callback = tracking.create_callback(RunPaths(layout.runs / run_id), chosen, plots.draw_loss_curve)
-    with tracking.connected():  # the server is known; its answers become slow later
+    with tracking.connected():  # connect first; the latency increases afterwards
         proxy.latency_s = FAR_S
     before = proxy.count("/runs/log-batch")
     tracking.report(callback, {"test/candidate/accuracy": 0.5}, {}, {}, 0.5)

@@ -1,4 +1,5 @@
-"""Proves that a training runs to its end beside an MLflow database of another version, which is left as it is."""
+"""Proves that a training runs to its end if the MLflow database has another schema version, and that the database does
+not change."""
 
 import shutil
 from pathlib import Path
@@ -12,8 +13,6 @@ from tracking_schema_cases import (
 )
 
 PACKAGES = ("tracking", "reports")
-
-"""A real one, of MLflow 2: before there were logged models."""
 
 
 def test_training_goes_on_and_the_verbs_say_what_to_do(tmp_path: Path, mlflow_template: Path) -> None:

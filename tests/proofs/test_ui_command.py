@@ -1,4 +1,4 @@
-"""Proves row R12 for "ratchet ui": what MLflow missed is sent, and runs whose processes are dead are ended."""
+"""Proves row R12 for "ratchet ui": it sends the events that MLflow missed and ends runs whose processes are dead."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
     for run in (killed, alive):
         attempt(run, 1, 1, 10)
         callback(tracked_project, run).on_events(journal(run))
-    attempt(killed, 1, 11, 20)  # MLflow was not told of these any more
+    attempt(killed, 1, 11, 20)  # MLflow does not receive these steps
     killed.close()
     study = SweepReport(
         study="lora",
@@ -61,7 +61,7 @@ def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
 
 
 def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: ProjectLayout, tmp_path: Path) -> None:
-    """It was away from their first step to their last."""
+    """MLflow was unavailable from the first to the last step of the runs."""
     finished, stopped = opened(tracked_project, seed=5), opened(tracked_project, seed=6)
     for run in (finished, stopped):
         attempt(run, 1, 1, 20)
@@ -72,7 +72,7 @@ def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: Proj
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
     assert f"run {finished.spec.run_id}: was missing in MLflow; sent" in said
-    assert stopped.spec.run_id not in said  # it is told of when it goes on
+    assert stopped.spec.run_id not in said  # this run is sent when it resumes
     assert stored(tracked_project, finished).info.status == "FINISHED"
     assert [step for step, _, _ in points(tracked_project, finished, "train/loss")] == list(range(1, 21))
     with opened_ui(tracked_project, tmp_path / "log") as ui:

@@ -1,4 +1,4 @@
-"""Proves that scoring validation rows in a process of its own survives failures and interruption."""
+"""Proves that scoring validation rows in a separate process survives failures and interruptions."""
 
 import signal
 import subprocess

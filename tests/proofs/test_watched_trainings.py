@@ -1,6 +1,5 @@
-"""Proves the README's sentence "Nothing that looks on can hurt it" for watch: it follows another process and can
-leave at any time.
-"""
+"""Proves the README's sentence "Monitoring cannot disturb a run" for `ratchet watch`: it follows another process and
+can exit at any time."""
 
 import fcntl
 import io
@@ -34,7 +33,7 @@ ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """With a replica, which a fast training gives its journal at once."""
+    """Create a project with a replica. A fast training sends its journal to the replica at once."""
     root = tmp_path_factory.mktemp("watched")
     machine = tiny_project.MACHINE.model_copy(update={"replica": str(root / "replica"), "replica_interval_s": 1})
     return tiny_project.prepared(root / "project", tiny_project.SETTINGS.model_copy(update={"machine": machine}))
@@ -42,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture
 def training(prepared: ProjectLayout) -> Iterator[subprocess.Popen[bytes]]:
-    """Goes on for some seconds."""
+    """Run a training that takes some seconds."""
     environment = tiny_project.environment() | {VARIABLE: SLOW}
     for paths in list_runs(prepared.runs):
         subprocess.run(
@@ -65,7 +64,7 @@ def training(prepared: ProjectLayout) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Window:
-    """A terminal of another process."""
+    """A pseudo-terminal that runs `ratchet watch`."""
 
     def __init__(self, layout: ProjectLayout, *words: str, columns: int = 90, lines: int = 30) -> None:
         ours, theirs = pty.openpty()
@@ -79,7 +78,7 @@ class Window:
         self._fd, self.seen = ours, ""
 
     def until(self, words: str) -> None:
-        """Read until it has shown this."""
+        """Read until the output matches the pattern."""
         deadline = time.monotonic() + PATIENCE_S
         while not re.search(words, self.seen):
             assert time.monotonic() < deadline, self.seen[-2000:]
@@ -88,7 +87,7 @@ class Window:
         assert re.search(words, self.seen), self.seen[-2000:]
 
     def end(self) -> int:
-        """Read to its end."""
+        """Read the remaining output and return the exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self._read() or self.process.poll() is None:
             assert time.monotonic() < deadline, self.seen[-2000:]
@@ -100,7 +99,7 @@ class Window:
             return False
         try:
             data = os.read(self._fd, 1 << 16)
-        except OSError:  # the other side is closed
+        except OSError:  # the other end is closed
             return False
         self.seen += data.decode(errors="replace")
         return bool(data)
@@ -117,7 +116,7 @@ def test_a_run_of_another_process_is_drawn_until_it_is_finished(
     assert training.wait(PATIENCE_S) == 0
     page, _, rest = window.seen.rpartition(BACK)
     assert ALTERNATE in page
-    assert "finished" in rest  # what is left on the screen where it was started
+    assert "finished" in rest  # the text that remains on the original screen
     assert window.seen.rfind(CURSOR) > window.seen.rfind("\x1b[?25l")
 
 
@@ -152,7 +151,7 @@ def test_lines_where_nothing_can_be_drawn_and_the_replica_tells_the_same(
     assert training.wait(PATIENCE_S) == 0
     said, complained = replicated.communicate(timeout=PATIENCE_S)
     assert replicated.returncode == 0, complained
-    if run.root.name in said:  # else it had looked before there was a claim
+    if run.root.name in said:  # otherwise `watch` ended before the first claim existed
         assert said.splitlines()[-1].startswith(f"{run.root.name} finished, step")
     again = tiny_project.ratchet(prepared, "watch", "--replica", str(prepared.root.parent / "replica"), run.root.name)
     assert again.stdout == others[-1] + "\n"

@@ -1,4 +1,4 @@
-"""The bootstrap of a ratio of sums against scipy."""
+"""Tests the bootstrap of a ratio of sums against scipy."""
 
 import numpy as np
 import pytest
@@ -36,9 +36,9 @@ def test_bounds_are_those_of_scipys_bca(kind: str, n: int) -> None:
         method="BCa", rng=np.random.default_rng(1), batch=1000,
     )  # fmt: skip
     expected = theirs.confidence_interval
-    apart = 0.03 * (expected.high - expected.low)  # both are drawn
+    apart = 0.03 * (expected.high - expected.low)  # both results are random
     if kind == "shares":
-        apart += 0.5 / n  # one step: means of so few different scores lie on a grid
+        apart += 0.5 / n  # one step: the means of few distinct scores are on a grid
     assert found.low(Z) == pytest.approx(expected.low, abs=apart)
     assert found.high(Z) == pytest.approx(expected.high, abs=apart)
     assert found.values.std(ddof=1) == pytest.approx(theirs.standard_error, rel=0.03)

@@ -1,4 +1,4 @@
-"""Decisions of the gate: every rule, every outcome, and which outcome decides."""
+"""Tests decisions of the gate: every rule, every outcome, and which outcome decides."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def test_must_improve_over_the_base_by_a_margin(candidate: int, by: float, found
     assert compared.difference == pytest.approx((candidate - 100) / 200)
     assert compared.low < compared.difference < compared.high
     assert (compared.better, compared.worse) == (max(0, candidate - 100), max(0, 100 - candidate))
-    assert compared.p_adjusted is None  # one claim needs no correction
+    assert compared.p_adjusted is None  # a single claim needs no correction
 
 
 @pytest.mark.parametrize(("candidate", "found"), [(1.5, "pass"), (2.0, "undecided"), (2.5, "fail")])
@@ -118,7 +118,7 @@ def test_one_of_several_metrics_suffices_and_all_must_fail(count: int, loss: flo
 
 
 def test_claims_are_adjusted_together_over_all_rules() -> None:
-    """p = .029 is beyond doubt as one claim, and not as one of three (Holm)."""
+    """p = 0.029 is significant for one claim, but not for one of three (Holm)."""
     models: Models = {
         "candidate": {name: flipped(right(100), better, worse) for name, better, worse in THREE},
         "base": {name: right(100) for name, *_ in THREE},
@@ -184,7 +184,7 @@ def test_samples_that_cannot_detect_the_margin_hold_even_if_the_estimate_is_good
     old = right(50, 100)
     one = reason(KEEP, evidence(against(flipped(old, 12, 2), old, "champion"), CURRENT))
     [compared] = one.comparisons
-    assert compared.low > 0  # better beyond doubt, and yet
+    assert compared.low > 0  # significantly better, but the samples are too few for the margin
     assert compared.detectable > 0.05
     assert one.outcome == "undecided"
     assert compared.required_samples is not None
@@ -193,7 +193,7 @@ def test_samples_that_cannot_detect_the_margin_hold_even_if_the_estimate_is_good
 
 
 def test_without_a_discordant_pair_few_samples_say_little() -> None:
-    """Zero discordant pairs: 10 equal answers do not show that two models are equal, 200 do, to five points."""
+    """Without discordant pairs, 10 equal answers do not show equality of two models; 200 do, to five points."""
     for n, found in ((10, "undecided"), (40, "undecided"), (200, "pass")):
         scores = right(n // 2, n)
         assert reason(KEEP, evidence(against(scores, scores, "champion"), CURRENT)).outcome == found
@@ -203,7 +203,7 @@ def test_without_a_discordant_pair_few_samples_say_little() -> None:
 @pytest.mark.parametrize("name", ["accuracy", "answer_loss", "f1", "answer_perplexity"])
 @pytest.mark.parametrize("candidate", ["equal", "better"])
 def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) -> None:
-    """The metric and the estimate do not matter, and the verdict can be written as JSON, which has no infinity."""
+    """This applies to any metric and estimate. The verdict can be written as JSON, which has no infinity."""
     scores = {
         "accuracy": (right(n, n), right(0, n)), "answer_loss": (spread(0.5, n, noise=0.01), spread(2.0, n, noise=0.01)),
         "f1": (spread(0.9, n, 0.0, 0.01), spread(0.2, n, 0.0, 0.01)), "answer_perplexity": (nats(2.0, n), nats(9.0, n)),
@@ -219,7 +219,7 @@ def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) 
 
 
 def test_groups_are_no_independent_samples() -> None:
-    """400 rows in 20 groups, of which one group became wrong: as rows they pass, as groups they are undecided."""
+    """One of 20 groups of the 400 rows becomes wrong: as single rows they pass, as groups they are undecided."""
     old = right(200, 400)
     new = flipped(old, worse=5)
     found = evidence(against(new, old, "champion"), CURRENT)
@@ -247,7 +247,7 @@ def test_without_a_reference_there_is_nothing_to_improve_over(which: Reference) 
 @pytest.mark.parametrize("which", REFERENCES)
 @pytest.mark.parametrize(("n", "found"), [(10, "undecided"), (247, "undecided"), (248, "pass")])
 def test_without_a_reference_the_samples_must_be_able_to_show_the_margin(which: Reference, n: int, found: str) -> None:
-    """248 samples show a loss of five points where a tenth of them is discordant (Connor 1987)."""
+    """If a tenth of the pairs is discordant, 248 samples show a loss of five points (Connor 1987)."""
     rule = MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.05, against=which)
     one = reason(rule, evidence({"base": {"accuracy": right(0, n)}, "candidate": {"accuracy": right(n, n)}}))
     assert one.outcome == found
@@ -303,7 +303,8 @@ def test_an_anchor_that_is_the_champion_need_not_be_scored_twice() -> None:
     ("value", "found"), [(0.74, "pass"), (0.76, "undecided"), (0.84, "undecided"), (0.86, "fail"), (0.0, "pass")]
 )
 def test_at_least_is_decided_by_wilsons_bounds(value: float, found: str) -> None:
-    rule = AtLeastRule(rule="at_least", metric="accuracy", value=value)  # 160 of 200: .750 to .842, 95 % one-sided
+    # The bounds of 160 of 200 are 0.750 and 0.842, 95 % one-sided.
+    rule = AtLeastRule(rule="at_least", metric="accuracy", value=value)
     one = reason(rule, evidence({"candidate": {"accuracy": right(160)}}))
     assert one.outcome == found
     assert "80.0 % (95 % confidence: no worse than 75.0 %, no better than 84.2 %; 200 samples)" in one.text
@@ -321,7 +322,7 @@ def test_at_least_is_decided_by_wilsons_bounds(value: float, found: str) -> None
         ("f1", spread(0.7, width=0.1), 0.65, "pass"),
         ("f1", spread(0.7, width=0.1), 0.7, "undecided"),
         ("f1", spread(0.7, width=0.1), 0.75, "fail"),
-        ("f1", spread(0.7, 10), 0.1, "undecided"),  # ten samples show no floor
+        ("f1", spread(0.7, 10), 0.1, "undecided"),  # ten samples cannot show a minimum
     ],
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
@@ -392,7 +393,7 @@ def test_forgetting_is_tested_in_every_comparable_form() -> None:
         "merged": {"general_perplexity": nats(40.0)},
     }
     found = evidence(models)
-    assert reason(REMEMBER, found).outcome == "pass"  # the merged form has another contract than the base
+    assert reason(REMEMBER, found).outcome == "pass"  # the contract of the merged form differs from the base's
     merged = found.report.scores["merged"].model_copy(update={"contract": "k1"})
     alike = with_report(found, scores={**found.report.scores, "merged": merged})
     one = reason(REMEMBER, alike)
@@ -411,7 +412,8 @@ def test_forgetting_is_tested_in_every_comparable_form() -> None:
         ("latency", 0.19, {"candidate": cost()}, "fail"),
         ("memory", "1GiB", {"candidate": cost()}, "pass"),
         ("memory", 2**30 - 1, {"candidate": cost()}, "fail"),
-        ("latency", 0.2, {"candidate": cost(9), "merged": cost()}, "pass"),  # the export counts where it was measured
+        # The measurement of the export applies, if there is one.
+        ("latency", 0.2, {"candidate": cost(9), "merged": cost()}, "pass"),
         ("latency", 0.2, {"candidate": cost(), "merged": cost(9)}, "fail"),
     ],
 )
@@ -437,7 +439,7 @@ def test_the_export_must_answer_like_the_adapter(difference: float, agreement: f
     assert reason(PARITY, evidence(GOOD, bundle=bundle(difference, agreement))).outcome == found
 
 
-# -------------------------------------------------------------------------------------------- which answer wins, words
+# ---------------------------------------------------------------------------------------- precedence of outcomes, texts
 
 UNDECIDED = AtLeastRule(rule="at_least", metric="accuracy", value=0.8)
 FAIL = AtLeastRule(rule="at_least", metric="accuracy", value=0.99)
@@ -522,7 +524,7 @@ def test_too_many_uses_of_one_test_set_hold(uses: int, decision: str) -> None:
 
 @pytest.mark.parametrize(("model", "n", "decision"), [(0, 1000, "REJECT"), (2, 1000, "PROMOTE"), (2, 10, "HOLD")])
 def test_the_default_rules_decide(model: int, n: int, decision: str) -> None:
-    """An untrained adapter changes no score, which is no improvement beyond doubt; ten samples decide nothing."""
+    """An untrained adapter changes no score, which is not a significant improvement; ten samples decide nothing."""
     verdict = decide_verdict(
         evidence({"base": everything(0, n), "candidate": everything(model, n)}), Gate(resamples=1000)
     )
@@ -532,11 +534,11 @@ def test_the_default_rules_decide(model: int, n: int, decision: str) -> None:
 
 
 def test_rules_can_be_held_against_the_form_that_ships() -> None:
-    """Which form is compared follows the contract of the reference, then the order of evaluate.formats."""
+    """The contract of the reference selects the form to compare, then the order of evaluate.formats."""
     models: Models = {**GOOD, "merged": {"accuracy": right(100, 1000)}}
     found = evidence(models)
     assert reason(IMPROVE, found).comparisons[0].role == "candidate"
-    for who in ("base", "candidate"):  # all three under one contract
+    for who in ("base", "candidate"):  # afterwards all three have one contract
         scores = {**found.report.scores, who: found.report.scores[who].model_copy(update={"contract": "k2"})}
         found = with_report(found, scores=scores)
     assert reason(IMPROVE, found).comparisons[0].role == "candidate"

@@ -1,4 +1,4 @@
-"""Slow drift: candidates that are each a little worse than their champion, and how the anchor stops them."""
+"""Tests slow drift: each candidate is a little worse than its champion, and the anchor stops this."""
 
 import numpy as np
 
@@ -14,16 +14,16 @@ NEXT = Champion(version=2, model_digest="b" * 64, adapter_digest="z" * 64, run_i
 
 
 def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
-    """Losses of champions over 20 candidates, each truly half a point worse: in truth, and on the rows."""
+    """Simulate 20 candidates, each truly half a point worse; return the champion's loss in truth and on the rows."""
     draw = np.random.default_rng(seed)
     ids = [f"s{k}" for k in range(ROWS)]
     champion = anchor = (draw.random(ROWS) < ACCURACY).astype(float)
-    accuracy, promotions = ACCURACY, 0  # of the champion, in truth
+    accuracy, promotions = ACCURACY, 0  # true accuracy of the champion
     rules = [
         MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=MARGIN, against=who) for who in against
     ]
     for _ in range(CANDIDATES):
-        # So many right answers become wrong and so many wrong ones right that half a point is lost.
+        # The probabilities that a right answer becomes wrong, and a wrong one right; together they lose half a point.
         lost, won = (DISCORDANCE + LOSS) / 2 / accuracy, (DISCORDANCE - LOSS) / 2 / (1 - accuracy)
         dice = draw.random(ROWS)
         candidate = np.where(champion == 1, dice >= lost, dice < won).astype(float)
@@ -38,9 +38,9 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
 
 
 def test_the_anchor_stops_a_drift_that_the_champion_does_not() -> None:
-    """Four times twenty candidates: 8 points lost in truth without the anchor, under 4 with it.
+    """In four runs of 20 candidates, the champion truly loses 8 points without the anchor, and under 4 with it.
 
-    The rest comes from twenty evaluations on the same rows, which gate.max_test_set_uses limits.
+    The remaining loss comes from 20 evaluations on the same rows, which gate.max_test_set_uses limits.
     """
     alone = [drifted(("champion",), seed) for seed in range(4)]
     is_anchor = [drifted(("champion", "anchor"), seed) for seed in range(4)]

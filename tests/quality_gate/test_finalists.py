@@ -1,4 +1,4 @@
-"""Finalists with several seeds: the comparison, its error rate, and the winner among equals."""
+"""Tests finalists with several seeds: the comparison, its error rate, and the choice among equal finalists."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def contender(number: int, scores: Any, parameters: int = 0, **more: Any) -> Fin
 def drawn(
     rng: np.random.Generator, means: Sequence[float], count: int | Sequence[int] = 3, spread: float = 0.1
 ) -> list[FinalistScores]:
-    """Finalists of these true means: rows that are hard for all, for one, for one training; and seeds that differ."""
+    """Draw finalists with these true means, row noise of all, of one finalist and of one training, and seed noise."""
     shared = rng.normal(0, 1, ROWS)
     counts = [count] * len(means) if isinstance(count, int) else count
     return [
@@ -41,11 +41,11 @@ def drawn(
 
 
 def leads(found: FinalRound) -> bool:
-    """Whether the leader was called better than each of the others."""
+    """Return whether the leader is better than each of the others."""
     return all(one.better for one in found.comparisons)
 
 
-# ---------------------------------------------------------------------------------------- what a difference is made of
+# ------------------------------------------------------------------------------------------------ parts of a difference
 
 
 def test_a_loss_is_the_ratio_of_sums_with_a_mean_for_each_seed() -> None:
@@ -92,7 +92,7 @@ def test_with_one_seed_it_is_the_gate_s_comparison_at_half_the_level(kind: str, 
 
 
 def test_seeds_widen_what_rows_leave_unsure() -> None:
-    """Against the sums done here: Welch's degrees of freedom for the seeds, squares of both distances added."""
+    """The expected values are computed here: Welch's degrees of freedom for the seeds, squares of both errors added."""
     rng = np.random.default_rng(0)
     pair = tuple(drawn(rng, [0.1, 0.0], spread=0.2))
     found = finalists.compare_pair(HIGH, (pair[0], pair[1]), pair, 0.025)
@@ -109,7 +109,7 @@ def test_seeds_widen_what_rows_leave_unsure() -> None:
     assert found.low < alone.low
     assert found.p > alone.p
     at_p = finalists.compare_pair(HIGH, (pair[0], pair[1]), pair, found.p)
-    assert at_p.low == pytest.approx(0, abs=0.02)  # the row error follows the level a little
+    assert at_p.low == pytest.approx(0, abs=0.02)  # the row error depends slightly on the level
 
 
 def test_one_seed_is_taken_to_vary_as_the_one_that_varies_most() -> None:
@@ -123,7 +123,7 @@ def test_one_seed_is_taken_to_vary_as_the_one_that_varies_most() -> None:
     assert found.seed_error == pytest.approx(np.sqrt(own / 3 + most))
     borrowed = finalists.compare_pair(HIGH, (loud, single), everyone, 0.025)
     assert borrowed.seed_error == pytest.approx(np.sqrt(most / 3 + most))
-    assert "t with 2.0 degrees" in borrowed.method  # one spread, used twice, gives no more certainty
+    assert "t with 2.0 degrees" in borrowed.method  # using one spread twice does not add certainty
 
 
 def test_seeds_that_change_nothing_add_nothing() -> None:
@@ -160,7 +160,7 @@ def test_bounds_agree_with_p_values() -> None:
     assert seen == {True, False}
 
 
-# ------------------------------------------------------------------------------------------------ how often it is wrong
+# ----------------------------------------------------------------------------------------------------------- error rate
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ def test_equal_finalists_are_called_better_as_rarely_as_the_confidence_allows(
     assert wrong / cases <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / cases)
 
 
-# --------------------------------------------------------------------------------------------------------- who wins
+# ------------------------------------------------------------------------------------------------- choice of the winner
 
 
 def equals(*costs: TrainingCost) -> FinalRound:
-    """Finalists that differ by nothing that matters; the last leads."""
+    """Choose among finalists with negligible differences; the last one leads."""
     rng = np.random.default_rng(2)
     rows = rng.normal(0, 1, ROWS)
     return choose_winner(
@@ -231,7 +231,7 @@ def test_costs_count_only_among_equals() -> None:
     )
     assert leads(found)
     assert (found.winner, found.reason.split(" (")[0]) == (0, "trial 0 is better than each of the others")
-    three = drawn(np.random.default_rng(6), [0.0, 0.0, -3.0])  # the cheapest is clearly worse
+    three = drawn(np.random.default_rng(6), [0.0, 0.0, -3.0])  # the cheapest one is clearly worse
     found = choose_winner(
         HIGH, [replace(one, cost=TrainingCost(trainable_parameters=100 - one.number)) for one in three]
     )
@@ -268,11 +268,11 @@ def test_an_only_finalist_wins() -> None:
     assert (found.winner, found.comparisons, found.reason) == (4, (), "trial 4 is the only finalist")
 
 
-# --------------------------------------------------------------------------------------------------- dropped early
+# ------------------------------------------------------------------------------------------------------- early dropping
 
 
 def of_optuna(leader: FinalistScores, other: FinalistScores, threshold: float) -> bool:
-    """Whether Optuna's pruner would end the other after the same rows."""
+    """Return whether Optuna's pruner would stop the other finalist after the same rows."""
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=threshold))
     best = study.ask()
     for row, value in enumerate(leader.row_means):

@@ -1,4 +1,4 @@
-"""Holm's adjustment against statsmodels."""
+"""Tests Holm's adjustment against statsmodels."""
 
 import numpy as np
 import pytest

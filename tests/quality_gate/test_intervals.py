@@ -1,4 +1,4 @@
-"""Wilson's bounds against scipy and statsmodels."""
+"""Tests Wilson's bounds against scipy and statsmodels."""
 
 import pytest
 from scipy import stats
@@ -10,7 +10,7 @@ from ratchet.quality_gate.statistics import wilson_bounds
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (10, 10), (1, 1), (37, 50), (960, 1000)])
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
 def test_bounds_are_those_of_statsmodels_and_scipy(successes: int, n: int, confidence: float) -> None:
-    """A two-sided interval at 2 confidence - 1 has these ends."""
+    """The bounds at `confidence` are the ends of a two-sided interval at 2 confidence - 1."""
     theirs = proportion_confint(successes, n, alpha=2 * (1 - confidence), method="wilson")
     assert wilson_bounds(successes, n, confidence) == pytest.approx(theirs, abs=1e-12)
     scipys = stats.binomtest(successes, n).proportion_ci(2 * confidence - 1, method="wilson")

@@ -1,4 +1,4 @@
-"""The noise floor of a model scored twice, in the units of the margins."""
+"""Tests the noise floor of a model that is scored twice, in the units of the margins."""
 
 import math
 
@@ -25,7 +25,7 @@ MODELS: Models = {
 def test_a_model_that_repeats_itself_makes_no_noise() -> None:
     [line] = decision.measure_noise(with_noise(evidence(MODELS), "accuracy", right(100)), RULES)
     assert (line.name, line.n, line.differing, line.result.difference) == ("accuracy", 200, 0, 0.0)
-    assert line.margin == 0.02  # the smaller of two rules
+    assert line.margin == 0.02  # the smaller margin of two rules
     assert line.is_within_margin
 
 

@@ -1,4 +1,4 @@
-"""The paired test: its parts, its invariances, and the coverage of its bounds."""
+"""Tests the paired test: its parts, its invariances, and the coverage of its bounds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ Z = float(stats.norm.ppf(0.95))
 
 
 def table(both: int, better: int, worse: int, neither: int) -> PairedScores:
-    """Answers with so many pairs of each kind."""
+    """Build paired answers with these numbers of each kind of pair."""
     cells = [(1.0, 1.0)] * both + [(1.0, 0.0)] * better + [(0.0, 1.0)] * worse + [(0.0, 0.0)] * neither
     return PairedScores([new for new, _ in cells], [old for _, old in cells], "higher")
 
@@ -31,7 +31,7 @@ def losses(n: int, gain: float = 0.1, seed: int = 0) -> PairedScores:
 
 
 def nats(n: int, ratio: float = 1.0, seed: int = 0) -> PairedScores:
-    """Perplexity that is `ratio` times the old one."""
+    """Build paired scores with a new perplexity of `ratio` times the old one."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(5, 60, n).astype(float)
     old = rng.lognormal(0.8, 0.4, n)
@@ -70,7 +70,7 @@ def test_no_discordant_pair_of_ten_leaves_doubt() -> None:
     found = compare(table(6, 0, 0, 4), -0.05, PLAN)
     assert found.low == pytest.approx(-0.2129, abs=1e-4)
     assert found.p > 0.2
-    assert found.required_samples == 248  # planned with a discordance of 10 %
+    assert found.required_samples == 248  # the plan assumes a discordance of 10 %
 
 
 @pytest.mark.parametrize("cells", [(0, 1, 0, 0), (0, 0, 1, 0), (1, 0, 0, 0), (0, 40, 0, 0), (0, 0, 40, 0)])
@@ -95,7 +95,7 @@ def test_losses_are_compared_by_bootstrap() -> None:
 
 
 def test_the_pairing_is_used() -> None:
-    """The same change on samples of very different difficulty is seen at once; unpaired it would drown."""
+    """The samples differ greatly in difficulty: pairing shows the common change, an unpaired test would miss it."""
     old = [float(difficulty) for difficulty in range(100)]
     new = [x + 0.1 + 0.01 * (k % 2) for k, x in enumerate(old)]
     found = compare(PairedScores(new, old, "higher"), 0.0, PLAN)
@@ -122,7 +122,7 @@ def test_the_detectable_change_of_a_perplexity_is_a_rise() -> None:
 
 
 def test_samples_of_a_group_count_once() -> None:
-    """Ten copies of each sample say no more than one."""
+    """Ten copies of each sample give the same result as one."""
     pairs = losses(60)
     copies = PairedScores(
         list(pairs.new) * 10, list(pairs.old) * 10, "lower", groups=[f"row {k % 60}" for k in range(600)]
@@ -146,7 +146,7 @@ def test_answers_that_share_a_group_are_no_independent_answers() -> None:
     assert found.high - found.low > 1.5 * (independent.high - independent.low)
 
 
-# Few samples, and none that differ
+# Few samples, and samples without differences
 
 
 def test_an_adapter_that_changes_nothing_changes_losses_by_exactly_nothing() -> None:
@@ -203,7 +203,7 @@ def test_few_samples_are_held_to_students_t() -> None:
 
 
 def test_few_skewed_samples_are_held_to_halls_t() -> None:
-    """Nine samples a little better and one much worse: the next bad one is what Student's t does not expect."""
+    """Nine samples get slightly better and one much worse; Student's t does not expect further bad ones."""
     rises = [-0.1, -0.12, -0.08, -0.1, -0.11, -0.09, -0.1, -0.13, -0.07, 1.0] * 3
     found = compare(PairedScores([2 + rise for rise in rises], [2.0] * 30, "lower"), -0.1, PLAN)
     changes = -np.asarray(rises)
@@ -289,7 +289,7 @@ def test_more_confidence_makes_wider_bounds(pairs: PairedScores) -> None:
     assert wide.detectable > narrow.detectable
 
 
-# How often it is wrong
+# Error rates
 
 CASES = 300
 RARELY = 0.05 + 4 * (0.05 * 0.95 / CASES) ** 0.5
@@ -297,20 +297,20 @@ Rng = np.random.Generator
 
 
 def k_answers(rng: Rng) -> PairedScores:
-    """Means of four sampled answers, the new model's worse by the margin of 0.05."""
+    """Draw means of four sampled answers; the new model's mean is worse by the margin of 0.05."""
     hard = rng.beta(4, 2, 150)
     new = rng.binomial(4, np.clip(hard - 0.05 / 0.97, 0, 1)) / 4
     return PairedScores(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
 
 
 def skewed_losses(rng: Rng) -> PairedScores:
-    """Losses that rise by 0.05 on average: most a little, some a lot."""
+    """Draw losses that rise by 0.05 on average: most of them a little, some a lot."""
     old = rng.lognormal(0, 1, 150)
     return PairedScores((old + rng.exponential(0.15, 150) - 0.1).tolist(), old.tolist(), "lower")
 
 
 def conversations(rng: Rng) -> PairedScores:
-    """Turns of 60 conversations of 1 to 6 turns, which fail together; worse by 0.05."""
+    """Draw 60 conversations of 1 to 6 turns that fail together; the new model is worse by 0.05."""
     sizes = rng.integers(1, 7, 60)
     together = np.repeat(rng.normal(-0.05, 0.2, 60), sizes)
     old = rng.normal(2, 1, len(together))
@@ -320,7 +320,7 @@ def conversations(rng: Rng) -> PairedScores:
 
 
 def risen_perplexity(rng: Rng) -> PairedScores:
-    """A perplexity that rose by 5 %."""
+    """Draw a perplexity that rises by 5 %."""
     tokens = rng.integers(20, 200, 100).astype(float)
     old = rng.normal(2.5, 0.4, 100)
     new = old + np.log(1.05) + rng.standard_t(5, 100) * 0.2

@@ -1,4 +1,4 @@
-"""Required numbers of samples against published values."""
+"""Tests required numbers of samples against published values."""
 
 import pytest
 from scipy import stats
@@ -11,7 +11,7 @@ from ratchet.quality_gate.statistics import detectable_difference, required_pair
     [(0.01, 0.1, 6183), (0.02, 0.1, 1546), (0.03, 0.1, 687), (0.05, 0.1, 248), (0.02, 0.2, 3092), (0.05, 0.2, 495)],
 )
 def test_required_samples_to_show_that_an_equal_model_is_not_worse(margin: float, share: float, samples: int) -> None:
-    """(1.6449 + 0.8416)^2 share / margin^2."""
+    """The number of samples is (1.6449 + 0.8416)^2 share / margin^2."""
     assert required_pairs(margin, share, 0.95, 0.8) == samples
 
 

@@ -1,4 +1,4 @@
-"""Hall's transformation of a t-statistic."""
+"""Tests Hall's transformation of a t-statistic."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_larger_statistics_stay_larger() -> None:
 
 
 def test_a_t_statistic_of_skewed_samples_becomes_one_that_is_not() -> None:
-    """Of exponential samples: 5 % lie beyond each quantile afterwards, 12 % and 1 % before."""
+    """For exponential samples, about 5 % exceed each quantile afterwards; before, 12 % and 1 % do."""
     rng, n = np.random.default_rng(0), 20
     drawn = rng.exponential(size=(4000, n))
     before = (drawn.mean(axis=1) - 1) / (drawn.std(axis=1, ddof=1) / np.sqrt(n))

@@ -1,4 +1,4 @@
-"""Paired binary tests: the formulas, and their exact error rates."""
+"""Tests paired binary tests: the formulas, and their exact error rates."""
 
 import math
 
@@ -14,9 +14,9 @@ Z = float(stats.norm.ppf(0.95))
 
 
 def likeliest_score(better: int, worse: int, n: int, d: float) -> float:
-    """Tango's statistic of a supposed difference d, the nuisance share found by maximising the likelihood."""
+    """Compute Tango's statistic for a hypothetical difference d, with a numerical maximum-likelihood estimate."""
 
-    def unlikely(q: float) -> float:  # q: share of pairs that became worse
+    def unlikely(q: float) -> float:  # q: the share of pairs that became worse
         return -(xlogy(better, q + d) + xlogy(worse, q) + xlogy(n - better - worse, 1 - 2 * q - d))
 
     ends = (max(0.0, -d), (1 - d) / 2)
@@ -49,7 +49,7 @@ def test_exact_p_is_that_of_scipy_and_statsmodels(better: int, worse: int) -> No
     found = statistics.mcnemar_exact_p(better, worse)
     if better + worse:
         assert found == pytest.approx(stats.binomtest(better, better + worse, alternative="greater").pvalue)
-    if better > worse:  # theirs has two sides
+    if better > worse:  # statsmodels' test is two-sided
         assert 2 * found == pytest.approx(mcnemar([[5, better], [worse, 5]], exact=True).pvalue)
 
 
@@ -63,7 +63,7 @@ def test_mid_p_is_the_exact_one_less_half_of_what_was_seen(better: int, worse: i
 
 
 def test_the_score_test_at_nought_is_mcnemars() -> None:
-    """Without continuity correction."""
+    """The reference has no continuity correction."""
     theirs = mcnemar([[5, 31], [18, 5]], exact=False, correction=False)
     assert 2 * statistics.tango_p_value(31, 18, 300, 0.0) == pytest.approx(theirs.pvalue)
 
@@ -82,7 +82,7 @@ def test_shares_differ_by_one_at_most() -> None:
 
 
 def tables(n: int, better: float, worse: float) -> list[tuple[float, int, int]]:
-    """Every possible outcome that matters: probability, better, worse."""
+    """Return every outcome of relevant probability: probability, better, worse."""
     found = []
     for discordant in range(n + 1):
         p_discordant = stats.binom.pmf(discordant, n, better + worse)
@@ -98,7 +98,7 @@ def tables(n: int, better: float, worse: float) -> list[tuple[float, int, int]]:
     [(100, 0.0, 0.02), (400, 0.0, 0.02), (100, 0.0, 0.05), (200, 0.0, 0.1), (100, 0.01, 0.03), (200, 0.02, 0.07)],
 )
 def test_a_model_that_is_worse_by_the_margin_passes_as_rarely_as_promised(n: int, better: float, worse: float) -> None:
-    """A must_not_regress rule with the margin worse - better."""
+    """The margin of the must_not_regress rule is worse - better."""
     outcomes = tables(n, better, worse)
     assert (
         sum(p for p, wins, losses in outcomes if statistics.tango_p_value(wins, losses, n, better - worse) < 0.05)

@@ -1,4 +1,4 @@
-"""Uses of a test set: each model counts once, however often it is evaluated."""
+"""Tests the uses of a test set: each model counts once, however often it is evaluated."""
 
 import json
 import multiprocessing
@@ -12,7 +12,7 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def test_a_model_counts_once_for_each_gate_set(project: ProjectLayout) -> None:
-    assert evidence.count_models(project, "set", "a") == 1  # the one that asks, before anything is written
+    assert evidence.count_models(project, "set", "a") == 1  # the model itself counts before its use is recorded
     for test_set_digest, model in (("set", "a"), ("set", "b"), ("other", "a"), ("set", "a")):
         evidence.record_test_set_use(project, test_set_digest, model, f"run-{model}")
     assert [(one.test_set_digest, one.model) for one in evidence.read_test_set_uses(project.test_set_uses)] == [

@@ -1,4 +1,4 @@
-"""Evidence that cannot be judged: mismatched reports, and scores that cannot be compared."""
+"""Tests evidence that cannot be judged: mismatched reports, and scores that cannot be compared."""
 
 import dataclasses
 import math
@@ -118,7 +118,7 @@ def test_models_that_were_scored_under_different_contracts_are_not_compared_and_
     assert one.outcome == "invalid"
     assert "dtype: float32 and bfloat16" in one.text
     assert "model_format: adapter and merged" in one.text
-    assert "max_new_tokens" not in one.text  # it is the same
+    assert "max_new_tokens" not in one.text  # the value is the same in both
 
 
 def test_terms_deep_in_a_contract_are_named_by_their_path() -> None:
@@ -151,7 +151,7 @@ ALL = (IMPROVE, KEEP, FLOOR)
          "better is 'higher' for candidate and 'lower' for base"),
         ((IMPROVE,), evidence(GOOD, duplicate_samples={"base": {"accuracy": "s00007"}}),
          "accuracy of base: sample s00007 occurs twice"),
-        # Hard rows that are left out for both models would make a model look good: the report counts them.
+        # Omitting hard rows for both models would make a model look good, so the report counts the rows.
         ((IMPROVE,), with_metric(evidence(GOOD), "accuracy", n=1001),
          "the report has 1001 samples, the file has 1000"),
         ((FLOOR,), with_metric(evidence(GOOD), "accuracy", value=math.nan), ""),
@@ -171,7 +171,7 @@ def test_metrics_that_cannot_be_judged_are_invalid_with_a_reason(
 
 
 def test_a_mean_of_shares_and_one_that_happens_to_be_of_right_and_wrong_are_compared() -> None:
-    """Token F1 of a base that hits nothing is nought in every row."""
+    """If no answer of a base has a matching token, its token F1 is 0 in every row."""
     made = evidence({"base": {"token_f1": right(0)}, "candidate": {"token_f1": spread(0.6)}})
     made = with_metric(made, "token_f1", who=("base",), unit="proportion")
     rule = MustImproveRule(rule="must_improve", metric=("token_f1",))

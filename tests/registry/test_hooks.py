@@ -1,4 +1,4 @@
-"""One hook and one event: real servers on loopback with realistic failures, and real programs."""
+"""Tests one hook and one event: real servers on loopback with realistic failures, and real programs."""
 
 import hashlib
 import hmac
@@ -39,7 +39,7 @@ def event(tmp_path: Path) -> Path:
 
 
 def tell(hook: HookSettings, event: Path) -> tuple[outbox.HookResult, list[float]]:
-    """Send without waiting, and return the waits."""
+    """Send an event without pauses; return the result and the requested pauses in seconds."""
     waits: list[float] = []
     return outbox.send_event(hook, event, event.parents[1], waits.append), waits
 
@@ -145,7 +145,7 @@ def test_retry_after_sets_the_wait_within_limits(
 
 
 def test_a_stalling_server_times_out(serve: Serve, event: Path) -> None:
-    """The server sends single bytes, so that no read times out."""
+    """The server sends single bytes, so no single read times out."""
     receiver = serve(0, 200)
     outcome, _ = tell(HookSettings(webhook=receiver.url, timeout_s=1.5), event)
     assert outcome == outbox.HookResult(True, UNSIGNED, 2)
@@ -157,7 +157,7 @@ def test_a_stalling_server_times_out(serve: Serve, event: Path) -> None:
 def test_loopback_without_proxy_and_refused_connections(
     serve: Serve, event: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy is not asked about loopback
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # the proxy is not used for loopback
     assert tell(HookSettings(webhook=serve(200).url), event)[0].is_delivered
     outcome, _ = tell(HookSettings(webhook="http://127.0.0.1:9/", retries=1), event)
     assert (outcome.is_delivered, outcome.attempts) == (False, 2)
@@ -234,7 +234,7 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) ->
     )
     assert outcome == outbox.HookResult(False, "timed out after 1 s and was killed", 1)
     os.set_blocking(reader, True)
-    assert os.read(reader, 1) == b""  # the last writer is gone
+    assert os.read(reader, 1) == b""  # the last writer has ended
     os.close(reader)
 
 

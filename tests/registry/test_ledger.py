@@ -1,4 +1,4 @@
-"""The ledger: every change is detected, and its line is named."""
+"""Tests the ledger: every change is detected, and the error names its line."""
 
 import json
 import subprocess
@@ -56,14 +56,14 @@ def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
 
 
 def forged(first: str, second: str, third: str) -> list[str]:
-    """A changed line with a matching digest."""
+    """Change a line and give it a matching digest."""
     changed = json.loads(second) | {"actor": "Bob"}
     changed["digest"] = ledger.entry_digest(Promotion.model_validate(changed))
     return [first, digests.canonical_json(changed) + "\n", third]
 
 
 def repeated(first: str, second: str, third: str) -> list[str]:
-    """The first event again, as a valid next entry."""
+    """Append the first event again, as a valid next entry."""
     entry = json.loads(first) | {"previous": json.loads(third)["digest"]}
     entry["digest"] = ledger.entry_digest(Promotion.model_validate(entry))
     return [first, second, third, digests.canonical_json(entry) + "\n"]
@@ -114,4 +114,4 @@ def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
         with pytest.raises(DamagedFileError, match=message):
             ledger.check_champion(path, found, file)
     ledger.check_champion(path, entries, ChampionFile())  # a new champion file
-    ledger.check_champion(path, [], champions(1, None))  # promoted before there was a ledger
+    ledger.check_champion(path, [], champions(1, None))  # promoted before the ledger existed

@@ -1,4 +1,4 @@
-"""Lineage and bill of materials: contents, secrets that they must not contain, and equal bytes for equal inputs."""
+"""Tests lineage and bill of materials: contents, no secrets, and equal bytes for equal inputs."""
 
 import json
 from importlib.metadata import version
@@ -19,8 +19,9 @@ from ratchet.registry.lineage import ModelOrigin, SbomContents
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard, DroppedRows, LengthDistribution, NearDuplicateReport
+from ratchet.storage.records.training import TrainReport
 
 ROW = "a row of the data that is private"
 BASE = BaseCard(
@@ -58,7 +59,7 @@ def contents(**changes: Any) -> SbomContents:
 
 @pytest.fixture(scope="module")
 def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bill of materials of the plain contents."""
+    """Write the bill of materials of the plain contents."""
     path = tmp_path_factory.mktemp("bill") / "sbom.json"
     assert lineage.write_sbom(contents(), path) == digests.hash_file(path)
     return path
@@ -138,8 +139,8 @@ def test_the_bill_names_libraries_base_and_data(bill: Path) -> None:
     assert torch.licenses
     for direct in ("peft", "ratchet-llm", "ruamel-yaml", "scikit-learn", "huggingface-hub"):
         assert any(ref.startswith(f"pkg:pypi/{direct}@") for ref in parts), direct
-    assert any(ref.startswith("pkg:pypi/joblib@") for ref in parts)  # what scikit-learn needs
-    assert not any(ref.startswith(("pkg:pypi/pytest@", "pkg:pypi/mypy@")) for ref in parts)  # not needed to run
+    assert any(ref.startswith("pkg:pypi/joblib@") for ref in parts)  # a dependency of scikit-learn
+    assert not any(ref.startswith(("pkg:pypi/pytest@", "pkg:pypi/mypy@")) for ref in parts)  # not needed at run time
     assert parts["base"].type == ComponentType.MACHINE_LEARNING_MODEL
     assert parts["base"].purl.to_string() == "pkg:huggingface/Some-Org/Model-1B@abcdef0123"
     assert [one.id for one in parts["base"].licenses] == ["Apache-2.0"]

@@ -1,4 +1,4 @@
-"""The outbox: events in order, each hook once for each event, by a process that survives its starter."""
+"""Tests the outbox: events arrive in order, each hook gets each event once, and delivery survives its starter."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def told(root: Path) -> list[str]:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Wait up to a minute for other processes."""
+    """Wait up to 60 s for other processes."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it does not happen"
@@ -49,8 +49,8 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_events_are_delivered_in_order_and_once(tmp_path: Path, box: Path) -> None:
     for line in (2, 10, 1):
-        name = put(box, line, COUNT, COUNT)  # the same hook twice is one hook
-    assert put(box, 1, COUNT) == name  # a promotion that is finished a second time
+        name = put(box, line, COUNT, COUNT)  # a hook that is listed twice counts once
+    assert put(box, 1, COUNT) == name  # the promotion is finished a second time
     put(box, 11, COUNT.model_copy(update={"events": ("rollback",)}))
     for _ in range(2):
         assert outbox.deliver_pending(box, tmp_path) is None
@@ -83,7 +83,7 @@ def test_a_failed_hook_affects_no_other_and_can_be_repeated(tmp_path: Path, box:
     assert warning.startswith("warning: command no-such-program: not delivered (cannot be started")
     assert "`ratchet promotions --deliver` tries again" in warning
     assert format_delivery(successful).startswith("command sh: delivered")
-    assert outbox.deliver_pending(box, tmp_path) is None  # given up: no delivery repeats it by itself
+    assert outbox.deliver_pending(box, tmp_path) is None  # the hook gave up, so a delivery does not repeat the event
     assert outbox.read_deliveries(box)[0].waiting == ()
 
     mended = HookSettings(command=("sh", "-c", "echo mended >> told.txt"))
@@ -103,17 +103,17 @@ def test_delivery_survives_a_kill_of_its_starter(tmp_path: Path, box: Path) -> N
     wait_until((tmp_path / "begun").exists)
     os.killpg(starter.pid, signal.SIGKILL)
     assert starter.wait() == -signal.SIGKILL
-    problem = outbox.deliver_pending(box, tmp_path, wait_s=0.5)  # another one comes, and has to wait for the first
+    problem = outbox.deliver_pending(box, tmp_path, wait_s=0.5)  # a second delivery has to wait for the first
     assert problem is not None
     assert "hooks are still running" in problem
     (tmp_path / "wait").write_text("go on")
     wait_until(lambda: not any(found.waiting for found in outbox.read_deliveries(box)))
     with outbox.acquire_lock(box):
-        assert told(tmp_path) == ["event-1", "event-1"]  # both hooks, each once
+        assert told(tmp_path) == ["event-1", "event-1"]  # one line from each of the two hooks
 
 
 def test_after_a_kill_before_the_result_the_hook_gets_the_same_id_again(tmp_path: Path, box: Path) -> None:
-    """No sender can close this gap, so receivers recognize ids."""
+    """A sender cannot close this gap, so receivers must recognize ids."""
     once = HookSettings(
         command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt; test -e wait && cat wait; true"), retries=0
     )
@@ -135,7 +135,7 @@ def test_a_damaged_event_is_refused_and_an_incomplete_one_ignored(tmp_path: Path
     (box / name / "event.json").write_text("{")
     with pytest.raises(DamagedFileError, match=r"event\.json: not an event .*remove the folder"):
         outbox.read_deliveries(box)
-    (box / name / "event.json").unlink()  # killed before it was written
+    (box / name / "event.json").unlink()  # as after a kill before it was written
     assert outbox.read_deliveries(box) == []
     put(box, 1, COUNT)
     assert outbox.deliver_pending(box, tmp_path) is None

@@ -1,4 +1,4 @@
-"""Pickles that would run a program are found everywhere, and none is run."""
+"""Tests that pickles that would run a program are found everywhere, and that none is run."""
 
 import gzip
 import io
@@ -42,7 +42,7 @@ class Program:
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A file that exists after a planted program has run."""
+    """Return the path of a file that exists only after a planted program has run."""
     return tmp_path / "it ran"
 
 
@@ -74,7 +74,7 @@ def torch_file(value: object, legacy: bool) -> bytes:
 
 
 def array(content: bytes) -> bytes:
-    """An array of objects: a header, and a pickle behind it."""
+    """Return an array of objects: a header, followed by a pickle."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "|O", "fortran_order": False, "shape": (1,)})
     return stream.getvalue() + content
@@ -119,7 +119,7 @@ def test_a_planted_program_is_found_and_not_run(tmp_path: Path, trap: Path, plac
 
 
 def clean(folder: Path) -> Path:
-    """A model with additional files that published models often contain."""
+    """Write a model with additional files that published models often contain."""
     folder.mkdir()
     save_file({"w": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
     weights = {"a": torch.arange(5000).float(), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -140,7 +140,7 @@ def clean(folder: Path) -> Path:
 
 def test_harmless_files_pass_and_pickles_are_listed(tmp_path: Path) -> None:
     folder = clean(tmp_path / "model")
-    (folder / "vocab.txt").unlink()  # these two lines are how a pickle of the first protocol calls os.system
+    (folder / "vocab.txt").unlink()  # these two lines are how a pickle of protocol 0 calls os.system
     found = pickle_scan.scan_directory(folder)
     assert found.files == 14
     assert found.pickles == ("consolidated.pth", "optimizer.pt", "pytorch_model.bin")
@@ -168,7 +168,7 @@ def test_large_weights_are_not_read(tmp_path: Path) -> None:
     header = b'{"__metadata__":{}}'
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        stream.truncate(2**40)  # reading it would take an hour
+        stream.truncate(2**40)  # reading the whole file would take an hour
     with (folder / "model.gguf").open("wb") as stream:
         stream.write(b"GGUF")
         stream.truncate(2**40)
@@ -190,10 +190,10 @@ def test_stage_base_refuses_before_anything_is_opened(project: ProjectLayout, tr
 
 
 def test_the_scan_of_stage_base_is_stored_next_to_the_card(tmp_path: Path) -> None:
-    """Harmless pickles are accepted and recorded, even if they were converted."""
+    """The scan accepts and records harmless pickles, even if they were converted."""
     layout = tiny_project.write(tmp_path / "project")
     base.base(Project.from_parts(layout, tiny_project.SETTINGS))
-    assert pickle_scan.load_scan(layout.base) is None  # the tiny base came from nowhere
+    assert pickle_scan.load_scan(layout.base) is None  # the tiny base was not downloaded
     theirs = Path(shutil.copytree(layout.tiny_model, layout.root / "theirs"))
     weights = load_file(theirs / "model.safetensors")
     (theirs / "pytorch_model.bin").write_bytes(torch_file(weights, legacy=True))

@@ -1,4 +1,4 @@
-"""Runs, trials, versions and groups of seeds are found by name; errors list the existing names."""
+"""Tests that runs, trials, versions and groups of seeds are found by name; errors list the existing names."""
 
 from pathlib import Path
 

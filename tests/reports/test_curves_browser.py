@@ -1,4 +1,4 @@
-"""The pages of trainings in a real browser: controls and texts, with and without JavaScript."""
+"""Tests the pages of trainings in a real browser: controls and texts, with and without JavaScript."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def curves(tab: Tab) -> list[str]:
-    """The lines of the first picture."""
+    """Return the lines of the first picture."""
     found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} polyline')].map(x => x.getAttribute('points'))")
     return found
 
@@ -51,7 +51,7 @@ def texts(tab: Tab) -> list[str]:
 
 
 def marks(tab: Tab) -> list[str]:
-    """Signs on the axis of the first picture, and what they say."""
+    """Return the texts of the marks on the axis of the first picture."""
     found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} .mark')].map(x => x.textContent)")
     return found
 
@@ -65,7 +65,7 @@ def test_page_opens_without_complaint_request_or_scroll_bar(
     with Tab(chrome, size, dark) as tab:
         tab.assert_opens(pages[page], dark)
         assert len(tab.texts(".curves figcaption")) == 5
-        # The picture is as wide as its place, so that letters keep their size.
+        # The picture is as wide as its column, so letters keep their size.
         assert tab.ask(f"document.querySelector('{LOSS} svg').getBoundingClientRect().width") > 0.8 * size[0] - 200
         assert tab.ask(f"document.querySelector('{LOSS} text').getBoundingClientRect().height") >= 11
         ground = tab.ask("getComputedStyle(document.body).backgroundColor")
@@ -113,7 +113,7 @@ def test_smoothing_lowers_a_spike_moves_the_band_and_can_be_undone(chrome: Brows
         tab.open(pages["compare"])
         before, whole, kept = curves(tab), tab.ask(band), tab.ask(validated)
         tab.choose("smooth", "90")
-        assert min(heights(curves(tab)[0])) > min(heights(before[0])) + 50  # downwards: y grows
+        assert min(heights(curves(tab)[0])) > min(heights(before[0])) + 50  # lower in the picture: y grows downwards
         assert tab.ask(validated) == kept, "validations are points, and stay"
         tab.choose("smooth", "80")
         line, outline = heights(curves(tab)[1]), heights(tab.ask(band))

@@ -1,4 +1,4 @@
-"""The page of the dataset card: complete, safe with any data, and equal bytes for equal cards."""
+"""Tests the page of the dataset card: complete, safe with any data, and equal bytes for equal cards."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b
 
 
 def drawn(seed: int, rows: int, middle: float, width: int) -> LengthDistribution:
-    """Lengths as stage prepare would measure them: log-normal, in bins of `width` tokens."""
+    """Draw lengths as stage prepare would measure them: log-normal, in bins of `width` tokens."""
     random_ = random.Random(seed)
     lengths = sorted(8 + int(random_.lognormvariate(middle, 0.45)) for _ in range(rows))
     bins = {edge * width: len(list(group)) for edge, group in itertools.groupby(lengths, lambda n: n // width)}
@@ -45,7 +45,7 @@ def drawn(seed: int, rows: int, middle: float, width: int) -> LengthDistribution
 
 
 def strata(count: int) -> dict[str, SplitStratum]:
-    """Labels of falling size, divided 75 / 10 / 15."""
+    """Return labels with decreasing numbers of rows, split 75 / 10 / 15."""
     found = {}
     for number in range(count):
         rows = 187 - 2 * number
@@ -56,7 +56,7 @@ def strata(count: int) -> dict[str, SplitStratum]:
 
 
 def label_card(labels: int = 77) -> DatasetCard:
-    """A label task with something in every section."""
+    """Build the card of a label task with content in every section."""
     by_label = strata(labels)
     splits = {name: sum(one.splits[name] for one in by_label.values()) for name in SPLITS}
     dropped = {
@@ -126,7 +126,7 @@ def label_card(labels: int = 77) -> DatasetCard:
 
 
 def text_card() -> DatasetCard:
-    """A text task where nothing was dropped, found or cut."""
+    """Build the card of a text task in which nothing was dropped, found or cut."""
     splits = {"train": 750, "validation": 100, "test": 150}
     return DatasetCard(
         digest="0" * 64,
@@ -145,7 +145,7 @@ def text_card() -> DatasetCard:
 
 
 def hostile_card(text: str) -> DatasetCard:
-    """A card with `text` wherever a text of the data may stand, and in names."""
+    """Build a card with `text` in all fields that may hold text of the data, and in names."""
     card = label_card(3)
     return card.model_copy(
         update={
@@ -180,7 +180,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def table(page: str, name: str) -> list[list[str]]:
-    """Cells of the section's tables, without heads."""
+    """Return the cells of the section's tables, without headers."""
     return [[heard(cell) for cell in row] for row in section(page, name).iterfind(".//tbody/tr")]
 
 
@@ -361,7 +361,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_is_small(labels: int, tmp_p
 
 
 def shuffled(value: object, seed: int) -> object:
-    """The same value with the keys of its dicts in another order."""
+    """Return the same value with the keys of its dicts in another order."""
     if isinstance(value, dict):
         keys = list(value)
         random.Random(seed).shuffle(keys)

@@ -1,4 +1,4 @@
-"""Columns of a journal equal its lines, for any lines and any block size."""
+"""Tests that columns of a journal equal its lines, for any lines and any block size."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ DAMAGE = {
 
 
 def joined(path: Path, size_bytes: int) -> JournalBlock:
-    """All blocks as one; others with the number of steps before them in the whole file."""
+    """Join all blocks into one; events of other kinds get the number of steps before them in the whole file."""
     found = list(run_history.read_blocks(path, size_bytes))
     others, steps = [], 0
     for block in found:
@@ -88,7 +88,7 @@ def test_nearly_all_lines_of_a_long_journal_are_read_together(tmp_path: Path) ->
 
 
 def test_another_layout_from_another_program_is_noticed(tmp_path: Path) -> None:
-    """As many keys, but another one in the place of one: what stands there is not taken for it."""
+    """The lines have the same number of keys, but one key differs; its value must not be read as the old key's."""
     path = tmp_path / "journal.jsonl"
     other = LINES.replace(b'"grad_norm":', b'"gradient":')
     path.write_bytes(LINES + other)

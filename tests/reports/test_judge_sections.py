@@ -1,4 +1,4 @@
-"""Verdicts of a judge on the gate's page, in the report of a training and in the terminal."""
+"""Tests the verdicts of a judge on the gate's page, in the report of a training and in the terminal."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plots and pages of a training and of a forecast, with real figures, which the tests read back from the pages."""
+"""Tests plots and pages of a training and of a forecast; the tests read the figures back from the pages."""
 
 import base64
 import io
@@ -16,13 +16,13 @@ from ratchet.config.units import GIB
 from ratchet.reports import curves, plots, training_page
 from ratchet.reports.training_page import MemoryHeadroom
 from ratchet.runs.journal import Journal
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.training import (
     PHASES,
     AdapterAnalysis,
     MemoryForecast,
     ModuleAnalysis,
     PhaseMemory,
+    TrainReport,
     parse_module_name,
 )
 
@@ -31,7 +31,7 @@ KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.
 
 
 def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, rank: int = 4) -> AdapterAnalysis:
-    """A training of so many layers; the first module barely moved."""
+    """Build the analysis of a training of so many layers, in which the first module hardly changes."""
     draw = random.Random(0)
     modules = {}
     for layer in range(layers):
@@ -58,7 +58,7 @@ EMPTY = AdapterAnalysis(steps=(), modules={}, unchanged_modules=(), advice=())
 
 
 def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
-    """Each phase has one part more than the one before, of one unit each, up to `parts`."""
+    """Build a forecast: each phase has one part more than the one before, up to `parts`, each of `unit` bytes."""
     names = [f"part {number}" for number in range(parts)]
     phases = [
         PhaseMemory(phase=phase, parts=dict.fromkeys(names[: number + 1], unit)) for number, phase in enumerate(PHASES)
@@ -78,7 +78,7 @@ REPORT = TrainReport(
 
 
 def shape(picture: bytes) -> tuple[int, int]:
-    """Height and width of a PNG; that it can be decoded is shown by the way."""
+    """Return height and width of a PNG; decoding it checks that it is valid."""
     assert picture.startswith(b"\x89PNG")
     high, wide, _ = imread(io.BytesIO(picture)).shape
     return high, wide
@@ -111,7 +111,7 @@ def test_every_analysis_can_be_drawn(drawn: AdapterAnalysis) -> None:
 
 
 def test_a_large_model_makes_a_picture_of_the_same_size() -> None:
-    """224 modules: a panel for each kind, whatever the depth, so that nothing outgrows a page."""
+    """A model of 224 modules gets one panel per kind of module at any depth, so no picture outgrows a page."""
     large = analysis(layers=32, steps=50, rank=16)
     assert len(large.modules) == 224
     assert abs(shape(plots.draw_gradient_map(large))[1] - shape(plots.draw_gradient_map(analysis()))[1]) < 100

@@ -1,4 +1,4 @@
-"""The plot of precision-recall curves: its choice of labels, and unusual curves."""
+"""Tests the plot of precision-recall curves: its choice of labels, and unusual curves."""
 
 import io
 import math
@@ -26,7 +26,7 @@ def test_the_worst_labels_are_shown_and_the_mean_of_all(figures: list[matplotlib
     assert names[:-1] == [f"label {i:02}  {i / 40:.3f}" for i in range(12)]
     assert names[-1] == f"mean of 40 labels  {sum(range(40)) / 40 / 40:.3f}"
     looks = {(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}
-    assert len(looks) == 13  # each told apart from all others
+    assert len(looks) == 13  # no two lines look alike
 
 
 def test_the_mean_curve_is_of_what_can_be_had_at_a_recall(figures: list[matplotlib.figure.Figure]) -> None:

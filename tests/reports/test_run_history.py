@@ -1,4 +1,4 @@
-"""The history of a run: exact totals, and no spike lost in summaries."""
+"""Tests the history of a run: exact totals, and no spike lost in summaries."""
 
 import math
 import tracemalloc
@@ -30,7 +30,7 @@ def test_each_step_counts_once_whatever_was_done_again(tmp_path: Path) -> None:
     assert line.step.tolist() == list(range(1, 61))
     assert line.mean["loss"].tolist() == [PLAIN.loss(step) for step in range(1, 61)]
     assert line.tokens.tolist() == [TRAINED_TOKENS * step for step in range(1, 61)]
-    # Validations come after every tenth step, and their time before the next one.
+    # A validation follows every tenth step; its time counts before the next step.
     assert line.seconds.tolist() == [STEP_S * step + VALIDATION_S * ((step - 1) // 10) for step in range(1, 61)]
     assert (found.step, found.repeated_steps, found.trained_tokens) == (60, 7 + 2, 60 * TRAINED_TOKENS)
     assert found.seconds == 60 * STEP_S + 6 * VALIDATION_S

@@ -1,4 +1,7 @@
-"""Differences are tested only on the same rows under one contract, and random differences are not significant."""
+"""Tests significance: only differences on the same rows under one contract are tested.
+
+Also tests that random differences are not significant.
+"""
 
 import random
 from typing import Any
@@ -19,7 +22,7 @@ GATE = Gate(resamples=1000)
 
 
 def scored(models: Models, **changes: Any) -> list[SubjectScores]:
-    """One subject for each model, all of one evaluation."""
+    """Build one subject for each model, all from one evaluation."""
     found = cases.evidence(models)
     report = found.report.model_copy(update=changes)
     return [SubjectScores(who, [ModelEvaluation("r", who, CURRENT, report, found.samples[who])], []) for who in models]
@@ -69,7 +72,7 @@ def test_two_models_that_only_chance_tells_apart_are_rarely_called_different() -
             for who in ("base", "candidate")
         }
         wrong += told(scored(models))[0].is_significant
-    assert wrong <= 18  # of 200 at 5 %: more than 18 have a chance of one in a hundred
+    assert wrong <= 18  # at 5 % of 200, more than 18 have a probability of 0.01
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_what_cannot_be_compared_is_said_and_not_tested(change: str, said: str) 
 
 
 def groups(project: ProjectLayout, **changes: Any) -> list[SubjectScores]:
-    """Two groups of two seeds, scored on validation rows; the second is better."""
+    """Build two groups of two seeds, scored on validation rows; the second group is better."""
     found = []
     for name, one, share in (("low", Training(steps=10), 0.6), ("high", Training(steps=10, rank=16), 0.9)):
         answers = []

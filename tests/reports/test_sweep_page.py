@@ -1,4 +1,4 @@
-"""The page of a sweep: complete, safe with any data, limited in size, and equal bytes for equal reports."""
+"""Tests the page of a sweep: complete, safe with any data, limited in size, and equal bytes for equal reports."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ def table(page: str, name: str, number: int = 0) -> list[list[str]]:
 
 
 def figures(page: str) -> dict[str, tuple[str, str]]:
-    """Key figures of the header, each with what is said of it."""
+    """Return the key figures of the header, each with its value and note."""
     return {heard(one[0]): (heard(one[1][0]), heard(one[1][1])) for one in read(page).iterfind(".//header/dl/div")}
 
 
@@ -57,7 +57,7 @@ def with_trials(*trials: Trial) -> SweepReport:
     return FORTY.model_copy(update={"trials": trials, "best": best, "final_round": None, "winner": None})
 
 
-# ------------------------------------------------------------------------------------------------------- harmless
+# --------------------------------------------------------------------------------------------------------------- safety
 
 
 def test_equal_reports_give_equal_bytes(page: str) -> None:
@@ -72,7 +72,7 @@ def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> Non
     assert policy
     assert policy[1] == f"default-src 'none'; img-src data:; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'"
     assert not re.search(r"https?:|<link|<iframe|@import|url\((?!#)", page)
-    # What a picture refers to is in it, and an id is there once.
+    # Each reference in a picture has its target, and each id occurs once.
     ids = re.findall(r' id="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', page)) <= set(ids)
@@ -142,7 +142,7 @@ def test_a_thousand_trials_fit_into_two_megabytes() -> None:
     assert len(table(written, "trials")) == 1000
 
 
-# ------------------------------------------------------------------------------------------------------- complete
+# --------------------------------------------------------------------------------------------------------- completeness
 
 
 def test_every_section_is_linked_and_every_picture_is_said(page: str, drawn: dict[str, bytes]) -> None:
@@ -273,7 +273,7 @@ def test_reproduction_and_workers_are_shown(page: str) -> None:
 
 
 def test_pictures_take_the_colours_of_the_page(page: str) -> None:
-    """Every colour of ours follows light and dark; others are those of the map of the contour, and black on bars."""
+    """All our colors follow the light and dark theme. Others occur only in the contour plot and as black on bars."""
     tree = read(page)
     styles = " ".join(one.get("style", "") for svg in tree.iter("svg") for one in svg.iter())
     assert {"var(--ink)", "var(--paper)", "var(--complete)", "var(--pruned)"} <= set(
@@ -298,7 +298,7 @@ def test_a_picture_may_be_pixels_too() -> None:
 
 
 def test_what_a_picture_says_in_letters_is_left_alone() -> None:
-    """Knob values may look like colours or attributes."""
+    """Values of hyperparameters may look like colors or attributes."""
     values = {"train.target_modules": "#1c1e21 fill=x"}
     trials = tuple(changed(one, values=values) for one in FORTY.trials)
     axes = (ParameterAxis(name="train.target_modules", kind="choice", choices=("#1c1e21 fill=x", "b")),)

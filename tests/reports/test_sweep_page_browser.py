@@ -1,4 +1,4 @@
-"""The page of a sweep in a real browser: sorting and filters, with and without JavaScript."""
+"""Tests the page of a sweep in a real browser: sorting and filters, with and without JavaScript."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def column(tab: Tab, number: int) -> list[str]:
-    """Cells of a column, in the order in which they stand."""
+    """Return the cells of a column, from top to bottom."""
     return tab.texts(f"{ROWS} > :nth-child({number + 1})")
 
 
@@ -40,12 +40,12 @@ def numbers(tab: Tab) -> list[int]:
 
 
 def place(tab: Tab, name: str) -> int:
-    """The number of a column."""
+    """Return the number of a column."""
     return [text.split("\n")[0].strip() for text in tab.texts("#sweep thead th")].index(name)
 
 
 def head(tab: Tab, name: str) -> str:
-    """The selector of a column's button."""
+    """Return the selector of a column's button."""
     return f"#sweep thead th:nth-child({place(tab, name) + 1}) button"
 
 
@@ -57,7 +57,7 @@ def test_page_opens_without_complaint_request_or_scroll_bar(
     with Tab(chrome, size, dark) as tab:
         tab.assert_opens(page, dark)
         assert len(tab.texts(".picture figcaption")) == 8
-        # Letters of the pictures are the page's, in its ink, and large enough.
+        # Letters in pictures use the font and text color of the page, and are large enough.
         ink = tab.ask("getComputedStyle(document.body).color")
         text = "document.querySelector('.picture svg text')"
         assert tab.ask(f"getComputedStyle({text}).fill") == ink

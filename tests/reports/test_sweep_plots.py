@@ -1,4 +1,4 @@
-"""Plots of a sweep: they are drawn for any report, equal for equal reports, and show its figures."""
+"""Tests plots of a sweep: any report can be drawn, equal reports give equal plots, and plots show the figures."""
 
 import io
 import math
@@ -79,7 +79,7 @@ def test_only_pictures_that_have_something_to_show_are_wanted() -> None:
 
 
 def marks(axes: Any, label: str) -> list[tuple[float, float]]:
-    """Points of all lines of this name."""
+    """Return the points of all lines with this label."""
     return [
         (float(x), float(y))
         for line in axes.lines
@@ -108,7 +108,7 @@ def test_history_has_each_trial_where_it_belongs(figures: list[matplotlib.figure
     rows = [text.get_text() for text in below.get_yticklabels()]
     assert rows == ["infeasible", "failed"]
     assert [int(at) for at, row in marks(below, "infeasible")] == [7, 12, 17, 25, 27, 37, 38]
-    # Pruned ones are in the frame or at its edge; those that another went on with are nowhere.
+    # Pruned trials are inside the frame or at its edge; those that another trial continued are not shown.
     shown_pruned = {
         at for line in above.lines for at in line.get_xdata() if line.get_color() == canvas.COLOURS["pruned"]
     }
@@ -191,7 +191,7 @@ def test_the_timeline_has_a_bar_for_each_time_and_joins_those_of_one_trial(
     figures: list[matplotlib.figure.Figure],
 ) -> None:
     axes: Any = draw("timeline", FORTY, figures).axes[0]
-    # A rectangle has five corners, the first of them twice.
+    # A rectangle has five vertices; the first one occurs twice.
     patches: list[Any] = [one for one in axes.patches if isinstance(one, PathPatch)]
     bars = {one.get_label(): len(one.get_path().vertices) // 5 for one in patches}
     states = [one.state for one in FORTY.trials]
@@ -225,7 +225,7 @@ def test_the_picture_of_tokens_adds_up(figures: list[matplotlib.figure.Figure]) 
 
 
 def trained(number: int, state: str, tokens: int, **more: Any) -> Trial:
-    """A trial that was to learn from 1,000 tokens, ten a second."""
+    """Build a trial with 1,000 planned tokens, trained at ten tokens per second."""
     cost = TrainingCost(trained_tokens=tokens, planned_tokens=1000, train_seconds=tokens / 10)
     plain: dict[str, Any] = {"number": number, "values": {}, "run_id": str(number), "state": state, "cost": cost}
     return Trial.model_validate({**plain, **more})

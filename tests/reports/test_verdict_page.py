@@ -1,4 +1,4 @@
-"""The gate's page: complete, safe with any data, limited in size, and equal bytes for equal verdicts."""
+"""Tests the gate's page: complete, safe with any data, limited in size, and equal bytes for equal verdicts."""
 
 import base64
 import dataclasses
@@ -21,25 +21,25 @@ from ratchet.storage.records.gate import ChampionFile, RuleResult
 
 
 def table(page: str, name: str, number: int = 0) -> list[list[str]]:
-    """Cells of a section's table."""
+    """Return the cells of a section's table."""
     body = list(section(page, name).iter("tbody"))[number]
     return [[heard(cell) for cell in row] for row in body]
 
 
 def undecided(figures: tuple[float, ...], n: int, **more: Any) -> RuleResult:
-    """A rule of accuracy against the champion that these figures leave open."""
+    """Build an undecided result of an accuracy rule against the champion, with these figures."""
     found = compared("accuracy", "champion", figures, n, **more)
     return RuleResult(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
 
 
 def pairing(made: Case, metric: str, against: str) -> sample_browser.PairedSampleScores:
-    """Samples of a metric, beside those of a reference."""
+    """Return the samples of a metric, paired with those of a reference."""
     found = sample_browser.pair_scores(made.verdict, made.evidence)
     return next(one for one in found if (one.metric, one.against) == (metric, against))
 
 
 def changed(made: Case, **changes: Any) -> Case:
-    """The same case with another verdict or other evidence."""
+    """Return the same case with another verdict or other evidence."""
     verdict = {key: value for key, value in changes.items() if key in type(made.verdict).model_fields}
     evidence = {key: value for key, value in changes.items() if key not in verdict}
     return dataclasses.replace(
@@ -131,7 +131,7 @@ def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tm
     strip = next(one for one in section(written, "comparisons").iter("svg") if one.get("class") == "strip")
 
     def share(value: float) -> float:
-        return 100 * (value + 0.045) / 0.11  # from -0.04 to 0.06, and 5 % of that on both sides
+        return 100 * (value + 0.045) / 0.11  # from -0.04 to 0.06, with 5 % of that on both sides
 
     def at(text: str | None) -> float:
         return float(str(text).removesuffix("%"))

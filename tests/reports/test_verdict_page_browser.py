@@ -1,4 +1,4 @@
-"""The gate's page in a real browser: filters and search, with and without JavaScript."""
+"""Tests the gate's page in a real browser: filters and search, with and without JavaScript."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
 
 
 def flips(made: Case, against: str = "champion") -> dict[str, set[str]]:
-    """Ids of rows by what became of them, counted here in another way."""
+    """Group the ids of rows by their change, counted here independently of the page."""
     new, old = (made.evidence.samples[who]["accuracy"] for who in ("candidate", against))  # type: ignore[index]
     names = {(1.0, 0.0): "lost", (0.0, 1.0): "won", (0.0, 0.0): "wrong", (1.0, 1.0): "right"}
     found: dict[str, set[str]] = {name: set() for name in names.values()}
@@ -37,7 +37,7 @@ def flips(made: Case, against: str = "champion") -> dict[str, set[str]]:
 
 
 def ids(tab: Tab) -> list[str]:
-    """Samples that are seen, by the beginning of their id."""
+    """Return the visible samples by the beginning of their id."""
     return [text.split(" · ")[0] for text in tab.texts(f"{SEEN} > small")]
 
 

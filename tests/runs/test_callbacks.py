@@ -1,4 +1,4 @@
-"""Callbacks that receive events at once, and deferred ones that wait until training has started."""
+"""Tests of callbacks that receive events at once, and of deferred callbacks that wait until training has started."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 
 class Listener:
-    """Notes what it is told."""
+    """Records the events that it receives."""
 
     name = "listener"
 
@@ -35,7 +35,7 @@ class Listener:
 
 
 class Patient(Listener):
-    """Waits until training has begun."""
+    """Deferred callback: it receives nothing until training has started."""
 
     is_deferred = True
 

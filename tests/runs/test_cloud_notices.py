@@ -1,4 +1,4 @@
-"""Preemption notices of the clouds, from a local server that answers like their documentation says."""
+"""Tests of preemption notices from clouds, with a local server that answers as their documentation describes."""
 
 import json
 import threading
@@ -25,13 +25,13 @@ COMPUTE = "/metadata/instance/compute?api-version=2021-02-01&format=json"
 
 
 class Metadata(MetadataServer):
-    """A metadata server: what is in `pages`, to those who bring the header that is wanted."""
+    """Metadata server that returns `pages` to requests with the required header."""
 
     def __init__(self, wanted: tuple[str, str] = ("", ""), flavour: str = "") -> None:
         self.pages: dict[str, str] = {}
         self.wanted, self.flavour = wanted, flavour
         self.tokens = 0
-        """Session tokens handed out; only the last one is good, and none at all where `wanted` names no token."""
+        """Number of session tokens issued. Only the last token is valid. If `wanted` names no token, none is issued."""
         self.silent = threading.Event()
         self.silent.set()
         super().__init__()
@@ -50,7 +50,7 @@ class Metadata(MetadataServer):
         return (404, "404 - Not Found") if page is None else (200, page)
 
     def new_token(self) -> str:
-        """Hand out a session token; those before are good no longer."""
+        """Issue a session token; earlier tokens become invalid."""
         self.tokens += 1
         self.wanted = (self.wanted[0], f"token-{self.tokens}")
         return self.wanted[1]
@@ -86,7 +86,7 @@ def azure() -> Iterator[Metadata]:
 
 
 def events(*kinds: str, resource: str = "trainer_0") -> str:
-    """Azure's list, with one event of each kind."""
+    """Return Azure's list of scheduled events, with one event of each kind."""
     listed = [
         {
             "EventId": f"{number}", "EventType": kind, "ResourceType": "VirtualMachine", "Resources": [resource],
@@ -179,7 +179,8 @@ def test_a_list_of_azure_that_makes_no_sense_is_no_notice(azure: Metadata, page:
 def makers(
     aws: Metadata, gcp: Metadata, azure: Metadata
 ) -> Callable[[str], dict[str, Callable[[], PreemptionProvider]]]:
-    """The three clouds as seen from a machine of one of them: all are asked at the same address."""
+    """Return a function that gives the providers of all three clouds on a machine of one of them. All providers
+    query the address of that cloud's server."""
     servers = {"aws": aws, "gcp": gcp, "azure": azure}
 
     def of(here: str) -> dict[str, Callable[[], PreemptionProvider]]:
@@ -236,7 +237,7 @@ def test_a_remark_is_told_once(aws: Metadata) -> None:
 
 
 def test_outside_of_every_cloud_auto_says_so_once_and_asks_no_more(gcp: Metadata) -> None:
-    gcp.silent.clear()  # somebody is there, and never answers
+    gcp.silent.clear()  # a server that accepts connections but never answers
     address = gcp.address
     clouds: dict[str, Callable[[], PreemptionProvider]] = {
         "gcp": lambda: GcpPreemptionProvider(address),

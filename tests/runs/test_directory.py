@@ -1,4 +1,4 @@
-"""Run directories: identity, locks, and finding a run by its id."""
+"""Tests of run directories: identity, locks, and lookup of a run by its id."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ OTHER_VALUES = {
 
 def test_every_setting_of_train_makes_another_run() -> None:
     assert OTHER_VALUES.keys() == Train.model_fields.keys()
-    needed = {"initialization": {"quantization": "none"}}  # it goes with nothing else; its own value must still tell
+    needed = {"initialization": {"quantization": "none"}}  # this initialization requires quantization none
     ids = {
         name: spec(Train.model_validate({name: value} | needed.get(name, {}))).run_id
         for name, value in OTHER_VALUES.items()
@@ -96,11 +96,11 @@ def test_opening_makes_the_directory_and_opening_again_continues_it(tmp_path: Pa
     assert run.paths.checkpoints.is_dir()
     assert RunSpec.load(run.paths.spec) == spec()
     assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
-    other = RunDirectory.open(tmp_path / "runs", spec(data="e" * 64))  # two different runs are open at once
+    other = RunDirectory.open(tmp_path / "runs", spec(data="e" * 64))  # two different runs can be open at once
     assert other.paths.root != run.paths.root
     other.close()
     run.close()
-    run.paths.format.unlink()  # as in the first format
+    run.paths.format.unlink()  # as in a directory of the first format
     again = RunDirectory.open(tmp_path / "runs", spec())
     again.journal.append("notice", text="second")
     again.close()
@@ -128,7 +128,7 @@ def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_pat
     RunDirectory.open(tmp_path, spec()).close()
     paths = RunPaths(tmp_path / spec().run_id)
     spec(Train.model_validate({"rank": 8, "early_stopping": {"patience": 2}})).save(paths.spec)
-    for _ in range(2):  # the lock is given back each time
+    for _ in range(2):  # the lock is released after each failure
         with pytest.raises(DamagedFileError, match=r"differs in train\.early_stopping\.patience, train\.rank; move"):
             RunDirectory.open(tmp_path, spec())
 
@@ -160,7 +160,7 @@ def test_opening_clears_what_dead_writers_left(tmp_path: Path) -> None:
     assert list(tmp_path.rglob(".partial-*")) == []
 
 
-# ------------------------------------------------------------------------------------------------ what is in a run
+# ---------------------------------------------------------------------------------------------------- contents of a run
 
 
 def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> N
         RunDirectory.open(tmp_path, spec())
 
 
-# ------------------------------------------------------------------------------------------------- disks that refuse
+# ------------------------------------------------------------------------------------------------------- unusable disks
 
 OPEN = """
 import resource, sys
@@ -239,7 +239,7 @@ def test_a_disk_without_room_is_told_and_nothing_half_made_is_left(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "set RATCHET_RUNS=DIR to keep runs elsewhere" in done.stdout
     left = [p.name for p in (tmp_path / "runs").rglob("*")]
-    assert left in ([], [spec().run_id, "lock"]), left  # an empty lock file is no half of anything
+    assert left in ([], [spec().run_id, "lock"]), left  # an empty lock file is allowed
     RunDirectory.open(tmp_path / "runs", spec()).close()
 
 
@@ -282,7 +282,7 @@ def test_who_waited_for_a_run_that_was_removed_meanwhile_begins_it_anew(tmp_path
     waiting.start()
     descriptors = Path("/proc/self/fd")
     while sum(_names(fd) == str(first.paths.root / "lock") for fd in descriptors.iterdir()) < 2:
-        assert waiting.is_alive()  # until it waits at the lock
+        assert waiting.is_alive()  # waits until the thread has opened the lock file
     files.remove_sealed(first.paths.root)
     first.close()
     waiting.join()
@@ -299,11 +299,11 @@ def _names(fd: Path) -> str:
         return ""
 
 
-# ---------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------------------------------------- lookup
 
 
 def begun(runs: Path, name: str, *times: float) -> RunPaths:
-    """A run whose journal has lines of these times, and a file time that means nothing."""
+    """Create a run with journal lines of these times. The file time of the journal is meaningless."""
     paths = RunPaths(runs / name)
     paths.root.mkdir(parents=True)
     paths.journal.write_bytes(b"".join(JournalEvent("notice", t, 1, {"text": "x"}).line() for t in times))

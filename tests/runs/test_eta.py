@@ -1,4 +1,4 @@
-"""The estimated time left: coverage of its range, and what it counts."""
+"""Tests of the estimated remaining time: the coverage of its range, and the work that it counts."""
 
 import math
 import random
@@ -14,7 +14,7 @@ Costs = Callable[[random.Random, int], list[float]]
 
 
 def journal(costs: list[float], every: int = 0, validation_s: float = 0.0) -> Iterator[JournalEvent]:
-    """A training that takes so many seconds for each step, and perhaps validates."""
+    """Yield the events of a training with these step times in seconds, and with validations if `every` is set."""
     t = T
     yield JournalEvent("worker_ready", t, 1, {"start_step": 0, "planned_steps": len(costs), "device": "cpu"})
     for number, cost in enumerate(costs, start=1):
@@ -98,7 +98,7 @@ def test_future_validations_count_and_the_elapsed_part_of_a_step_does_not() -> N
     now = events[-1].t - 5 * 15
     left = left_after(half, now)
     assert left.estimate_s == pytest.approx(50 + 25)
-    later = left_after(half, now + 5 + 0.4)  # the validation of step 50 was told when it was over
+    later = left_after(half, now + 5 + 0.4)  # the journal got the validation of step 50 at its end
     assert later.estimate_s < left.estimate_s
     assert left_after(events).estimate_s == 0.0
 

@@ -1,4 +1,4 @@
-"""Goodput: the share of time spent in steps that count."""
+"""Tests of goodput: the share of the time spent in steps that count."""
 
 import pytest
 

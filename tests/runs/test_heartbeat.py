@@ -1,4 +1,4 @@
-"""The heartbeat page: shared, never torn, with deadlines that adapt to the worker."""
+"""Tests of the heartbeat page: processes share it, reads are consistent, and deadlines adapt to the worker."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_a_long_unit_makes_the_deadline_of_its_kind_longer_and_of_no_other() -> 
     learned = heartbeat.read().deadline_s
     assert 0.5 <= learned < 60
     heartbeat.beat("step")
-    assert heartbeat.read().deadline_s == learned  # a short unit shortens nothing
+    assert heartbeat.read().deadline_s == learned  # a short unit of work does not shorten the deadline
     heartbeat.beat("validate")
     assert heartbeat.read().deadline_s < learned
     heartbeat.close()

@@ -1,4 +1,4 @@
-"""The journal: readers get every intact event once and in order, whatever process dies, and count damage."""
+"""Tests of the journal: readers get every intact event once and in order after any crash, and count damaged lines."""
 
 import json
 import subprocess
@@ -24,19 +24,19 @@ def step(number: int, attempt: int = 1) -> JournalEvent:
 
 
 def numbers(reader: JournalReader) -> list[int]:
-    """Steps of the events that the reader has not given yet."""
+    """Return the steps of the events that the reader has not returned yet."""
     return [event.data["step"] for event in reader.read()]
 
 
 def found(path: Path) -> tuple[list[int], int]:
-    """Steps of all events, and the number of damaged lines."""
+    """Return the steps of all events, and the number of damaged lines."""
     reader = JournalReader(path)
     return numbers(reader), reader.damaged_lines
 
 
 def test_appended_events_are_read_back_one_line_each(tmp_path: Path) -> None:
     reader = JournalReader(tmp_path / "j")
-    assert list(reader.read()) == []  # there is no file yet
+    assert list(reader.read()) == []  # the file does not exist yet
     journal = Journal(tmp_path / "j", attempt=3)
     text = "grün\n🙂\r and \u2028 more"
     written = [journal.append("step", step=1, loss=0.1), journal.append("notice", text=text)]
@@ -200,9 +200,9 @@ def test_replay_continues_from_an_observer_position_and_passes_other_events_alwa
     assert [replay.is_new(JournalEvent("notice", 0.0, 1, {"text": "x"})) for _ in range(2)] == [True, True]
 
 
-# ----------------------------------------------------------------------------------------- a disk that takes nothing
+# ---------------------------------------------------------------------------------------------------------- a full disk
 
-# A limit on the size of files stands for a full disk: writes are cut short, then refused, until it is raised.
+# A file size limit simulates a full disk: writes are cut short, then refused, until the limit is raised.
 FULL = """
 import json, resource, sys
 from pathlib import Path
@@ -367,7 +367,7 @@ def written(path: Path, *events: JournalEvent) -> Path:
 
 
 def test_decisions_after_a_checkpoint_are_found(tmp_path: Path) -> None:
-    """A validation at the step of the checkpoint comes after it, the step itself before it."""
+    """A validation at the checkpoint's step comes after the checkpoint; the step itself comes before it."""
     path = written(
         tmp_path / "j", budget(4, "train", 99), budget(4, "validation", 60),
         JournalEvent("step_skipped", 0.0, 1, {"step": 4}),

@@ -1,4 +1,4 @@
-"""Which of several machines reports a run to a shared server, decided from its own journal."""
+"""Tests of which of several machines reports a run to a shared server. Each machine decides it from its own journal."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.runs.tracking_payload import LeaderCallback
 
 ELSEWHERE = os.getpid() + 1
-"""Process of an earlier command, or another machine's."""
+"""Process id of an earlier command, or of another machine."""
 Calls = list[tuple[str, Any]]
 
 
 class Shown:
-    """Notes what it is asked to do; fails as often as it is told to."""
+    """Records its calls. The next `failures` calls of `on_events` fail."""
 
     name = "shown"
 
@@ -41,7 +41,7 @@ class Shown:
 
 
 class Member:
-    """A machine's journal, and what it shows."""
+    """Journal of a machine, with its callback."""
 
     def __init__(self, path: Path) -> None:
         self.shown = Shown()
@@ -63,7 +63,8 @@ class Member:
         return self
 
     def told(self) -> Calls:
-        """What is shown after the supervisor has passed on what is new, as it does: again after a failure."""
+        """Pass the new events to the callback as the supervisor does; return the calls. After a failure, the same
+        events come again."""
         self._waiting += self._reader.read()
         self.shown.calls.clear()
         self.lead.on_events(self._waiting)
@@ -101,7 +102,7 @@ def test_who_does_not_tells_nothing_not_even_the_end(machine: Member, status: St
 def test_who_takes_over_looks_at_what_is_there_and_tells_all_that_it_knows(machine: Member) -> None:
     assert machine.attempt().ready(leads=False).steps(1, 2, 3).told() == []
     assert machine.attempt().ready(leads=True).steps(4).told() == [("forget", None), ("see", [1, 2, 3, 4])]
-    # Another one may have led an attempt that this machine took no part in.
+    # Another machine may have led an attempt in which this machine took no part.
     assert machine.attempt().ready(leads=True).told() == [("forget", None), ("see", [1, 2, 3, 4])]
 
 

@@ -1,4 +1,4 @@
-"""Logs: content, bounded size, and independence of failing disks."""
+"""Tests of logs: content, bounded size, and independence of failing disks."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def pieces(folder: Path) -> dict[str, int]:
 
 
 class Complaints(list[str]):
-    """Who is told that records are lost."""
+    """Receives the messages about lost records."""
 
     def __call__(self, text: str) -> None:
         self.append(text)
@@ -47,7 +47,7 @@ def opened(folder: Path, machine: Machine = SMALL, told: Complaints | None = Non
     return JsonLog(folder / "worker.jsonl", machine, lambda: {"attempt": 7}, Complaints() if told is None else told)
 
 
-# ------------------------------------------------------------------------------------------------------- what stands
+# -------------------------------------------------------------------------------------------------- content of a record
 
 
 def test_a_record_says_when_how_grave_who_where_and_what(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_what_python_s_logging_is_told_keeps_its_reason_and_its_traceback(tmp_pa
     assert second["text"].startswith("%d (TypeError: ")
 
 
-# --------------------------------------------------------------------------------------------------- always bounded
+# --------------------------------------------------------------------------------------------------------- bounded size
 
 
 @pytest.mark.parametrize("files", [1, 2, 3])
@@ -149,7 +149,7 @@ def test_many_threads_lose_nothing_and_mix_no_lines(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    made.write("info", "test", "last")  # takes along what a thread had left for another
+    made.write("info", "test", "last")  # also writes records that one thread left for another
     told = [tuple(map(int, one["text"].split())) for path in tmp_path.iterdir() for one in records(path)
             if one["text"] != "last"]  # fmt: skip
     assert sorted(told) == [(name, number) for name in range(8) for number in range(200)]
@@ -185,7 +185,7 @@ def test_torn_line_is_closed_before_the_next_and_a_closed_log_takes_nothing(tmp_
     assert told == []
 
 
-# ------------------------------------------------------------------------------------------------ nobody is stopped
+# -------------------------------------------------------------------------------------- failures do not stop the caller
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
@@ -237,7 +237,7 @@ def test_a_folder_that_goes_and_comes_back(how: str, tmp_path: Path) -> None:
     if how == "a file in its place":
         folder.write_text("")
     elif how == "read-only":
-        folder.symlink_to("/proc/1/task")  # nobody may make a file there, root neither
+        folder.symlink_to("/proc/1/task")  # not even root can create a file there
     made.write("info", "test", "meanwhile")
     assert len(told) == (how != "removed")
     if how != "removed":
@@ -262,7 +262,7 @@ def test_who_comes_while_another_waits_for_the_disk_does_not(tmp_path: Path, mon
     waiting.start()
     assert inside.wait(60)
     for number in range(5):
-        made.write("info", "test", f"meanwhile {number}")  # returns, or this test would not end
+        made.write("info", "test", f"meanwhile {number}")  # the write returns at once, or the test would hang
     goes_on.set()
     waiting.join()
     texts = [one["text"] for one in records(tmp_path / "worker.jsonl")]
@@ -302,7 +302,7 @@ def test_output_without_room_for_a_copy_is_cut_all_the_same(tmp_path: Path) -> N
     assert not trim_file(tmp_path / "none", 5000)
 
 
-# -------------------------------------------------------------------------------------------------- the supervisor's
+# ------------------------------------------------------------------------------------------------ log of the supervisor
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_f
         book.on_events(
             [JournalEvent("notice", 1.0, 1, {"text": "old"}), JournalEvent("notice", 1e12, 2, {"text": "new"})]
         )
-        other = run.paths.root / "other.jsonl"  # as one from a replica
+        other = run.paths.root / "other.jsonl"  # a new journal file, as after a restore from a replica
         other.write_text("")
         other.replace(run.paths.journal)
         assert book.offset == 0
@@ -370,7 +370,7 @@ def test_what_is_said_is_logged_and_without_secrets(
     monkeypatch.setenv("PLANTED_TOKEN", "planted-4711")
     run.journal.attempt = 5
     factory, show = logging.getLogRecordFactory(), warnings.showwarning
-    aloof = logging.getLogger("aloof")  # as MLflow's: it has a stream of its own, and tells no parent
+    aloof = logging.getLogger("aloof")  # like MLflow's logger: it has its own stream and does not propagate
     aloof.propagate = False
     with log_supervision(run, SMALL):
         stream = logging.StreamHandler(sys.stderr)

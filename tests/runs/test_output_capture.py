@@ -1,4 +1,4 @@
-"""Output of a training process: prints, logging, warnings and exceptions, each in its own process."""
+"""Tests of the captured output of a training process: prints, logging, warnings and exceptions."""
 
 import json
 import subprocess
@@ -25,7 +25,8 @@ def records(path: Path) -> list[dict[str, Any]]:
 def process(
     folder: Path, script: str, rank: int | None = None, **machine: object
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a script whose output is captured, as the supervisor starts a worker: both streams append to worker.log."""
+    """Run a script whose output is captured as the supervisor captures a worker's: both streams append to
+    worker.log."""
     code = f"import json\n{BEGIN}\n{script}\nsaid.end()\nos._exit(0)\n"
     with (folder / "worker.log").open("ab") as output:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Preemption notices: a file or a metadata server; a failure is not a notice."""
+"""Tests of preemption notices from a file or a metadata server. A failed request is not a notice."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def wait_for(notice: PreemptionMonitor, name: str) -> str:
 
 
 class Metadata(MetadataServer):
-    """A metadata server that answers what the test says."""
+    """Metadata server that returns the answer set by the test."""
 
     def __init__(self) -> None:
         self.status, self.body, self.token = 404, "", ""
@@ -35,7 +35,7 @@ class Metadata(MetadataServer):
         return self.status, self.body
 
     def questions(self, more: int) -> None:
-        """Wait until so many more questions were asked."""
+        """Wait until the server has received `more` further requests."""
         goal = len(self.asked) + more
         wait_until(lambda: len(self.asked) >= goal)
 
@@ -76,7 +76,7 @@ def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path, begun: list[Preempt
 def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(
     tmp_path: Path, begun: list[PreemptionMonitor]
 ) -> None:
-    notice = begin(begun, str(tmp_path / ("x" * 300)))  # longer than a name may be
+    notice = begin(begun, str(tmp_path / ("x" * 300)))  # longer than a file name may be
     assert "no answer (OSError" in wait_for(notice, "complaint")
     assert notice.notice == ""
 

@@ -1,4 +1,4 @@
-"""The progress view, folded from events, and the state that its directory shows."""
+"""Tests of the progress view, which is computed from events, and of the state read from the run directory."""
 
 import os
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_what_is_beside_the_journal(tmp_path: Path) -> None:
     assert progress_view.read_sidecar_state(run) == progress_view.SidecarState()
     with run.lock().acquire():
         (run.checkpoints / f"{files.PARTIAL}step-00000012-{os.getpid()}").mkdir()
-        (run.checkpoints / f"{files.PARTIAL}step-00000099-999999999").mkdir()  # of a process that died
+        (run.checkpoints / f"{files.PARTIAL}step-00000099-999999999").mkdir()  # left behind by a dead process
         (run.checkpoints / "step-00000010").mkdir()
         ReplicationState(place="p", token=1, node="n", lock=(1, 2), durable_steps=(8,), in_flight=10).save(
             run.replication_state

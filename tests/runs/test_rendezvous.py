@@ -1,4 +1,4 @@
-"""Differences between two machines are described with the names that the user knows."""
+"""Differences between two machines are described with names that the user knows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ratchet.runs.rendezvous import describe_difference
 
 
 def rank_properties(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:
-    """Properties that a rank compares with the others."""
+    """Return the properties that a rank compares with those of the other ranks."""
     run = RunSpec(train=Train(rank=4), data_digest="d" * 64, base_digest="b" * 64)
     own = {"torch": "2.13.0", "compute_dtype": "float32", "micro_batch_size": "8"}
     return {"run": run.model_copy(update=spec or {}).model_dump(mode="json"), "environment": own | others}

@@ -1,4 +1,4 @@
-"""The restart policy, as a table."""
+"""Table test of the restart policy."""
 
 import signal
 from typing import get_args
@@ -22,7 +22,7 @@ RETRIES = 3
 DELAY_S = 1.0
 
 TABLE = [
-    # exit code, what the worker said  → class, what is done, exit code
+    # exit code, worker's report → failure class, decision, exit code
     (WorkerExit(-signal.SIGKILL), "killed", Retry, None),
     (WorkerExit(-signal.SIGTERM), "killed", Retry, None),
     (WorkerExit(-signal.SIGSEGV), "killed", Retry, None),
@@ -57,7 +57,7 @@ TABLE = [
     (WorkerExit(EXIT_PEERS, "peers", "rank 1 is gone"), "peers", Retry, None),
     (WorkerExit(EXIT_PEERS, "rendezvous", "nobody came"), "rendezvous", GiveUp, EXIT_INTERRUPTED),
     (WorkerExit(EXIT_BUG, "endpoint", "the server is silent"), "endpoint", GiveUp, EXIT_INTERRUPTED),
-    # What the worker said counts more than how it ended.
+    # The worker's report takes precedence over its exit code.
     (WorkerExit(-signal.SIGKILL, "data", "wrong data"), "data", GiveUp, EXIT_INPUT),
     (WorkerExit(-signal.SIGABRT, "diverged", "loss is nan"), "diverged", GiveUp, EXIT_BUG),
     (WorkerExit(0, "hardware", "gone"), "hardware", Retry, None),

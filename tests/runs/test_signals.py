@@ -1,4 +1,4 @@
-"""Graceful shutdown with real processes and signals, and a main thread that is busy in C."""
+"""Tests of graceful shutdown with real processes and signals, and with a main thread that is busy in C."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.errors import EXIT_INTERRUPTED
 
-# The main thread computes for minutes in one call of C, as a backward pass does; the interpreter lock is free.
+# The main thread computes for minutes in one C call, as a backward pass does. The GIL is free.
 SCRIPT = """
 import hashlib, os, pathlib, sys
 from ratchet.runs.signals import GracefulShutdown
@@ -46,7 +46,7 @@ def test_a_busy_main_thread_is_not_waited_for(tmp_path: Path, number: signal.Sig
 def test_a_main_thread_that_notices_is_left_to_it(tmp_path: Path) -> None:
     process = started(tmp_path, "arm", "slow")
     process.send_signal(signal.SIGTERM)
-    assert ended(process) == 0  # it took longer than the grace, and was let
+    assert ended(process) == 0  # it took longer than the grace period and was not interrupted
     assert not (tmp_path / "sealed").exists()
 
 

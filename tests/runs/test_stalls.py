@@ -1,4 +1,4 @@
-"""Stalled workers are detected, write their stacks and are killed; slow ones are not."""
+"""Stalled workers are detected, write their stacks and are killed. Slow workers are left alone."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from ratchet.runs.heartbeat import (
 
 
 class Told(Heartbeat):
-    """A heartbeat whose last beat the test writes, on a clock that the test moves."""
+    """Heartbeat with a last beat and a clock that the test sets."""
 
     def __init__(self) -> None:
         super().__init__(None, 0.0, 0.0)
@@ -51,7 +51,7 @@ def watch(told: Told) -> HangDetector:
 
 
 def after(told: Told, watch: HangDetector, seconds: float, asked_s: float | None = None) -> str:
-    """What the watch says when it has looked twice a second for so long."""
+    """Return the first message of the detector, which checks twice a second for `seconds`."""
     found = ""
     for _ in range(round(seconds * 2)):
         told.now_s += 0.5
@@ -127,7 +127,7 @@ def work_that_is_stopped():
 work_that_is_stopped()
 """
 
-# A mutex that is locked twice, by a call that keeps the interpreter's lock: no thread runs Python again.
+# The thread locks a mutex twice in a call that keeps the GIL, so no thread runs Python again.
 HOLDS_THE_GIL = """
 def work_that_keeps_the_lock():
     mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock

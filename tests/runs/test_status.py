@@ -1,4 +1,4 @@
-"""Status of a run, from its journal alone."""
+"""Tests of the status of a run, which is computed from its journal alone."""
 
 import re
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from ratchet.runs.status import RunProgress, replay_events
 
 
 class Story:
-    """Builds the events of a run; each takes a second of its time."""
+    """Builds the events of a run, one second apart."""
 
     def __init__(self) -> None:
         self.events: list[JournalEvent] = []
@@ -70,7 +70,7 @@ def test_the_fold_of_a_run_without_trouble() -> None:
 
 def test_resumed_run_counts_repeated_steps_once_and_as_lost(tmp_path: Path) -> None:
     story = died(Story().start().steps(1, 4).checkpoint(4).steps(5, 7)).start(start_step=4)
-    assert story.progress().step == 4  # its checkpoint's, until a step is done
+    assert story.progress().step == 4  # the step of its checkpoint, until a step is done
     p = story.steps(5, 8).progress()
     assert (p.step, p.attempts, p.trained_tokens, p.lost_steps) == (8, 2, 8 * 7, 3)
     assert p.attempt_ends == ["attempt 1: killed by SIGKILL"]
@@ -168,7 +168,7 @@ LONG = Story().start().steps(1, 2000).validation(2000, 0.75, True).checkpoint(20
 
 
 def shown(content: bytes, root: Path) -> str:
-    """What `ratchet status` says of a journal, without how long ago something was."""
+    """Return the output of `ratchet status` for a journal, without the age of the checkpoint."""
     paths = Story().written(root)
     paths.journal.write_bytes(content)
     return re.sub("sealed .* ago", "sealed", status.describe_run(paths))
@@ -218,7 +218,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert status.format_duration(seconds) == text
 
 
-# ------------------------------------------------------------------------------------------ trouble, and what it cost
+# ---------------------------------------------------------------------------------------------- failures and their cost
 
 
 def saved(story: Story, step: int, blocked_s: float, written: int = 1000, linked: int = 0) -> Story:
@@ -241,7 +241,8 @@ def test_cost_of_checkpoints_is_shown(tmp_path: Path) -> None:
     assert "100 saved: training blocked p50 50.0 ms, p99 99.0 ms, 33.55 % of the time" in text
     assert "200.0 MB written, 50.0 MB linked" in text
     old = status.describe_run(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "first format"))
-    assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in old  # for as long as it took
+    # An old journal has no blocked_s, so the duration of the save counts.
+    assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in old
 
 
 @pytest.mark.parametrize(

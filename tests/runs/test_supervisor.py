@@ -1,4 +1,4 @@
-"""The supervisor with real processes that play a script instead of training, one act per attempt."""
+"""Tests of the supervisor with real processes that run a script, one act per attempt, instead of a training."""
 
 import json
 import os
@@ -29,7 +29,7 @@ BASE = BaseCard(
 
 PATIENCE_S = 60.0
 
-# Imports of milliseconds only: it is started often.
+# The worker imports only modules that load in milliseconds, because it is started often.
 WORKER = """
 import faulthandler, json, os, signal, sys, time
 from pathlib import Path
@@ -105,7 +105,7 @@ class Stage:
         return [e for e in JournalReader(self.run.paths.journal).read() if e.kind in kinds]
 
     def ends(self) -> list[tuple[str, str]]:
-        """Class and decision of every death."""
+        """Return failure class and decision of every worker that ended."""
         return [(e.data["failure_class"], e.data["decision"]) for e in self.events("worker_exited")]
 
 
@@ -121,7 +121,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 @contextmanager
 def when(there: Callable[[], object], act: Callable[[], object]) -> Iterator[None]:
-    """Do something, from another thread, as soon as a condition holds."""
+    """Call `act` in another thread as soon as the condition `there` holds."""
 
     def wait() -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -142,7 +142,8 @@ def terminate() -> None:
 
 
 def stopped(stage: Stage, act: str, message: str, there: Callable[[], object] | None = None) -> None:
-    """Play an act, ask to stop when the worker is ready or another condition holds, and expect the end."""
+    """Play an act, request a stop when the worker is ready or the condition `there` holds, and expect
+    InterruptedRunError."""
     asks = when(there or (lambda: stage.events("worker_ready")), terminate)
     with asks, pytest.raises(InterruptedRunError, match=message):
         stage.play(act)
@@ -350,7 +351,7 @@ def test_long_journal_is_read_once_and_a_failing_notice_is_reported_once(
         return read(self)
 
     monkeypatch.setattr(JournalReader, "read", watched)
-    stage.set(preemption_notice=str(tmp_path / ("x" * 300)))  # a name that no file may have
+    stage.set(preemption_notice=str(tmp_path / ("x" * 300)))  # longer than a file name may be
     stage.play("kill()", "kill()", "finish()")
     whole, *later = sorted(offsets)
     assert whole == 0

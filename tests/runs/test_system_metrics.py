@@ -1,4 +1,4 @@
-"""System metrics: parsing, a hanging driver, and the sampling interval."""
+"""Tests of system metrics: parsing, a hanging driver, and the sampling interval."""
 
 import os
 import subprocess
@@ -67,7 +67,7 @@ def test_only_gpus_that_the_training_may_use_are_told_of(visible: str | None, th
 
 
 def tool(folder: Path, script: str) -> tuple[str, ...]:
-    """A program in the place of nvidia-smi."""
+    """Write a script that replaces nvidia-smi; return its command line."""
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -101,7 +101,7 @@ def test_a_driver_that_hangs_is_not_waited_for_and_not_asked_again_until_it_lets
     assert {value for gpu in unknown for value in gpu.values()} == {None}
     asked = gpus._hanging
     assert asked is not None
-    asked.wait(PATIENCE_S)  # it was killed
+    asked.wait(PATIENCE_S)  # the sampler has killed it
     (tmp_path / "sick").unlink()
     gpus._wait_s = 30.0
     assert [gpu["power_w"] for gpu in gpus.sample()] == [512.34, 71.02]
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_lost_stays_in_the_table_without_values(tmp_path: Path) ->
     assert [(gpu["index"], gpu["power_w"]) for gpu in gpus.sample()] == [(0, None), (1, 71.02)]
 
 
-# ---------------------------------------------------------------------------------------------- machine and worker
+# --------------------------------------------------------------------------------------------------- machine and worker
 
 BUSY = """
 import subprocess, sys, time
@@ -147,7 +147,7 @@ time.sleep(3600)
 
 @pytest.fixture
 def worker() -> Iterator["subprocess.Popen[str]"]:
-    """One that has used half a second of a CPU, with a child that holds 64 MiB."""
+    """Start a worker that has used half a second of CPU time and has a child that holds 64 MiB."""
     process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True, start_new_session=True)
     yield process
     os.killpg(process.pid, 9)
@@ -174,7 +174,7 @@ def test_what_worker_and_children_use_is_summed(worker: "subprocess.Popen[str]",
 def test_what_cannot_be_asked_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)  # as psutil says of a machine without a network
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)  # psutil returns None on a machine without a network
     found = UsageSampler(tmp_path / "gone", None).sample(ended.pid)
     nothing = {name for name, value in found.items() if value is None}
     assert nothing == {

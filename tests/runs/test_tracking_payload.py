@@ -1,4 +1,4 @@
-"""Parameters and metrics for tracking servers, under the names of MLflow's own monitor."""
+"""Tests of parameters and metrics for tracking servers, with the names of MLflow's own monitor."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Wrong input: one message with place, value and remedy, exit code 2, and no leftover files."""
+"""The CLI answers wrong input with one message (place, value, remedy) and exit code 2, and leaves no files."""
 
 import errno
 import json
@@ -26,7 +26,8 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a command that must fail with exit code 2 and change nothing; returns the message."""
+    """Return a function that runs a command, checks that it fails with exit code 2 and changes no file, and returns
+    its message."""
 
     def run_it(*arguments: str) -> str:
         before = contents(layout.experiments)
@@ -185,8 +186,8 @@ GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
         (["--data", "rows.txt", "--prompt", "a", "--response", "b"], "cannot read .txt"),
         (["--data", "empty.csv", "--prompt", "a", "--response", "b"], "empty.csv: no rows"),
         (["--data", ".", "--prompt", "a", "--response", "b"], "not a file"),
-        (["--data", "rows.csv", "--prompt", "request", "--response", "request"], "name two different columns"),
-        (["--data", "rows.csv", "--prompt", "", "--response", "intent"], "name two different columns"),
+        (["--data", "rows.csv", "--prompt", "request", "--response", "request"], "expected two different columns"),
+        (["--data", "rows.csv", "--prompt", "", "--response", "intent"], "expected two different columns"),
         (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows are needed"),
         ([*GOOD, "--base", "./nowhere"], "expected a directory with a model"),
         ([*GOOD, "--base", ""], "expected a directory with a model"),

@@ -1,4 +1,4 @@
-"""`ratchet chaos`: real trainings under real faults, and the table of their results."""
+"""Tests of `ratchet chaos`: shortened settings, refused options and projects, and the table and plot of results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`ratchet chat`: on a real terminal with keys pressed, from a script, with a real model and with servers."""
+"""Tests of `ratchet chat`: on a real terminal with key presses, from a script, with a real model and with servers."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def echo(body: JSON, number: int) -> Said:
 
 
 def scripted(layout: ProjectLayout, model: str, *lines: str, settings: Settings = QUICK) -> str:
-    """Output for these input lines, without a terminal."""
+    """Run a chat without a terminal on these input lines; return its output."""
     out = io.StringIO()
     chat(Project.from_parts(layout, settings), model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
     return out.getvalue()
@@ -51,7 +51,7 @@ def test_a_script_gets_answers_and_nothing_else(layout: ProjectLayout) -> None:
     talk = server.got[-1]["messages"]
     assert [message["role"] for message in talk] == ["system", *["user", "assistant"] * 3, "user"]
     assert talk[0]["content"] == "Be short."
-    assert talk[2]["content"] == "You said: one"  # without its reasoning
+    assert talk[2]["content"] == "You said: one"  # the reasoning is not sent back
 
 
 def test_fenced_questions_and_reset(layout: ProjectLayout) -> None:
@@ -110,7 +110,7 @@ def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: ProjectLayout
         assert "\x1b[2mLet me see\x1b[0m\r\nYou said: hello there\r\n" in text
         assert re.search(r"\x1b\[2m4 tokens, [\d,.]+\s+tokens/s,\s+context\s+15\x1b", text)
         seen.resize(23)
-        seen.press("\x1b[A\r")  # what was typed before
+        seen.press("\x1b[A\r")  # the up arrow recalls the previous input
         assert "You said: hello there" in seen.until("tokens/s.*> ")
         seen.press("tell of extraordinarily long words\r")
         assert "You said: tell of\r\nextraordinarily long\r\nwords\r\n" in seen.until("tokens/s.*> ")
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(layout: ProjectLayout) -> None:
         return echo(body, number) if last(body) == "short" else slow
 
     with served(script) as server, terminal(layout, server.url) as seen:
-        for _ in range(2):  # not only the first time
+        for _ in range(2):  # the second answer can be stopped too
             seen.until("> ")
             seen.press("tell me\r")
             seen.until("I begin and go on")

@@ -1,4 +1,4 @@
-"""`ratchet compare`: its result, its text and its page, for complete and incomplete trainings."""
+"""Tests of `ratchet compare`: its result, text and page, for complete and incomplete trainings."""
 
 import re
 from pathlib import Path
@@ -25,14 +25,15 @@ WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
 
 
 def compared(layout: ProjectLayout, *names: str) -> tuple[str, str]:
-    """Text on the terminal, and the page."""
+    """Return the terminal text and the page of a comparison."""
     result = compare(Project.from_parts(layout, SETTINGS), names, layout.root / "page.html")
     return format_comparison(result), (layout.root / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def runs(project: ProjectLayout) -> tuple[str, str]:
-    """A training, and a group of seeds with another rank."""
+    """Create one training and a group of trainings that differ in the seed and have another rank; return their
+    names."""
     for one in (FIRST, *WIDE):
         trained_runs.lay(project, one)
     return FIRST.spec.run_id, "wide=" + "+".join(one.spec.run_id for one in WIDE)
@@ -173,7 +174,7 @@ def test_untrusted_text_is_escaped(project: ProjectLayout) -> None:
     assert "img" not in {one.tag for one in tree.iter()}
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
     assert not re.search(r"[\x00\x1b\u202e]", page)
-    assert len(re.findall(r"<script", page)) == 2  # data, and ours
+    assert len(re.findall(r"<script", page)) == 2  # the data and the script of Ratchet
     assert not re.search(r"https?:|<link|<iframe|@import|url\(", page)
     assert "default-src 'none'" in page
 

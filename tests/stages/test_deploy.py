@@ -28,7 +28,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ForcedPromotion, read_champion
 
 QUIET = DeployOptions(smoke_test=False)
-"""Models here are a few bytes, which no server opens."""
+"""The models of these tests are a few bytes that no server can load."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def deploy_to(layout: ProjectLayout, directory: Path, options: DeployOptions = Q
 
 
 def content(served: Path, link: str = "current") -> str:
-    """The model that a server finds."""
+    """Return the text of the model file that a server reads."""
     return (served / link / "gguf" / "model-q8_0.gguf").read_text().removeprefix("gguf/q8_0 of ")
 
 
@@ -192,7 +192,7 @@ def test_a_forced_promotion_is_marked_everywhere(project: ProjectLayout, served:
 
 
 def seal_again(folder: Path) -> None:
-    """Seal a changed release, which needs no key."""
+    """Write the manifest of a changed release again. This needs no key."""
     (folder / files.MANIFEST).unlink()
     files.seal_directory(folder, "release")
 
@@ -217,7 +217,7 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
             check_release(project, folder)
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
+# --- formats ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,12 @@ def test_a_missing_format_is_refused(project: ProjectLayout, served: Path, wante
         deploy_to(project, served, DeployOptions(format=wanted, smoke_test=False))
 
 
-# --- what is refused, and leaves everything as it was -----------------------------------------------------------------
+# --- refused deployments change nothing -------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
-    """Change a byte, not the size; the file may be linked elsewhere."""
+    """Change the last byte of a file and keep its size. Write a new file, because the old one may be hard-linked
+    elsewhere."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.unlink()
@@ -280,7 +281,8 @@ def flip(path: Path) -> None:
 
 
 def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lambda scratch: None) -> None:
-    """Seal a changed directory of a promoted model again, without some of its files."""
+    """Seal the directory of a promoted model again, without the files `leave_out` and after `then` has changed the
+    copy."""
     with files.sealed_directory(folder, "model") as scratch:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -334,7 +336,7 @@ def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: P
         with pytest.raises(DamagedFileError, match=Path(name).name):
             deploy_to(project, served, DeployOptions(rollback=True))
         assert content(served) == "b"
-        deploy_to(project, served, DeployOptions(version=1, smoke_test=False))  # whole again
+        deploy_to(project, served, DeployOptions(version=1, smoke_test=False))  # recreates the damaged release
         deploy_to(project, served)
 
 
@@ -380,7 +382,8 @@ def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: Project
 
 
 def test_a_changed_release_that_is_not_current_is_made_again(project: ProjectLayout, served: Path) -> None:
-    """Sealed again, as anyone with write access can; also with the signature of another model."""
+    """A release that was changed and sealed again, which needs only write access, is written again. The same is true
+    if the release has the signature of another model."""
     a = promote_fake_model(project, "a")
     deploy_to(project, served, DeployOptions(format="gguf", smoke_test=False))
     folder = (served / "current").resolve()
@@ -401,7 +404,7 @@ def test_a_changed_release_that_is_not_current_is_made_again(project: ProjectLay
 
 
 def test_a_file_that_is_not_the_measured_one_is_refused(project: ProjectLayout, served: Path) -> None:
-    """Signed, but bundle.json has digests of other bytes: an export that was assembled by hand."""
+    """The model is signed, but bundle.json has another digest for the file, as in a manually assembled export."""
     bundle = promote_fake_model(project, "a")
     other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
     changed = bundle.model_copy(update={"artifacts": (bundle.artifacts[0], other)})
@@ -445,7 +448,7 @@ def test_other_files_among_the_releases_stay(project: ProjectLayout, served: Pat
     precious.parent.mkdir()
     precious.write_text("precious")
     (place / "notes.txt").write_text("p")
-    alike = place / "7-0123456789ab-hf"  # a name as ours have, and no manifest
+    alike = place / "7-0123456789ab-hf"  # the name of a release, without a manifest
     alike.mkdir()
     (place / "8-0123456789ab-hf").symlink_to(tmp_path)
     foreign = {"mydata", "notes.txt", alike.name, "8-0123456789ab-hf"}
@@ -456,7 +459,7 @@ def test_other_files_among_the_releases_stay(project: ProjectLayout, served: Pat
     assert foreign < set(release_names(served))
     assert precious.read_text() == "precious"
     (alike / "release.json").write_text("{}")
-    files.seal_directory(alike, "release")  # as a deployment that was killed before it became current leaves it
+    files.seal_directory(alike, "release")  # simulates a deployment killed before it updated the link `current`
     promote_fake_model(project, "f")
     deploy_to(project, served)
     assert not alike.exists()
@@ -539,7 +542,7 @@ def test_two_deployments_at_once(project: ProjectLayout, served: Path, monkeypat
 
 
 def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
-    """Make the disk full for files with these letters in their names."""
+    """Simulate a full disk: writing fails for every file with `names` in its name."""
 
     def full(operation: str, path: Path) -> None:
         if operation == "write" and names in path.name:
@@ -624,7 +627,8 @@ def test_a_model_of_an_earlier_version(project: ProjectLayout, served: Path) -> 
 
 
 def test_a_directory_without_a_card_of_all_formats(project: ProjectLayout, served: Path) -> None:
-    """Promoted by an earlier version: the card of the Hugging Face format would be wrong next to another format."""
+    """A model promoted by an earlier version has only the card of the Hugging Face format. Another format must not
+    get this card."""
     folder = project.promoted_model(promote_fake_model(project, "a").model_digest)
     rebuild(
         folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign_folder(scratch, keys.load_signer(project))

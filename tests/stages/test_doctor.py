@@ -1,4 +1,5 @@
-"""`ratchet doctor` on a real small project, for a 7B model of which only the config exists, and outside a project."""
+"""Tests of `ratchet doctor`: in a small project, for a 7B model of which only the config exists, and outside a
+project."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ratchet.storage.layout import ProjectLayout
 
 SETTINGS = params_file.apply_changes(
     tiny_project.SETTINGS, {"train.epochs": 4.0}
-)  # with 2 it would advise more, rightly
+)  # with 2 epochs, the doctor rightly gives more advice
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture
 def project(prepared: ProjectLayout) -> ProjectLayout:
-    """The prepared project with settings of its own; tests change nothing else."""
+    """Return the prepared project with its settings restored. Tests change nothing else."""
     tiny_project.save(prepared, SETTINGS)
     return prepared
 
 
 def advised(layout: ProjectLayout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
-    """Result of the doctor after some settings of the project were changed."""
+    """Change some settings of the project; return the doctor's result."""
     text = params_file.amend_text(layout.params.read_text(), changes)
     layout.params.write_text(text)
     return examine(layout, params_file.load(layout.params), None, write)

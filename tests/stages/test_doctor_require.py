@@ -1,4 +1,4 @@
-"""`ratchet doctor --require`, as an orchestrator calls it: its exit codes, its table and its record."""
+"""Tests of `ratchet doctor --require`, called as an orchestrator calls it: exit codes, table and JSON record."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""Stage evaluate on a real small project: models and their formats, stored scores, and the cost of a kill."""
+"""Tests of stage evaluate in a small project: models and formats, reuse of stored scores, little memory, and
+refusals."""
 
 import json
 import shutil
@@ -34,7 +35,7 @@ from ratchet.storage.records.export import ModelBundle
 
 @pytest.fixture
 def made_once(made: Path) -> ProjectLayout:
-    """The project itself, for tests that only read it."""
+    """Return the shared project itself, for tests that only read it."""
     return ProjectLayout(made)
 
 
@@ -100,14 +101,14 @@ def test_stored_scores_are_not_computed_again(layout: ProjectLayout, forwards: l
 
     forwards.clear()
     folder = layout.promoted_model(keep_as_champion(layout, 1).model_digest)
-    report = evaluated(layout)  # the candidate is champion too, and is scored once
+    report = evaluated(layout)  # the candidate is also the champion and is scored once
     assert len(forwards) <= 1
     assert samples(layout, report, "champion", "accuracy") == samples(layout, report, "candidate", "accuracy")
 
     before = files.read_manifest(layout.evaluate)
     weights = folder / "hf" / "model.safetensors"
     content = bytearray(weights.read_bytes())
-    weights.unlink()  # it may be a link to what is exported
+    weights.unlink()  # the file may be a hard link to the export
     content[-1] ^= 1
     weights.write_bytes(content)
     for remove in (False, True):
@@ -151,7 +152,8 @@ def test_categories_and_drawn_answers(layout: ProjectLayout) -> None:
 
 @pytest.fixture
 def small_memory() -> Iterator[Callable[..., None]]:
-    """A device on which more than so many rows at once do not fit."""
+    """Return a function that simulates a device on which a batch of more than `rows` rows or `tokens` tokens does
+    not fit."""
     hooks = []
 
     def of(rows: int, tokens: int = 10**6) -> None:

@@ -1,4 +1,4 @@
-"""`ratchet evaluate --quantization` on a real small project."""
+"""Tests of `ratchet evaluate --quantization` in a small project."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @dataclass(frozen=True)
 class Measured:
-    """Report, text and progress lines of the first measurement."""
+    """Report, terminal text and progress lines of the first measurement."""
 
     report: QuantizationReport
     text: str

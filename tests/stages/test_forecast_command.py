@@ -1,4 +1,4 @@
-"""`ratchet forecast` from a config alone and from a project, as text, JSON and page."""
+"""Tests of `ratchet forecast` for a model config and for a project: text, JSON and page."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ from ratchet.storage.records.training import PHASES, MemoryForecast
 
 @pytest.fixture(scope="module")
 def known(config: Path) -> dict[str, Any]:
-    """The forecast for a known amount of memory."""
+    """Return the forecast for a known amount of memory."""
     return asked(config, memory_bytes=LARGE)
 
 
@@ -138,7 +138,7 @@ def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(
 
 @pytest.fixture
 def layout(prepared: Path) -> ProjectLayout:
-    """A prepared project, which these tests only read."""
+    """Create a prepared project; the tests of this module only read it."""
     return ProjectLayout(prepared)
 
 

@@ -1,4 +1,4 @@
-"""Stage gate: its inputs, its outputs and its report to MLflow; and `ratchet gate --check` and `--aa`."""
+"""Tests of stage gate: inputs, outputs and its report to MLflow; and of `ratchet gate --check` and `--aa`."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> Gat
 
 @pytest.fixture
 def evaluated(project: ProjectLayout) -> ProjectLayout:
-    """An evaluated project. Its MLflow database is damaged, which does not prevent a verdict."""
+    """Return an evaluated project with a damaged MLflow database. The damage does not prevent a verdict."""
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"no database " * 100)
     cases.write(project, found())
@@ -88,7 +88,7 @@ def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
     assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
 
-    evaluated.mlflow_database.write_bytes(b"no database " * 100)  # costs no verdict; equal inputs give equal bytes
+    evaluated.mlflow_database.write_bytes(b"no database " * 100)  # no verdict is lost; equal inputs give equal bytes
     assert gate(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
     assert "not logged to MLflow" in capsys.readouterr().err
     assert check_verdict(Project.from_parts(evaluated, SETTINGS)).decision == "PROMOTE"
@@ -134,7 +134,7 @@ def test_evidence_is_read_as_written(project: ProjectLayout) -> None:
 
 
 def reseal(layout: ProjectLayout, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write other samples, sealed as stage evaluate seals them."""
+    """Write other samples and seal them as stage evaluate does."""
     cases.write(layout, found())
     path = layout.evaluate / name
     files.write_atomic(path, "".join(map(base.to_json_line, rows)))
@@ -259,7 +259,7 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Proj
         check_verdict(Project.from_parts(project, SETTINGS))
     cases.bundle().save(project.bundle)
     for now, stale in (
-        (ChampionFile(champion=cases.ITSELF, anchor=cases.ITSELF), False),  # promoted since, by this verdict
+        (ChampionFile(champion=cases.ITSELF, anchor=cases.ITSELF), False),  # this verdict has promoted its model since
         (CURRENT, True),
         (ChampionFile(anchor=cases.ANCHOR), True),
     ):
@@ -303,7 +303,7 @@ def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(proj
 
 
 def test_the_stage_needs_no_torch() -> None:
-    """Modules that it imports while it runs do not need torch either."""
+    """The stage also imports modules while it runs. These modules do not need torch either."""
     code = (
         "import sys, ratchet.stages.gate, ratchet.reports.verdict_page, ratchet.reports.plots\n"
         "import ratchet.tracking.mlflow.client\n"

@@ -1,4 +1,4 @@
-"""`ratchet generate`: killed processes, existing outputs, and every message."""
+"""Tests of `ratchet generate`: output files, refusals, a server that does not answer, and printed answers."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_server_that_does_not_answer_gives_an_exit_code_for_retries(
         words = (layout, prompts, "--model", server.url, "--output", str(tmp_path / "a.jsonl"))
         assert generate(*words) == EXIT_INTERRUPTED
     assert capsys.readouterr().err.endswith("; check the server; run it again to resume (0 answers are kept)\n")
-    assert generate(*words) == EXIT_INTERRUPTED  # nobody is there to be asked which model it is: no run is begun
+    assert generate(*words) == EXIT_INTERRUPTED  # no server, no model name: no run is created
     assert capsys.readouterr().err.endswith(
         "1 attempt (machine.endpoint.max_attempts); check the server; run the command again\n"
     )

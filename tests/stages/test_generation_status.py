@@ -1,4 +1,4 @@
-"""A generation while it runs and after it has ended: its screen, watch, status and reset."""
+"""Tests of the progress of a generation, while it runs and after its end: console, watch, status and reset."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def generation(root: Path, url: str) -> Generation:
 
 @pytest.fixture
 def done(tmp_path: Path) -> Generation:
-    """A finished generation of a server."""
+    """Run a generation on a server to its end."""
     with served(answer) as server:
         made = generation(tmp_path, server.url)
         assert made.work() == 0
@@ -52,7 +52,7 @@ def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
 def test_status_and_journal_of_a_generation(done: Generation) -> None:
     finishes = [event.data["finish"] for event in done.events("generation_progress")]
     assert sum(one.get("stop", 0) for one in finishes) == COUNT
-    assert done.events("generation_progress")[-1].data["rows"] is not None  # requests under way
+    assert done.events("generation_progress")[-1].data["rows"] is not None  # number of requests in progress
     name = done.spec.run_id
     report = status(done.layout, name[:6])
     [run] = report.runs
@@ -65,10 +65,10 @@ def test_status_and_journal_of_a_generation(done: Generation) -> None:
     assert f"  ended by    {COUNT} stop" in said
     assert "tokens/s" in said
     assert "step" not in said
-    assert format_status(status(done.layout)) == said  # the latest generation: there is no training
+    assert format_status(status(done.layout)) == said  # no training exists, so status shows the latest generation
     assert "no run yet" in format_status(status(ProjectLayout(done.layout.root / "empty")))
     with done.open_run():
-        assert f"generation {name}: " in format_status(status(done.layout))  # now it is running
+        assert f"generation {name}: " in format_status(status(done.layout))  # a running generation
     with pytest.raises(DataError, match=r"matches no run in .*/runs and .*/generations; found: "):
         status(done.layout, "zzz")
 
@@ -100,7 +100,7 @@ def test_reset_removes_the_directory_and_never_the_output(done: Generation, tmp_
     assert not done.paths.root.exists()
     assert output.read_bytes()
     assert len(list(done.layout.runs.iterdir())) == 1
-    left = done.layout.generations / f"{files.PARTIAL}{name}-doomed-999999999"  # what a killed reset left
+    left = done.layout.generations / f"{files.PARTIAL}{name}-doomed-999999999"  # left behind by a killed reset
     left.mkdir()
     with pytest.raises(DataError):
         reset(done.layout, name)
@@ -124,5 +124,5 @@ def test_a_closed_terminal_does_not_end_a_generation(done: Generation, monkeypat
         own = JournalEvent("attempt_started", 1.0, 2, {"pid": os.getpid(), "code_version": "1"})
         with pytest.raises(OSError, match="gone"):
             console.on_events([own])
-        console.on_events([own])  # told once
+        console.on_events([own])  # the error is raised only once
         console.on_end("FINISHED")

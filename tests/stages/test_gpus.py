@@ -1,4 +1,4 @@
-"""GPUs, found by the real loader with a test driver: a C library with the calls of the CUDA driver."""
+"""Tests of GPU detection: the real loader loads a test driver, a C library with the functions of the CUDA driver."""
 
 import shutil
 import subprocess
@@ -37,7 +37,7 @@ int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, "550
 
 
 def made(folder: Path, init: int = 0, hangs: int = 0) -> Path:
-    """A directory with both libraries."""
+    """Compile both driver libraries into `folder`; return the folder."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here")

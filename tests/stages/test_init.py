@@ -1,4 +1,4 @@
-"""`ratchet init`: settings and rules that fit the data; with real git and real DVC."""
+"""Tests of `ratchet init` with real git and real DVC: settings and gate rules fit the data."""
 
 import json
 import subprocess

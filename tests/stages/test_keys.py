@@ -1,4 +1,4 @@
-"""`ratchet keys`: lists and changes the trusted keys."""
+"""Tests of `ratchet keys`, which lists and changes the trusted keys."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def colleague_key(tmp_path: Path) -> Path:
-    """A colleague's public key."""
+    """Create a colleague's public key; return its path."""
     key = signing_keys.create_key_pair(ProjectLayout(tmp_path / "other"))
     path = tmp_path / "colleague.pem"
     path.write_text(key.public)
@@ -47,7 +47,7 @@ def test_keys_are_created_trusted_listed_and_revoked(project: ProjectLayout, col
     assert sorted(format_keys(keys(project)).splitlines()) == sorted(
         [f"key {own.fingerprint[:16]}  trusted  (yours)", f"key {other[:16]}  revoked: left"]
     )
-    with pytest.raises(SettingsError, match=r"was revoked \(left\)"):  # nothing takes that back in passing
+    with pytest.raises(SettingsError, match=r"was revoked \(left\)"):  # --trust does not undo a revocation
         keys(project, KeysOptions(trust=colleague_key))
     with pytest.raises(SettingsError, match=r"is already revoked \(left\)"):
         keys(project, KeysOptions(revoke=other, reason="again"))

@@ -1,4 +1,4 @@
-"""Requirements compared with this machine, and with simulated GPUs and networks."""
+"""Tests of the comparison of requirements with this machine, and with simulated GPUs and networks."""
 
 import os
 import stat
@@ -52,7 +52,7 @@ def test_this_machine_does_not_meet_excessive_requirements(tmp_path: Path) -> No
 
 def test_a_disk_that_cannot_be_written_does_not_count(tmp_path: Path) -> None:
     if os.geteuid() == 0:
-        folder = Path("/proc/ratchet-runs")  # root may write anywhere else
+        folder = Path("/proc/ratchet-runs")  # root can write to every other directory
     else:
         folder = tmp_path / "runs"
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""Requirements for a machine: how they are read, and how invalid ones are refused."""
+"""Tests of machine requirements: valid ones are parsed, and invalid ones are refused."""
 
 import pytest
 

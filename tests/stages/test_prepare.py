@@ -1,4 +1,4 @@
-"""Stage prepare: every row is counted, no test row leaks into training, and every omission is reported."""
+"""Tests of stage prepare: every row is counted, no test row leaks into training, and every dropped row is reported."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "gr
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base whose weights do not matter: ChatML, byte-level BPE."""
+    """Create a base model with a ChatML template and a byte-level BPE tokenizer. Its weights do not matter."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -52,7 +52,8 @@ Run = Callable[..., DatasetCard]
 
 @pytest.fixture
 def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[ProjectLayout, Settings]]:
-    """A project over rows (a list: JSON lines; a mapping: files by name), its base pinned."""
+    """Return a function that creates a project with these rows and a pinned base. A list of rows becomes a JSON
+    Lines file, a mapping becomes files by name."""
 
     def make(rows: Any, base_settings: dict[str, Any] | None = None, **changes: Any) -> tuple[ProjectLayout, Settings]:
         layout = ProjectLayout(tmp_path / "project")
@@ -89,7 +90,8 @@ def prepared(project_of: Callable[..., tuple[ProjectLayout, Settings]]) -> Run:
 def refused(
     project_of: Callable[..., tuple[ProjectLayout, Settings]], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Message of `ratchet prepare` when it ends with exit code 2; it must leave no files."""
+    """Return a function that runs `ratchet prepare`, checks that it exits with code 2 and leaves no files, and
+    returns its message."""
 
     def run(rows: Any, **changes: Any) -> str:
         layout, _ = project_of(rows, **changes)
@@ -104,7 +106,7 @@ def refused(
 
 
 def balanced(layout: ProjectLayout) -> DatasetCard:
-    """The card, after its counts were compared with the written files."""
+    """Check the counts of the dataset card against the written files; return the card."""
     card = DatasetCard.load(layout.dataset_card)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
     assert card.rows_out == sum(card.splits.values())
@@ -123,7 +125,7 @@ def balanced(layout: ProjectLayout) -> DatasetCard:
 
 
 def rows_of(count: int, words: int = 9, seed: int = 0) -> list[dict[str, Any]]:
-    """Different requests of random words."""
+    """Return `count` different prompts of random words, with answers."""
     draw = random.Random(seed)
     return [
         {"prompt": " ".join(draw.choices(WORDS, k=words)) + f" {seed}-{n}", "response": f"answer {n % 5}"}
@@ -259,7 +261,7 @@ def test_benchmark_rows_are_dropped_from_training_or_end_the_stage(prepared: Run
     leak = card.leaks["data/raw/exam.jsonl"]
     assert (leak.documents, leak.rows) == (20, 20)
     in_test = 20 - card.dropped["leaked"].count
-    assert 0 < in_test < 20  # rows of the test split teach nothing, and stay
+    assert 0 < in_test < 20  # rows of the test split are not trained on, so they stay
     assert "data/raw/exam.jsonl: " in card.dropped["leaked"].examples[0]
     message = refused(names, max_tokens=400, leakage={"files": ("data/raw/exam.jsonl",), "action": "fail"})
     assert "data/raw/exam.jsonl: 20 rows" in message
@@ -309,7 +311,7 @@ def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
         sources=({"files": "data/raw/half.jsonl", "weight": 0.5}, {"files": "data/raw/twice.jsonl", "weight": 2}),
     )
     out = card.dropped["sampled_out"].count
-    assert 50 < out < 100  # of some 150 training rows
+    assert 50 < out < 100  # of about 150 training rows
     assert card.repeated == pytest.approx(75, abs=15)
     assert card.splits["validation"] + card.splits["test"] == pytest.approx(75, abs=25)
 
@@ -342,7 +344,7 @@ def test_equal_rows_give_equal_bytes_in_any_order_and_format(prepared: Run) -> N
     first = prepared(rows)
     assert first.source_cards["data/raw/rows.jsonl"].record_schema.startswith("columns prompt, response")
     assert first.source_cards["data/raw/rows.jsonl"].rows == 90
-    assert prepared(rows) == first  # the file was written again
+    assert prepared(rows) == first  # the file was written again with the same bytes
     lines = "".join(json.dumps(row) + "\n" for row in reversed(rows)).encode()
     second = prepared({"rows.jsonl.gz": gzip.compress(lines)}, sources=("data/raw/rows.jsonl.gz",))
     assert first.digest == second.digest
@@ -511,7 +513,7 @@ def test_a_harness_task_that_cannot_be_loaded_is_one_message(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else the hub is tried for half a minute
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # avoids half a minute of download attempts
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     layout, _ = project_of(rows_of(60), leakage={"tasks": ("exam",)})
     for task in (

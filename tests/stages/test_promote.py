@@ -1,4 +1,4 @@
-"""`ratchet promote` and `ratchet rollback`: registry, ledger and champion file always agree."""
+"""Tests of `ratchet promote` and `ratchet rollback`: registry, ledger and champion file always agree."""
 
 import os
 import sqlite3
@@ -73,7 +73,7 @@ def test_promote_stores_and_registers_the_model(tracked_project: ProjectLayout) 
     model_digest = write_outputs(tracked_project, "a")
     folder = tracked_project.promoted_model(model_digest)
     (folder / "hf").mkdir(parents=True)
-    (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which is made again
+    (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which promote replaces
     result = promote(Project.from_parts(tracked_project, SETTINGS))
     assert (result.champion.version, result.replaced, result.plan, result.warnings) == (1, None, (), ())
     text = format_promotion(result, tracked_project)
@@ -91,7 +91,7 @@ def test_promote_stores_and_registers_the_model(tracked_project: ProjectLayout) 
     assert bundle.verdict == digests.hash_file(folder / "verdict.json")
     assert bundle.evaluation == digests.hash_file(folder / "eval.json")
     assert signature.check_signature(folder, tracked_project).signer == keys.own_fingerprint(tracked_project)
-    page = tracked_project.evidence / folder.name / "gate.html"  # it shows rows of the data: beside the model
+    page = tracked_project.evidence / folder.name / "gate.html"  # outside the model: it shows rows of the data
     assert page.read_bytes() == tracked_project.gate_page.read_bytes()
     version = MlflowModelRegistry(tracked_project, NAME).version(1)
     assert version is not None
@@ -135,14 +135,14 @@ def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_proje
 
     write_verdict(tracked_project, "PROMOTE")
     weights = folder / "hf" / "model.safetensors"
-    assert weights.stat().st_nlink == 1  # a copy: a program that writes into the export does not change the champion
+    assert weights.stat().st_nlink == 1  # a copy: a change to the export does not change the champion
     weights.write_bytes(b"flipped")
     result = promote(Project.from_parts(tracked_project, SETTINGS))
     assert "hf/model.safetensors" in format_promotion(result, tracked_project)
     files.verify_sealed(folder, KIND)
     signature.check_signature(folder, tracked_project)
 
-    write_outputs(tracked_project, "b")  # replaces the export that the model was copied from
+    write_outputs(tracked_project, "b")  # replaces the export from which the model was copied
     files.verify_sealed(folder, KIND)
 
 
@@ -164,7 +164,7 @@ def test_promotions_and_rollbacks_in_turn(tracked_project: ProjectLayout) -> Non
         rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     rollback(
         Project.from_parts(tracked_project, SETTINGS), 3, smoke_test=accept_model
-    )  # a version that was champion once may come back by name
+    )  # a former champion can be restored by its number
     assert list_champions(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
         rollback(Project.from_parts(tracked_project, SETTINGS), 9, smoke_test=accept_model)
@@ -185,7 +185,7 @@ def test_rollback_refuses_a_model_that_is_damaged_missing_or_fails_the_smoke_tes
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
         rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     (folder / files.MANIFEST).unlink()
-    files.seal_directory(folder, KIND)  # sealed again, which needs no key; the signature does not fit
+    files.seal_directory(folder, KIND)  # sealing needs no key; the signature does not match
     with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
         rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
     folder.rename(tracked_project.root / "elsewhere")
@@ -291,7 +291,7 @@ def assert_nothing_promoted(layout: ProjectLayout) -> None:
 def test_a_verdict_against_an_earlier_champion_is_refused(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     write_outputs(tracked_project, "b")
-    for_b = Verdict.load(tracked_project.verdict)  # b was compared with a
+    for_b = Verdict.load(tracked_project.verdict)  # verdict of b against a
     promoted(tracked_project, "c")
     write_outputs(tracked_project, "b")
     with files.sealed_directory(tracked_project.gate, "gate") as scratch:
@@ -317,7 +317,7 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     write_verdict(tracked_project, "PROMOTE")
     promote(
         Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True)
-    )  # b is champion already, and becomes the anchor
+    )  # b is already champion and becomes the anchor
     assert anchor(tracked_project) == 2
     result = promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True))
     assert "already" in format_promotion(result, tracked_project)
@@ -330,7 +330,7 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     assert list_champions(tracked_project) == ["c", "a"]
 
 
-# --- against the verdict ----------------------------------------------------------------------------------------------
+# --- promotion against the verdict ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "INVALID"])
@@ -378,19 +378,19 @@ def test_force_is_recorded_everywhere(tracked_project: ProjectLayout) -> None:
     assert not champion(tracked_project).forced
     result = rollback(
         Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model
-    )  # it is still marked as forced
+    )  # the promotion of version 1 is still marked as forced
     assert "FORCED" in format_promotion(result, tracked_project)
     assert champion(tracked_project).forced == forced
     write_outputs(tracked_project, "b")
     promote(Project.from_parts(tracked_project, SETTINGS), FORCE)
     promoted(tracked_project, "c")
     rollback(Project.from_parts(tracked_project, SETTINGS), 2, smoke_test=accept_model)
-    files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
+    files.write_json(tracked_project.champion, {})  # an empty champion file: the registry has all facts
     MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=2)
     rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
     assert champion(tracked_project).forced == forced
     promoted(tracked_project, "b")
-    promoted(tracked_project, "a")  # this time with the gate's blessing
+    promoted(tracked_project, "a")  # promoted with the verdict PROMOTE, not by force
     assert champion(tracked_project).forced is None
     assert not (tracked_project.promoted_model(a) / FORCED).exists()
     version = MlflowModelRegistry(tracked_project, NAME).version(1)
@@ -407,7 +407,7 @@ def test_a_dry_run_changes_nothing_and_lists_every_step(tracked_project: Project
         HookSettings(command=("touch", "told")), HookSettings(command=("true",), events=("rollback",))
     )
     write_outputs(tracked_project, "a", "REJECT")
-    MlflowModelRegistry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
+    MlflowModelRegistry(tracked_project, NAME).champion()  # opening the store creates its lock file
     before = read_tree(tracked_project.root)
     hooked_project = Project.from_parts(tracked_project, settings)
     result = promote(hooked_project, PromoteOptions(force=True, reason="try", dry_run=True))
@@ -459,10 +459,10 @@ def test_the_commands_print_the_records_as_json(
     promoted_result = run_json("promote")
     assert promoted_result.promotion == read_ledger(tracked_project)[-1]
     assert promoted_result.champion == champion(tracked_project)
-    assert run_json("rollback", "1").promotion is None  # it is the champion
+    assert run_json("rollback", "1").promotion is None  # version 1 is the champion already
 
 
-# --- a registry that does not answer ----------------------------------------------------------------------------------
+# --- a registry that fails or does not answer -------------------------------------------------------------------------
 
 
 def test_a_damaged_registry_promotes_nothing(project: ProjectLayout) -> None:
@@ -477,12 +477,12 @@ def test_a_damaged_registry_promotes_nothing(project: ProjectLayout) -> None:
 def test_a_registry_that_is_locked_midway_leaves_nothing_half_done(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another SQLite writer locks the database right before a call of MLflow."""
+    """Another SQLite writer locks the database just before one of the calls of MLflow."""
     import sqlalchemy
     from mlflow import MlflowClient
 
     def hurry(connection: Any, cursor: Any, statement: str, *rest: Any) -> tuple[str, Any]:
-        return statement.replace("busy_timeout = 20000", "busy_timeout = 50"), rest[0]  # MLflow's own wait is 20 s
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 50"), rest[0]  # MLflow waits 20 s
 
     def promote_locked(call: str) -> None:
         original = getattr(MlflowClient, call)
@@ -526,7 +526,7 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: ProjectLayout
 
 def test_another_registry_is_recognized(tracked_project: ProjectLayout, tmp_path: Path, mlflow_template: Path) -> None:
     promoted(tracked_project, "a")
-    clone = ProjectLayout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
+    clone = ProjectLayout(tmp_path / "clone")  # another registry, with another model as version 1 and champion
     clone.mlruns.mkdir(parents=True)
     clone.mlflow_database.write_bytes(mlflow_template.read_bytes())
     promoted(clone, "z")
@@ -552,7 +552,7 @@ def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tra
     promoted(tracked_project, "c")
     for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
         state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
-        MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
+        MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=3)  # simulates a change in the MLflow UI
         write_outputs(tracked_project, "d")
         with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
             promote(Project.from_parts(tracked_project, SETTINGS))
@@ -565,7 +565,7 @@ def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tra
         MlflowModelRegistry(tracked_project, NAME).set_champion(3, expected=choice)
 
 
-# --- two at once ------------------------------------------------------------------------------------------------------
+# --- concurrent promotions --------------------------------------------------------------------------------------------
 
 
 def run_command(command: str, root: Path) -> PromotionResult:
@@ -641,7 +641,7 @@ def test_promotions_that_race_leave_one_version(tracked_project: ProjectLayout, 
 def test_two_promotions_of_different_models_have_one_winner(
     tracked_project: ProjectLayout, tmp_path: Path, processes: Any
 ) -> None:
-    """Two checkouts that share one registry."""
+    """Two checkouts that share a registry promote at the same time: one succeeds and one is refused."""
     other = ProjectLayout(tmp_path / "checkout of bob")
     other.root.mkdir()
     other.mlruns.symlink_to(tracked_project.mlruns)
@@ -703,7 +703,7 @@ def test_smoke_test_loads_a_real_model_and_refuses_a_broken_one(
 
 
 def test_the_smoke_test_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = tmp_path / "python"  # stands for the interpreter, which needs ten seconds to say the same
+    said = tmp_path / "python"  # replaces the interpreter, which needs ten seconds for the same answer
     said.write_text(f"#!/bin/sh\necho $* > '{tmp_path}/arguments'\n")
     said.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(said))

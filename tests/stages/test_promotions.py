@@ -1,4 +1,4 @@
-"""`ratchet promotions`: the history of champions, and every disagreement that it reports."""
+"""Tests of `ratchet promotions`: the history of champions, and every inconsistency that it reports."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def history(tracked_project: ProjectLayout) -> ProjectLayout:
-    """a, then b by force, then a again."""
+    """Promote a, promote b by force, then roll back to a."""
     write_outputs(tracked_project, "a")
     promote(Project.from_parts(tracked_project, SETTINGS))
     write_outputs(tracked_project, "b", "REJECT")
@@ -79,7 +79,7 @@ def test_the_history_and_every_disagreement(history: ProjectLayout, capsys: pyte
     assert "was removed, or the two files are from different commits" in text
     history.promotions.write_text(content)
 
-    history.mlruns.rename(history.root / "elsewhere")  # as in a clone
+    history.mlruns.rename(history.root / "elsewhere")  # a clone has no registry
     shown = promotions(Project.from_parts(history, SETTINGS))
     assert shown.problems == ()
     assert "the alias was not compared" in format_history(shown)

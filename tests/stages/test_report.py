@@ -1,4 +1,4 @@
-"""`ratchet report`: the page of a training, complete or not, evaluated or not."""
+"""Tests of `ratchet report`: the page of a training, complete or not, evaluated or not."""
 
 from pathlib import Path
 
@@ -34,13 +34,13 @@ def trained(project: ProjectLayout) -> ProjectLayout:
 
 
 def reported(layout: ProjectLayout, name: str | None = None) -> tuple[str, str]:
-    """Text on the terminal, and the page."""
+    """Return the terminal text and the page of a report."""
     result = report(Project.from_parts(layout, SETTINGS), name, layout.root / "page.html")
     return format_report(result), (layout.root / "page.html").read_text(encoding="utf-8")
 
 
 def facts(page: str, name: str) -> dict[str, str]:
-    """Names and values of a section."""
+    """Return the names and values in a section of the page."""
     found: dict[str, str] = {}
     for listed in section(page, name).iter("dl"):
         found |= {heard(listed[k]): heard(listed[k + 1]) for k in range(0, len(listed), 2)}
@@ -71,7 +71,7 @@ def test_the_page_has_all_of_the_training(trained: ProjectLayout) -> None:
 
 
 def with_labels(layout: ProjectLayout) -> None:
-    """An evaluation of the training beside a champion, with rows, a confusion matrix and curves."""
+    """Write an evaluation of the training and a champion, with rows, a confusion matrix and curves."""
     evaluate(layout, "another", RUN)
     found = cases.evidence(
         {"base": {"accuracy": cases.right(20)},
@@ -114,7 +114,7 @@ def test_the_evaluation_is_shown_with_its_worst_samples(trained: ProjectLayout) 
     first = next(iter(evaluation.iter("article")))
     assert f"Question {worst}?" in heard(first)
     assert len(list(evaluation.iter("article"))) == 20
-    tree = read(page)  # texts of rows and labels are texts
+    tree = read(page)  # the texts of rows and labels are not parsed as HTML
     assert "img" not in {one.tag for one in tree.iter()}
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
 

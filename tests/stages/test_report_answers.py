@@ -1,4 +1,4 @@
-"""`ratchet report ANSWERS`: figures in the terminal, pictures, and a page that needs no network and no script."""
+"""Tests of `ratchet report ANSWERS`: terminal figures, pictures, and a page that needs no network and no script."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 
 
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
-    """Text on the terminal, and the page."""
+    """Return the terminal text and the page of a report."""
     target = layout.root / "page.html"
     result = report(Project.from_parts(layout, Settings()), str(path), target)
     return format_report(result), target.read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def test_pictures_are_next_to_their_page(project: ProjectLayout) -> None:
     assert not folder.exists()
 
     reported(project, labels)
-    report(Project.from_parts(project, Settings()), None, project.root / "page.html")  # of the training
+    report(Project.from_parts(project, Settings()), None, project.root / "page.html")  # a report of the training
     assert not folder.exists()
 
 

@@ -1,4 +1,4 @@
-"""`ratchet reset`: shows what would be lost, asks, and removes all of a run or nothing."""
+"""Tests of `ratchet reset`: it shows what would be lost, asks for confirmation, and removes all of a run or nothing."""
 
 import io
 import json
@@ -18,8 +18,8 @@ from ratchet.stages.reset import ResetTarget, reset
 from ratchet.stages.status import StatusReport
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import Champion, ChampionFile
+from ratchet.storage.records.training import TrainReport
 
 
 def make(layout: ProjectLayout, seed: int = 0) -> RunPaths:
@@ -70,7 +70,7 @@ def test_the_named_run_is_removed_and_others_stay(layout: ProjectLayout, run: Ru
 
 
 def refuse(layout: ProjectLayout, run: RunPaths) -> str:
-    """Do not confirm; returns what the user is shown."""
+    """Reset a run without confirming; return the text that is shown to the user."""
     targets: list[ResetTarget] = []
 
     def confirm(target: ResetTarget) -> bool:
@@ -101,7 +101,7 @@ def test_the_user_is_shown_what_would_be_lost(layout: ProjectLayout, run: RunPat
 
 
 class Terminal(io.StringIO):
-    """Standard input of a user."""
+    """Standard input that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -109,12 +109,12 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def project_run(project: ProjectLayout) -> RunPaths:
-    """A run of a project that the command line can open."""
+    """Create a run in a project that the CLI can open."""
     return make(project)
 
 
 def answer(paths: RunPaths, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `ratchet reset RUN` and answer its question."""
+    """Run `ratchet reset RUN` and answer its question with `text`; return the exit code."""
     monkeypatch.setattr(sys, "stdin", Terminal(text))
     return main(["--project", str(paths.root.parent.parent), "reset", paths.root.name])
 
@@ -133,7 +133,7 @@ def test_yes_removes(
 def test_every_other_answer_keeps_the_run(
     project_run: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for text in ("", "\n", "n", "no", "yep"):  # "": end of the input
+    for text in ("", "\n", "n", "no", "yep"):  # the empty text is the end of the input
         assert answer(project_run, text, monkeypatch) == 0
         assert capsys.readouterr().out == f"run {project_run.root.name} was kept\n"
         assert project_run.checkpoint_steps() == [7]
@@ -207,7 +207,7 @@ def test_a_run_of_a_newer_version_or_without_a_journal_can_be_removed(layout: Pr
 def test_leftovers_of_a_killed_reset_are_removed_but_not_those_of_a_running_one(
     layout: ProjectLayout, run: RunPaths
 ) -> None:
-    dead = layout.runs / f"{files.PARTIAL}old-doomed-4194305"  # beyond the largest process id of Linux
+    dead = layout.runs / f"{files.PARTIAL}old-doomed-4194305"  # above the largest process id of Linux
     alive = layout.runs / f"{files.PARTIAL}other-doomed-{os.getppid()}"
     for folder in (dead, alive):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""`ratchet sweep` with real studies, workers, trainings and kills."""
+"""Tests of `ratchet sweep`: stop and resume of a real sweep, refused search spaces, and `--report` and `--adopt`."""
 
 import signal
 from typing import Any
@@ -20,7 +20,7 @@ from sweep_cases import (
 
 def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectLayout) -> None:
     wanted = tiny_sweep.settings(trials=1, pruner=PrunerSettings(kind="none"))
-    machine = wanted.machine.model_copy(update={"replica": "/a/folder/that/is/not/there"})  # which no trial asks
+    machine = wanted.machine.model_copy(update={"replica": "/a/folder/that/is/not/there"})  # not used by trials
     tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)
     tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 2, sweep)

@@ -1,4 +1,4 @@
-"""`ratchet ui`: refuses a port that is in use."""
+"""`ratchet ui` refuses a port that is in use."""
 
 import socket
 from pathlib import Path

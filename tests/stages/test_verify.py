@@ -1,4 +1,4 @@
-"""`ratchet verify`: a whole project, its runs and single directories, before and after a bit is flipped."""
+"""Tests of `ratchet verify` on a whole project, on its runs and on single directories, before and after a bit flip."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def seal(target: Path, kind: str) -> Path:
 
 @pytest.fixture
 def run(project: ProjectLayout) -> RunPaths:
-    """A run with two checkpoints and a result."""
+    """Create a run with two checkpoints and a result."""
     opened = RunDirectory.open(project.runs, SPEC)
     for step in (2, 4):
         opened.journal.append("step", step=step)
@@ -44,13 +44,13 @@ def run(project: ProjectLayout) -> RunPaths:
 
 @pytest.fixture
 def whole(project: ProjectLayout, run: RunPaths) -> ProjectLayout:
-    """A project with everything that can be sealed."""
+    """Create a project with sealed directories of every kind."""
     for kind, folder in {"base": project.base, "data": project.data, "gate": project.gate}.items():
         seal(folder, kind)
     with files.sealed_directory(project.promoted_model("f" * 64), "model") as scratch:
         (scratch / "a.bin").write_bytes(bytes(range(200)))
         signature.sign_folder(scratch, keys.load_signer(project))
-    (project.models / ".partial-model-123").mkdir()  # being written, and not checked
+    (project.models / ".partial-model-123").mkdir()  # a directory that is being written is not verified
     return project
 
 
@@ -81,7 +81,7 @@ def test_an_intact_project_is_listed_item_by_item(whole: ProjectLayout, run: Run
     )  # fmt: skip
     assert text[0] == f"ok  {whole.base}  base  {manifest.digest[:12]}  200 bytes"
 
-    found, text = lines(run.root, run.checkpoint(2), whole.data)  # each alone
+    found, text = lines(run.root, run.checkpoint(2), whole.data)  # one directory at a time
     assert found
     assert len(text) == 5 + 1 + 1
     assert all(line.startswith("ok  ") for line in text)
@@ -111,7 +111,8 @@ def flip(path: Path) -> None:
 
 
 def add_setting(run: RunPaths) -> None:
-    """A format that this version does not have; the directory's name does not match the edited spec."""
+    """Add a setting that this version does not know. The name of the run directory then does not match the edited
+    spec."""
     raw = json.loads(run.spec.read_bytes())
     raw["train"]["invented_later"] = 1
     files.write_json(run.spec, raw)
@@ -172,7 +173,7 @@ def test_damage_to_a_run_is_named(run: RunPaths, damage: str) -> None:
     assert not found
     damaged = "\n".join(line for line in text if line.startswith("DAMAGED "))
     assert re.search(says, damaged), damaged
-    assert any(line.startswith("ok  ") for line in text)  # what is whole is still listed
+    assert any(line.startswith("ok  ") for line in text)  # intact directories are still listed
 
 
 def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ratchet verify` for signed directories: promoted models, copies of them, exports and their formats."""
+"""Tests of `ratchet verify` on signed directories: promoted models, their copies, exports and formats."""
 
 import json
 import shutil
@@ -154,7 +154,7 @@ def test_the_formats_of_an_export_are_the_measured_ones(project: ProjectLayout) 
     assert "gguf/model-bf16.gguf: missing; format gguf/bf16 is in bundle.json" in lines[1]
     _, lines = said(exported(project, told.model_copy(update={"model_digest": "0" * 64})))
     assert "bundle.json: model_digest does not match the digests of its formats" in lines[1]
-    earlier = {"artifacts": (), "model_digest": "m" * 64}  # as an earlier version exported
+    earlier = {"artifacts": (), "model_digest": "m" * 64}  # bundle.json of an export by an earlier version
     assert said(exported(project, told.model_copy(update=earlier)))[0]
 
 

@@ -1,4 +1,4 @@
-"""`ratchet watch`: several runs, the latest run, missing runs, damaged runs."""
+"""Tests of `ratchet watch` with several runs, the latest run, missing runs and damaged runs."""
 
 import io
 from pathlib import Path
@@ -27,11 +27,11 @@ def test_several_runs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(name in table for name in names)
     two = shown(layout, *names[:2])
     assert all(name in two for name in names[:2])
-    assert len(two.splitlines()) > len(table.splitlines())  # a panel each
+    assert len(two.splitlines()) > len(table.splitlines())  # two runs are shown as one panel each
     monkeypatch.setenv("COLUMNS", "40")
     assert max(map(len, shown(layout, *names).splitlines())) <= 40
     monkeypatch.setenv("COLUMNS", "200")
-    assert "\x1b" not in shown(layout, *names)  # a file gets no colours
+    assert "\x1b" not in shown(layout, *names)  # no colors, because the output is a file
 
 
 def test_without_an_active_run_the_latest_is_shown(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Machine crashes at every point of a save, and disk errors at every operation.
+"""Tests of machine crashes at every point of a save, and of disk errors at every operation.
 
-In every case a run resumes from the previous or the new checkpoint, bit-exact.
+In every case the run resumes from the previous or the new checkpoint, bit-exact.
 """
 
 import errno
@@ -62,7 +62,7 @@ def sealed(root: Path, word: str) -> None:
 
 
 def found(root: Path) -> str:
-    """`old`, `new`, nothing, or what else is there after a start."""
+    """Return the content after a restart: `old`, `new`, empty, `mixed`, or the names of other files."""
     folder = root / "deep" if (root / "deep").exists() else root
     files.remove_partials(root)
     files.remove_partials(folder)
@@ -104,10 +104,11 @@ def test_every_announced_fsync_follows_immediately(tmp_path: Path, monkeypatch: 
 
 @dataclass
 class Disk:
-    """A disk that forgets what was not fsynced: what it holds for certain, and what it may hold or not.
+    """Simulated disk that loses data that was not fsynced. It tracks the data that survives a crash and the data that
+    may survive.
 
-    Contents are by inode, names by directory inode. Renames are atomic, but those not fsynced may reach the disk
-    singly and in any order; contents not fsynced may be missing, cut short, or zeros.
+    Contents are stored by inode, names by directory inode. A rename is atomic, but renames that were not fsynced may
+    reach the disk one by one and in any order. Contents that were not fsynced may be missing, cut short, or zeros.
     """
 
     root: Path
@@ -116,7 +117,7 @@ class Disk:
     _open: dict[int, int] = field(default_factory=dict)
 
     def record(self, work: Callable[[], object]) -> None:
-        """Do the work, and keep what the disk might hold before each operation and after the last."""
+        """Run the work, and record the possible states of the disk before each operation and after the last one."""
         names, bytes_of = self._scan()
         self._sure, self._whole = {k: dict(v) for k, v in names.items()}, dict(bytes_of)
         self._now, self._all, self._pending = names, dict(bytes_of), list[dict[tuple[int, str], int | None]]()
@@ -150,14 +151,14 @@ class Disk:
         return names, bytes_of
 
     def _store_content(self, path: Path) -> int:
-        """The inode of a path; held open, so that no other gets its number."""
+        """Return the inode of a path. The file stays open, so no other file gets the same inode."""
         number = path.stat().st_ino
         if number not in self._open:
             self._open[number] = os.open(path, os.O_RDONLY)
         return number
 
     def _differences(self, then: dict[int, dict[str, int]]) -> list[dict[tuple[int, str], int | None]]:
-        """What has become of names, one change a folder: no rename here goes from one folder to another."""
+        """Return the changes of names since `then`, one change per folder. No rename moves a file to another folder."""
         changes = []
         for folder in then.keys() | self._now.keys():
             old, new = then.get(folder, {}), self._now.get(folder, {})
@@ -184,7 +185,8 @@ class Disk:
                 names.setdefault(folder, {})[name] = number
 
     def _build_images(self) -> None:
-        """What a machine that dies now might find: nothing more than is certain, all, all but one, some."""
+        """Record the states that a machine might find after a crash now: only fsynced data, all data, all but one
+        change, and random subsets."""
         pending, draw = self._pending, self._draw
         chosen = [[], list(pending)]
         if pending:
@@ -205,7 +207,7 @@ class Disk:
             self.images.append((self._count, names, data))
 
     def put(self, image: tuple[int, dict[int, dict[str, int]], dict[int, bytes]], target: Path) -> None:
-        """Make what a machine would find."""
+        """Write a recorded state of the disk to `target`."""
         _, names, data = image
         shutil.rmtree(target, ignore_errors=True)
 
@@ -266,7 +268,7 @@ def test_after_a_machine_crash_the_old_or_the_new_file_is_complete(
     for image in disk.images:
         disk.put(image, tmp_path / "after")
         seen.add(found(tmp_path / "after"))
-        if image[0] == disk.images[-1][0]:  # the work was done: it must not be lost any more
+        if image[0] == disk.images[-1][0]:  # the work is done, so its result must not be lost
             assert found(tmp_path / "after") == found(tmp_path / "w")
     assert seen == allowed
 
@@ -275,7 +277,7 @@ CODES = [errno.ENOSPC, errno.EIO, errno.EROFS]
 
 
 def fail_at(point: int, code: int, lasting: bool) -> None:
-    """The disk fails at this operation (from 1), once or from then on."""
+    """Let the disk fail at operation number `point` (from 1), once or from then on."""
     count = [0]
 
     def fail(operation: files.Operation, path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_disk_error_at_any_point_stops_only_the_save(
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     saves(2, 4)(paths)
-    for point in range(1, len(operations(lambda: save(paths, 6))) - 1):  # after the last but one it is published
+    for point in range(1, len(operations(lambda: save(paths, 6))) - 1):  # points before the publication
         shutil.rmtree(paths.checkpoint(6), ignore_errors=True)
         was = contents(paths.root)
         fail_at(point, errno.EIO, lasting=False)
@@ -324,7 +326,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_can_be_repeated_in_the_same_process(tmp_path: Path) -> None:
-    """The saver's thread does so, without a new start in between."""
+    """The writer thread repeats a save in the same process, without a restart."""
     paths = RunPaths(tmp_path / "run")
     save(paths, 2)
     whole = len(operations(lambda: save(paths, 4)))

@@ -1,4 +1,4 @@
-"""Sealed directories, atomic files and locks, with real processes that are killed at every operation.
+"""Tests of sealed directories, atomic files and locks, with real processes that are killed at every operation.
 
 test_crash_points.py kills processes and simulated machines during saves of checkpoints.
 """
@@ -24,7 +24,7 @@ KIND = "thing"
 
 
 def make(target: Path, contents: dict[str, bytes] | None = None) -> Path:
-    """A sealed directory with a file and a file in a folder."""
+    """Seal a directory with a file and a file in a folder; return the directory."""
     with files.sealed_directory(target, KIND) as scratch:
         for name, content in (contents or {"a.bin": b"first", "sub/b.bin": b"second"}).items():
             (scratch / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def test_files_with_a_known_digest_are_not_read_again(tmp_path: Path) -> None:
     with files.sealed_directory(tmp_path / "out", KIND, known) as scratch:
         files.write_blocks(scratch / "a.bin", [[b"fi", b"rst"]])
         (scratch / "b.bin").write_bytes(b"second")
-        known["a.bin"] = (digests.hash_bytes(b"First"), 5)  # a lie, so that reading it would show
+        known["a.bin"] = (digests.hash_bytes(b"First"), 5)  # a wrong digest would be corrected if the file were read
     assert files.read_manifest(tmp_path / "out").files == {
         "a.bin": (digests.hash_bytes(b"First"), 5),
         "b.bin": (digests.hash_bytes(b"second"), 6),
@@ -210,7 +210,7 @@ def edit_manifest(**changes: object) -> Callable[[Path], None]:
         raw = json.loads((target / files.MANIFEST).read_bytes()) | changes
         try:
             content = files.json_bytes(raw)
-        except ValueError:  # an infinite size: JSON that only Python writes
+        except ValueError:  # an infinite size, which only Python writes as JSON
             content = json.dumps(raw).encode()
         (target / files.MANIFEST).write_bytes(content)
 
@@ -262,11 +262,11 @@ def test_verify_finds(tmp_path: Path, damage: str) -> None:
         files.verify_sealed(target, KIND)
 
 
-# --------------------------------------------------------------------------------------------- killed at every step
+# -------------------------------------------------------------------------------------------- killed at every operation
 
-# Runs one piece of work over and over in forked children. The n-th child is killed by SIGKILL just before its n-th
-# operation on a file (an audit event: open, rename, mkdir, remove, ...), until one survives to its end.
-# After each death the state is asked for. One interpreter start serves them all.
+# The script runs the same work repeatedly in forked children. SIGKILL kills the n-th child just before its n-th
+# operation on a file (an audit event: open, rename, mkdir, remove, ...), until a child survives to the end. After each
+# death the script determines the state. One interpreter start serves all children.
 KILLER = """
 import json, os, shutil, signal, sys
 from pathlib import Path
@@ -317,7 +317,8 @@ print(json.dumps(states))
 
 
 def kill_at_every_operation(root: Path, work: str, prepare: str, state: str) -> list[tuple[int, str]]:
-    """(exit code, state found) after a death before the 1st, 2nd, ... file operation; the last one survived."""
+    """Kill the work before its 1st, 2nd, ... file operation; return exit code and state of each run. The last run
+    survives."""
     code = KILLER
     for name, text in (("work", work), ("prepare", prepare), ("state", state)):
         code = code.replace("{" + name + "}", text)
@@ -359,7 +360,7 @@ KILLED: dict[str, tuple[str, str, str, str, str]] = {
         'return (root / "f").read_text()', "old", "new" * 5000,
     ),
 }  # fmt: skip
-"""Work, what is there before it, what is asked after a death, the answer before the work and after it."""
+"""By name: work, preparation, code that returns the state, the state before the work, and the state after it."""
 
 
 @pytest.mark.parametrize("name", KILLED)
@@ -369,7 +370,7 @@ def test_a_process_killed_at_any_operation_leaves_the_old_or_the_new_version(tmp
     assert len(found) > (10 if name == "publish" else 3)
     assert (found[0], found[-1]) == (before, after)
     assert set(found) == {before, after}
-    assert sum(a != b for a, b in pairwise(found)) == 1  # once it is new, it stays new
+    assert sum(a != b for a, b in pairwise(found)) == 1  # the state changes once, from old to new
 
 
 # ------------------------------------------------------------------------------------------------------ atomic files
@@ -444,7 +445,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that holds the lock until its standard input ends."""
+    """Start a process that holds the lock until its standard input ends."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -490,17 +491,17 @@ def test_waiting_for_a_lock_ends_when_it_is_released(tmp_path: Path, holder: "su
 def test_checking_a_lock_does_not_acquire_it(tmp_path: Path) -> None:
     lock, other = FileLock(tmp_path / "deep" / "lock", "it"), FileLock(tmp_path / "deep" / "lock", "it")
     assert not other.is_held()
-    assert not (tmp_path / "deep").exists()  # asking makes nothing
+    assert not (tmp_path / "deep").exists()  # the check creates no directory
     with lock.acquire():
         assert other.is_held()
         with pytest.raises(LockHeldError):
             other.acquire()
     assert not other.is_held()
-    with lock.acquire():  # asking before took nothing
+    with lock.acquire():  # the earlier check did not acquire the lock
         assert other.is_held()
     with other:
         assert lock.is_held()
-    lock.release()  # to release a lock that is not held does nothing
+    lock.release()  # releasing a lock that is not held has no effect
 
 
 @pytest.mark.parametrize("inherited", [True, False])
@@ -554,14 +555,14 @@ def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tm
         parent.wait()
         with pytest.raises(LockHeldError, match=f"process {parent.pid}"):
             other.acquire()
-        parent.stdin.close()  # the child ends: it read from the same pipe
-        assert parent.stdout.read() == ""  # the end of its output: it is all but gone
+        parent.stdin.close()  # the child reads from the same pipe and ends
+        assert parent.stdout.read() == ""  # the end of the output: the child is closing its descriptors
     with other.acquire(wait_s=60):
         pass
 
 
 def test_a_process_that_checks_a_lock_does_not_block_one_that_waits_for_it(tmp_path: Path) -> None:
-    """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
+    """A check takes the lock for a moment: `ratchet status` in a loop must not prevent `dvc repro` from starting."""
     asking = (
         "import sys; from pathlib import Path; from ratchet.storage.files import FileLock as Lock\n"
         "lock = Lock(Path(sys.argv[1]), 'it'); lock.is_held(); print('asks', flush=True)\n"
@@ -583,7 +584,7 @@ def test_a_process_that_checks_a_lock_does_not_block_one_that_waits_for_it(tmp_p
 
 
 def test_files_of_a_sealed_directory_have_its_read_permissions(tmp_path: Path) -> None:
-    """safetensors makes files for their owner alone; a server often runs as another user."""
+    """safetensors creates files that only their owner can read, but a server often runs as another user."""
     with files.sealed_directory(tmp_path / "out", "model") as scratch:
         (scratch / "private").write_bytes(b"x")
         (scratch / "private").chmod(0o600)

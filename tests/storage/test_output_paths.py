@@ -1,4 +1,4 @@
-"""Checks of output paths before the work: unusable paths are refused, and nothing is left behind."""
+"""Output paths are checked before the work: unusable paths are refused, and no file is left behind."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""JSON lines are read as they were written; unreadable ones are reported."""
+"""JSON lines are read as they were written, and unreadable lines are reported."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from ratchet.storage.records import base
 
 
 def test_every_json_text_round_trips(tmp_path: Path) -> None:
-    """Unicode calls more than a line feed the end of a line; prompts hold what they like."""
+    """Unicode has line ends other than a line feed, and prompts may contain all of them."""
     rows = [{"id": str(number), "text": f"a{end}b"} for number, end in enumerate("\n\r\x0b\x0c\x1c\x85\u2028\u2029")]
     base.write_lines(tmp_path / "rows.jsonl", rows)
     assert base.read_lines(tmp_path / "rows.jsonl") == rows

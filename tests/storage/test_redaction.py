@@ -1,4 +1,4 @@
-"""Redaction finds secrets in texts in every spelling, and keeps all other text."""
+"""Redaction finds secrets in every spelling and keeps all other text."""
 
 import base64
 import errno
@@ -79,7 +79,7 @@ def test_variables_that_are_set_later_are_hidden_at_once(monkeypatch: pytest.Mon
     assert redact("late-value-1") == "late-value-1"
 
 
-# In parts, so that nobody who looks for secrets in this repository finds any.
+# The secrets are split, so that secret scanners do not report this repository.
 FORMATS = [
     ("hf_" + "AbCdEfGhIjKlMnOpQrSt", ""),
     ("sk-" + "ant-api03-0123456789abcdef", ""),
@@ -114,7 +114,7 @@ def test_secrets_are_recognized_by_the_formats_of_providers(text: str, left: str
 
 
 PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
-"""What `str.isprintable` takes, without a filter that Hypothesis has to draw again for."""
+"""Characters that `str.isprintable` accepts, listed so that Hypothesis needs no filter."""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_no_secret_remains_in_any_text_and_redaction_is_idempotent(
     ids=lambda text: text[:12].strip(),
 )  # fmt: skip
 def test_redaction_takes_linear_time(text: str) -> None:
-    assert len(redact(text)) <= len(text)  # an expression that goes back and forth would not return
+    assert len(redact(text)) <= len(text)  # a regular expression with backtracking would not finish
 
 
 def test_errors_are_shown_without_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +175,11 @@ def test_errors_are_shown_without_secrets(capsys: pytest.CaptureFixture[str], mo
     shown = capsys.readouterr().err
     assert f"ratchet: {HIDDEN}\n" in shown
     assert f"RuntimeError: no {HIDDEN}\n" in shown
-    assert "planted-4711" not in shown.replace('"planted-4711"', "")  # the line of this very file is quoted
+    assert "planted-4711" not in shown.replace('"planted-4711"', "")  # the traceback quotes the line of this file
 
 
 class ClosedStream(io.StringIO):
-    """A terminal that was closed."""
+    """Stream of a closed terminal."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,4 +1,4 @@
-"""Every kind of adapter in the training loop: it learns, and an interruption does not change the result."""
+"""All kinds of adapters in the training loop: each adapter learns, and an interruption does not change the result."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ GPT2 = {
     "n_head": 2,
 }
 WIDE = SHAPE | {"hidden_size": 64, "intermediate_size": 128}
-"""bitsandbytes reads narrower matrices wrongly on some CPUs."""
+"""Shape of the test models. On some CPUs, bitsandbytes computes wrong results for narrower matrices."""
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**WIDE),
     "tied": lambda: transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "rank": 6,
         "alpha": 32,
         "adalora": {"target_rank": 2, "every_steps": 3},
-        "learning_rate": 0.05,  # singular values begin at zero, beside small vectors
+        "learning_rate": 0.05,  # singular values start at zero, while the vectors are small
     },
     "loraplus-8bit": {"loraplus_lr_ratio": 4.0, "optimizer": "adamw_8bit", "rank": 16},
 }
@@ -54,7 +54,7 @@ def settings(method: str, quantization: str = "none") -> Train:
 
 
 def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens: tuple[int, ...] = ()) -> TrainingLoop:
-    """A loop as a fresh process makes it; the base in 4 bits if the settings say so."""
+    """Create a loop as a new process does. The base is loaded in 4 bits if the settings require it."""
     stopping = None if stop is None else StopAfterSteps(RunPaths(root), stop)
     if train.quantization == "none" and not tokens:
         return loop_of(root, train, stopping, config=CONFIGS[family]())
@@ -62,7 +62,7 @@ def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens:
     if not directory.exists():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
-    # The context of another loop, for its rows, plan and settings; no step of that loop is done.
+    # This loop only provides its rows, plan and settings; it runs no step.
     task = loop_of(root.parent / "unused", settings("rslora"), config=CONFIGS["llama"]()).context
     RunPaths(root).checkpoints.mkdir(parents=True, exist_ok=True)
     journal = Journal(RunPaths(root).journal, 1)

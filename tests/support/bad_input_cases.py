@@ -1,4 +1,5 @@
-"""Wrong input: one message with place, value and remedy, exit code 2, and no leftover files."""
+"""Invalid input: the command prints one message with location, value and fix, exits with code 2, and leaves no
+files."""
 
 import shutil
 import subprocess

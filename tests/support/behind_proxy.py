@@ -1,4 +1,4 @@
-"""A replica in a bucket behind a bad network, and the faults of that network."""
+"""A replica in a bucket behind a faulty network, and the faults of that network."""
 
 import hashlib
 import random
@@ -11,7 +11,8 @@ from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.files import Entry
 from s3_server import S3Server
 
-# The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
+# Times are scaled down: 0.3 s replaces the timeout of 30 s, 0.05 s replaces the back-off of 30 s, and 100 KB/s replaces
+# 1 KB/s.
 QUICK = TransferLimits(
     retry_timeout_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05
 )
@@ -23,7 +24,7 @@ LARGE = 2 * PART_BYTES + 1000
 
 
 class Replica:
-    """A bucket behind a proxy, and files that are to go there."""
+    """A bucket behind a proxy, and source files for uploads."""
 
     def __init__(self, server: S3Server, proxy: FaultyProxy, folder: Path) -> None:
         self.server, self.proxy, self.folder = server, proxy, folder
@@ -34,14 +35,14 @@ class Replica:
         return ReplicaStore(self.url, limits, stopping)
 
     def file(self, size: int, seed: int = 0) -> tuple[str, Path, Entry]:
-        """Name in the replica, path, entry."""
+        """Create a file. Return its name in the replica, its path and its entry."""
         path = self.folder / f"source-{size}-{seed}"
         path.write_bytes(random.Random(f"{seed} {size}").randbytes(size))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return f"objects/{digest}", path, (digest, size)
 
     def holds(self, name: str) -> str | None:
-        """Digest of an object, as the server itself has it."""
+        """Return the digest of an object as the server stores it, without the proxy."""
         return self.server.digest(self.bucket, f"replica/{name}")
 
 
@@ -50,7 +51,8 @@ def bodies(request: Request) -> bool:
 
 
 def with_words(request: Request) -> bool:
-    """Answers to HEAD have no body, and so no code: 404 is 404."""
+    """Match requests with an answer body. Answers to HEAD have no body and therefore no error code, so a missing bucket
+    looks like a missing object."""
     return request.method != "HEAD"
 
 

@@ -1,4 +1,4 @@
-"""`ratchet train` with a real webhook server and a real Prometheus port."""
+"""Cases for `ratchet train` with a real webhook server and a real Prometheus port."""
 
 import json
 import shutil

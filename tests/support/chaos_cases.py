@@ -1,4 +1,4 @@
-"""`ratchet chaos`: real trainings under real faults, and the table of their results."""
+"""Cases for `ratchet chaos`: real trainings under real faults, and the table of their results."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 
 def quiet(text: str) -> None:
-    """Nobody listens."""
+    """Ignore the message."""
 
 
 def result(trial: FaultTrial, **changes: object) -> FaultTrialResult:

@@ -34,7 +34,7 @@ def layout(tmp_path: Path) -> ProjectLayout:
 
 
 class Terminal:
-    """A program on a terminal of so many columns, and the keys that somebody presses there."""
+    """A program in a pseudo-terminal with a given number of columns, and the keys that a user presses."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def interrupt(self, pattern: str) -> str:
-        """Ctrl-C, until this comes: one between two keys reaches Python's input() only with the next key."""
+        """Press Ctrl-C until the pattern appears, at most five times. If Ctrl-C arrives between two keys, Python's
+        input() sees it only at the next key."""
         for _ in range(5):
             self.press("\x03")
             with suppress(AssertionError):
@@ -69,7 +70,7 @@ class Terminal:
         return self.until(pattern)
 
     def until(self, pattern: str, patience_s: float = PATIENCE_S) -> str:
-        """All that came up to there; it is not looked at again."""
+        """Read until the pattern appears. Return the text up to its end; later calls do not search this text again."""
         deadline_s = time.monotonic() + patience_s
         while (found := re.search(pattern, self.text, re.DOTALL)) is None:
             assert time.monotonic() < deadline_s, f"never seen: {pattern!r}\n{self.text}"
@@ -82,7 +83,7 @@ class Terminal:
         return seen
 
     def end(self) -> int:
-        """Of the program, after all that it still writes; its exit code."""
+        """Read the remaining output and wait for the program. Return its exit code."""
         while True:
             try:
                 if not (block := os.read(self._fd, 65536)):

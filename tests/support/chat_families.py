@@ -19,27 +19,27 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """A template, and what is known of the models that use it."""
+    """A chat template and the properties of the models that use it."""
 
     template: str
     end: str
-    """Token that ends an answer."""
+    """Token at the end of an answer."""
     special: tuple[str, ...]
-    """Control tokens beside `end`, the first of them BOS where there is one."""
+    """Control tokens other than `end`. The first one is BOS, if the family has a BOS token."""
     bos: str | None = None
     pieces: bool = False
-    """SentencePiece, not bytes: words begin with ▁, and bytes are a fallback."""
+    """The tokenizer uses SentencePiece instead of bytes: words begin with ▁, and bytes are a fallback."""
     system: Literal["written", "refused", "first"] = "written"
     lead: str = ""
-    """What the model says between prompt and answer."""
+    """Text that the model writes between the prompt and the answer."""
     last_lead: str | None = None
-    """The same for the last answer, where it is another."""
+    """Text before the last answer, if it differs from `lead`."""
     trims: bool = False
-    """The template strips answers."""
+    """The template strips white space from answers."""
     plain: tuple[str, ...] = ()
-    """Added tokens that are no control tokens."""
+    """Added tokens that are not control tokens."""
     eos: str | None = None
-    """The tokenizer's eos_token, where it is not `end`."""
+    """The tokenizer's eos_token, if it differs from `end`."""
 
 
 LLAMA_2 = """\
@@ -287,7 +287,7 @@ def assistant(text: Any, **fields: Any) -> Message:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a family; shared, so tests leave it as it is."""
+    """Return the tokenizer of a family. The tokenizer is shared, so tests must not change it."""
     family = FAMILIES[name]
     special = (*family.special, family.end, *family.plain)
     return tokenizer(family.template, family.eos or family.end, special, family.bos, pieces=family.pieces)
@@ -296,11 +296,11 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 def tokenizer(
     template: str, eos: str, special: tuple[str, ...], bos: str | None = None, merges: int = 80, pieces: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A small BPE that can write any text."""
+    """Create a small BPE tokenizer that can encode any text."""
     control = [token for token in dict.fromkeys((*special, eos)) if token not in (*_THINK, *_TOOLS)]
     bpe = _in_pieces(control, merges) if pieces else _of_bytes(control, merges)
     bpe.add_tokens([token for token in special if token in (*_THINK, *_TOOLS)])
-    if bos:  # as the real ones have it: a second BOS for whoever tokenises a template's text like any other
+    if bos:  # Like the real tokenizers, add a second BOS if a caller tokenizes the template's text like any other text
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))]
         )
@@ -325,9 +325,10 @@ def _of_bytes(control: list[str], merges: int) -> Tokenizer:
 
 
 def _in_pieces(control: list[str], merges: int) -> Tokenizer:
-    """As Llama 2's: a space is ▁ and stands before every word, and bytes stand for what has no piece."""
+    """Train a tokenizer like that of Llama 2: ▁ replaces a space and precedes each word; characters without a piece are
+    encoded as bytes."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))  # noqa: S106 (no password)
-    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # pieces end with the word
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # a piece does not extend beyond a word
     words = WORDS.replace(" ", "▁")
     trainer = trainers.BpeTrainer(
         vocab_size=60 + merges, special_tokens=["<unk>"], show_progress=False, max_token_length=8

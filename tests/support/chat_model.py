@@ -39,11 +39,11 @@ def tokenizer(begins: bool = False) -> PreTrainedTokenizerFast:
 
 
 def write_model(directory: Path, seed: int, begins: bool = False) -> None:
-    """A Llama of random weights, large enough to have an opinion.
+    """Write a Llama with random weights that are large enough to give clear preferences between tokens.
 
     Args:
-        seed: of the weights.
-        begins: tokenizer and chat template both begin with `<s>`, as Llama 3's do.
+        seed: seed of the weights.
+        begins: whether the tokenizer and the chat template both begin with `<s>`, as those of Llama 3 do.
     """
     words = tokenizer(begins)
     torch.manual_seed(seed)

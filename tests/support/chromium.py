@@ -1,6 +1,6 @@
-"""A real headless Chromium, driven over a pipe by its own protocol (chromedevtools.github.io/devtools-protocol).
+"""Controls a real headless Chromium over a pipe with its own protocol (chromedevtools.github.io/devtools-protocol).
 
-No driver is installed for it: what the tests need are a dozen calls. Every wait ends at once when its condition holds.
+No driver is installed, because the tests need only about a dozen calls. Each wait ends as soon as its condition holds.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 VARIABLE = "RATCHET_CHROMIUM"
-"""Environment variable that names the program, where it has none of the usual names."""
+"""Environment variable with the path of the program, for programs that have none of the names in NAMES."""
 WAIT_S = 60.0
-"""A browser that does not answer for so long is broken."""
+"""Timeout in seconds. A browser that does not answer for this long counts as broken."""
 KEYS = {
     "Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, ""),
     "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""),
@@ -27,20 +27,21 @@ KEYS = {
 
 
 def find() -> str | None:
-    """The browser's program, if there is one."""
+    """Return the path of the browser's program, or None if there is none."""
     return os.environ.get(VARIABLE) or next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 @contextmanager
 def browser(program: str, home: Path) -> Iterator["Browser"]:
-    """A browser with nobody's settings; it ends with the block, and so do its children."""
+    """Start a browser with an empty profile. At the end of the block, the browser and its child processes are
+    killed."""
     read, write = os.pipe(), os.pipe()
     options = [
         "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
         "--force-color-profile=srgb", f"--user-data-dir={home}", "about:blank",
     ]  # fmt: skip
-    # The browser reads orders from descriptor 3 and answers on 4.
+    # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
     order = f'exec "$@" 3<&{read[0]} 4>&{write[1]}'
     process = subprocess.Popen(
         ["bash", "-c", order, "bash", program, *options], pass_fds=(read[0], write[1]), start_new_session=True,
@@ -60,14 +61,14 @@ def browser(program: str, home: Path) -> Iterator["Browser"]:
 
 
 class Browser:
-    """The browser's end of the pipe."""
+    """The client's end of the pipe to the browser."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders, self._answers, self._number, self._rest = orders, answers, 0, b""
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One order and its answer; what happens meanwhile is noted in `events`."""
+        """Send a command and return its answer. Events that arrive in the meantime are appended to `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -85,7 +86,7 @@ class Browser:
             self.events.append(found)
 
     def wait(self, method: str) -> None:
-        """Until an event of this name has come."""
+        """Wait until an event with this name arrives."""
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._next(WAIT_S))
 
@@ -103,7 +104,7 @@ class Browser:
 
 
 class Tab:
-    """A page that is open."""
+    """An open page."""
 
     def __init__(
         self, browser: Browser, size: tuple[int, int] = (1280, 900), dark: bool = False, script: bool = True
@@ -129,22 +130,22 @@ class Tab:
         self._browser.call("Target.closeTarget", targetId=self._target)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """An order to this page."""
+        """Send a command to this page."""
         return self._browser.call(method, self._session, **parameters)
 
     def open(self, file: Path) -> None:
-        """Load a file and wait until it is there."""
+        """Load a file and wait until it is loaded."""
         self._browser.events.clear()
         self.call("Page.navigate", url=file.as_uri())
         self._browser.wait("Page.loadEventFired")
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for since `open`, the file's own among them."""
+        """Return the addresses that the page requested since `open`, including the address of the file itself."""
         self.ask("0")
         return [event["params"]["request"]["url"] for event in self._events("Network.requestWillBeSent")]
 
     def complaints(self) -> list[str]:
-        """What stands in the console, and errors that nobody caught."""
+        """Return the messages in the console and the uncaught errors."""
         self.ask("0")
         found = [*self._events("Log.entryAdded"), *self._events("Runtime.consoleAPICalled")]
         found += self._events("Runtime.exceptionThrown")
@@ -154,19 +155,20 @@ class Tab:
         return [event for event in self._browser.events if event.get("method") == method]
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression; ours, so it runs where the page's own script may not."""
+        """Return the value of a JavaScript expression. The protocol evaluates the expression, so it runs even where the
+        page's policy forbids scripts."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        """What can be read of all elements that are seen."""
+        """Return the text of each visible element that matches the selector."""
         one = "[...document.querySelectorAll(%s)].filter(x => x.checkVisibility()).map(x => x.innerText.trim())"
         found: list[str] = self.ask(one % json.dumps(selector))
         return found
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the first such element."""
+        """Click with the mouse in the middle of the first element that matches the selector."""
         code = (
             "(() => { const x = document.querySelector(%s); x.scrollIntoView({block: 'center', behavior: 'instant'});"
         )
@@ -176,7 +178,7 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        """A key of the keyboard, for whatever has the focus."""
+        """Press a key of the keyboard. The focused element receives it."""
         code, text = KEYS[key]
         more = {"text": text} if text else {}
         names = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
@@ -184,7 +186,7 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **names)
 
     def reach(self, condition: str) -> None:
-        """Press Tab until this holds of the element that has the focus."""
+        """Press Tab until the condition holds for the focused element."""
         for _ in range(80):
             self.press("Tab")
             if self.ask(f"Boolean({condition})"):
@@ -192,17 +194,19 @@ class Tab:
         raise AssertionError(f"the keyboard does not reach {condition}")
 
     def choose(self, by: str, value: str) -> None:
-        """A value of the control with this `data-by`; the page gets the events of a reader's choice."""
+        """Set the value of the control with this `data-by`. The page receives the same events as for a user's
+        choice."""
         events = "".join(f"x.dispatchEvent(new Event('{name}', {{bubbles: true}}));" for name in ("input", "change"))
         code = f"(() => {{ const x = document.querySelector('[data-by={by}]'); x.value = %s; {events} }})()"
         self.ask(code % json.dumps(value))
 
     def write(self, text: str) -> None:
-        """Text into whatever has the focus."""
+        """Type text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def assert_opens(self, file: Path, dark: bool) -> None:
-        """The file opens without complaints, requests and a scroll bar, on a ground as dark as was asked for."""
+        """Check that the file opens without console messages, requests and a horizontal scroll bar, and that its
+        background is dark or light as expected."""
         self.open(file)
         assert self.requests() == [file.as_uri()]
         assert self.complaints() == []
@@ -211,14 +215,14 @@ class Tab:
         assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
 
     def assert_refuses_foreign_content(self) -> None:
-        """The policy of the page stops a script and a picture that are not its own."""
+        """Check that the page's content security policy blocks a script and an image from outside the page."""
         for kind, what in (("script", "textContent: 'window.ran = 1'"), ("img", "src: 'http://127.0.0.1:9/x.png'")):
             self.ask(f"document.body.append(Object.assign(document.createElement('{kind}'), {{{what}}}))")
         assert self.ask("window.ran") is None
         assert sum("Content Security Policy" in said for said in self.complaints()) == 2
 
     def assert_prints(self) -> None:
-        """On paper there are no controls, and the sheet is wide enough."""
+        """Check that the printed page has no controls and does not overflow the sheet."""
         self.call("Emulation.setEmulatedMedia", media="print")
         assert (self.texts(".controls"), self.texts("nav")) == ([], [])
         assert self.ask("document.documentElement.scrollWidth <= innerWidth")

@@ -31,7 +31,7 @@ def sizes_of_buckets() -> list[int]:
 
 
 def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """For each way: the total of twelve sums, and what is left of them on this rank."""
+    """Return for each compression method the total of twelve sums, and the values that this rank has not sent."""
     found = []
     for settings in ways:
         given = parameters()
@@ -43,12 +43,12 @@ def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict
 
 @pytest.fixture(scope="module")
 def twelve_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
-    """What `many_steps` found on each rank of a group of so many."""
+    """Return a function that runs `many_steps` on each rank of a group of the given size."""
     return cache(lambda world: on_ranks(world, tmp_path_factory.mktemp("steps"), many_steps, REMEMBERING))
 
 
 def left_over(states: list[dict[str, Tensor]]) -> Tensor:
-    """What all ranks together have not sent, in the order of the parameters."""
+    """Return the sum of the values that all ranks have not sent, in the order of the parameters."""
     parts = []
     for number, size in enumerate(sizes_of_buckets()):
         part = torch.stack([state[f"error.{number}"].double() for state in states]).sum(0)

@@ -1,4 +1,4 @@
-"""Memory of a gradient reducer, measured on a rank whose process imports only what it needs."""
+"""Measures the memory of a gradient reducer on a rank. The process imports only the modules that it needs."""
 
 import gc
 import weakref
@@ -15,11 +15,11 @@ from ratchet.config.train import GradientCompressionSettings
 from ratchet.models.gradient_compression import GradientReducer
 
 GRANULE = 64
-"""Sizes of blocks are multiples of it on a CPU."""
+"""Block sizes on a CPU are multiples of this number of bytes."""
 
 
-class Peak(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
-    """The most bytes that lived at once of what was allocated meanwhile."""
+class Peak(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for this class
+    """Measures the peak of the bytes that are allocated while the mode is active."""
 
     def __init__(self, known: dict[int, int]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def rounded(count: int) -> int:
 
 
 def living() -> dict[int, int]:
-    """Bytes of every storage that any tensor of this process refers to, by its address."""
+    """Return the rounded size in bytes of each storage that a tensor of this process refers to, by address."""
     gc.collect()
     storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, Tensor)]
     return {one.data_ptr(): rounded(one.nbytes()) for one in storages}
@@ -58,8 +58,9 @@ def living() -> dict[int, int]:
 def measured(
     _: int, shapes: list[tuple[int, ...]], ways: list[GradientCompressionSettings], alone: bool
 ) -> list[tuple[int, int, int]]:  # fmt: skip
-    """For each way, on this rank: bytes before the first sum, after three, and the most in a sum."""
-    gc.freeze()  # what libraries have brought is not looked through each time
+    """Return for each compression method on this rank: the bytes before the first sum, the bytes after three sums, and
+    the peak during a sum."""
+    gc.freeze()  # later collections skip the objects of the libraries
     return [_one(shapes, way, alone) for way in ways]
 
 

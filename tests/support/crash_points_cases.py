@@ -1,4 +1,4 @@
-"""Scenarios for crash tests: processes killed, machines crashed, and disks failing at every disk operation."""
+"""Scenarios for crash tests: killed processes, crashed machines, and disk failures at each disk operation."""
 
 import ctypes
 import os
@@ -19,21 +19,22 @@ from snapshots import SPEC, contents, newest, save
 
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without waiting for the disk: a killed process loses nothing that the kernel has, and the machine that dies here
-    is one that counts announced fsyncs. That what is announced is done, a test below says."""
+    """Replace fsync by a function that does nothing. A killed process loses no data that the kernel has received, and
+    the tests of crashed machines count the announced fsync calls. tests/storage/test_crash_points.py checks that each
+    announced call is made."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     yield
     files.before = lambda operation, path: None
 
 
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A C library that cannot exchange two names at once."""
+    """Simulate a C library that cannot exchange two names atomically."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Some work on the checkpoints of a run, and the steps that a run may go on from when it breaks off."""
+    """Work on the checkpoints of a run, and the steps from which the run may resume if the work is interrupted."""
 
     prepare: Callable[[RunPaths], None]
     work: Callable[[RunPaths], None]
@@ -80,14 +81,14 @@ def choose_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def as_made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """SHA-256 of every file of the checkpoint of each step: there is only one right answer."""
+    """Return the SHA-256 of each file in the checkpoint of each step. The contents are deterministic."""
     paths = RunPaths(tmp_path_factory.mktemp("reference"))
     saves(2, 4, 6, 8, 10)(paths)
     return {step: contents(paths.checkpoint(step)) for step in paths.checkpoint_steps()}
 
 
 def prepared(root: Path, scenario: Scenario) -> RunPaths:
-    """A new run in which the scenario may begin."""
+    """Create a new run that is ready for the work of the scenario."""
     template = root.with_name("template")
     if not template.exists():
         opened = RunDirectory.open(template, SPEC)
@@ -99,7 +100,7 @@ def prepared(root: Path, scenario: Scenario) -> RunPaths:
 
 
 def operations(work: Callable[[], object]) -> list[tuple[files.Operation, Path]]:
-    """What the work does to the disk."""
+    """Return the disk operations of the work."""
     seen: list[tuple[files.Operation, Path]] = []
     files.before = lambda operation, path: seen.append((operation, path))
     work()
@@ -108,7 +109,8 @@ def operations(work: Callable[[], object]) -> list[tuple[files.Operation, Path]]
 
 
 def killed(work: Callable[[], object], before: int) -> int:
-    """Do the work in a child that kills itself before this operation (from 1); what it ended with."""
+    """Do the work in a child process that kills itself before the operation with this number (from 1). Return the exit
+    code of the child."""
     child = os.fork()
     if child == 0:
         count = [0]
@@ -127,13 +129,14 @@ def killed(work: Callable[[], object], before: int) -> int:
 
 
 def recover(runs: Path, scenario: Scenario, as_made: dict[int, dict[str, str]]) -> list[str]:
-    """What is wrong after a start, if anything: it must be the old or the new, exact, and go on."""
+    """Start the run again and return the problems. The run must resume from exactly the old or the new checkpoint, and
+    the next save must succeed."""
     RunDirectory.open(runs, SPEC).close()
     paths = RunPaths(runs / SPEC.run_id)
     problems = [f"left behind: {p.name}" for p in paths.checkpoints.iterdir() if p.name.startswith(".")]
     step, notices = newest(paths)
     if scenario.prepare is not damaged_newest:
-        problems += notices  # nothing is damaged, so nothing may be found damaged
+        problems += notices  # no checkpoint is damaged, so none may be reported as damaged
     if (step or 0) not in (scenario.old, scenario.new):
         problems.append(f"goes on from {step}")
     elif step and contents(paths.checkpoint(step)) != as_made[step]:

@@ -1,4 +1,4 @@
-"""Prompts to decode, and reference answers computed with plain passes."""
+"""Prompts for decoding, and reference answers that are computed with plain forward passes."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -25,7 +25,8 @@ def words(draw: random.Random, count: int) -> tuple[int, ...]:
 
 
 def ragged(header: int = 0, count: int = 14) -> list[DecodingRequest]:
-    """Prompts of 1 to 40 tokens behind a header, some of one length, two of them equal."""
+    """Return prompts of 1 to 40 tokens after a common header. Some prompts have equal lengths, and two prompts are
+    equal."""
     draw = random.Random(5)
     begin = words(draw, header)
     lengths = [1, 40, 17, 17, 17] + [draw.randint(2, 40) for _ in range(count - 6)]
@@ -38,7 +39,8 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 def plainly(model: Any, asked: DecodingRequest, settings: DecodingOptions) -> DecodingResult:
-    """Compute the reference answer: whole texts, one by one."""
+    """Compute the reference answer: decode one prompt at a time, with the whole text in each pass and without a
+    cache."""
     text, ids, finish = list(asked.ids), list[int](), "length"
     with torch.no_grad():
         for step in range(settings.max_new_tokens):
@@ -86,7 +88,7 @@ def answered(
     model: Any, asked: Sequence[DecodingRequest], settings: DecodingOptions, budget: int | None = None,
     recorder: EventRecorder | None = None, before: Callable[[int], None] = lambda _: None,
 ) -> list[DecodingResult]:  # fmt: skip
-    """All answers, in the order of the prompts."""
+    """Return all answers in the order of the prompts."""
     recorder = recorder or EventRecorder()
     decoder = BatchDecoder(model, settings, budget, recorder.record, recorder.beat, before)
     found = {one.index: one for one in decoder.generate(iter(asked), lambda: False)}

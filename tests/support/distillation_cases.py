@@ -1,4 +1,4 @@
-"""Learning from a teacher's probabilities: loss and gradient, sealed targets, and refusals."""
+"""Cases for training on a teacher's probabilities: loss and gradient, sealed targets, and refusals."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def with_teacher(layout: ProjectLayout, **changes: Any) -> Settings:
-    """Settings of the tiny project with a teacher; written to its params.yaml."""
+    """Write settings with a teacher to params.yaml of the tiny project and return them."""
     train = tiny_project.TRAIN.model_copy(
         update={"distill": DistillSettings(**{"teacher": "teacher", "top_k": 8} | changes)}
     )
@@ -25,7 +25,8 @@ def with_teacher(layout: ProjectLayout, **changes: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """Stages base and prepare have run; the teacher is the base itself, for what it knows does not matter here."""
+    """Create a project with completed stages base and prepare. The teacher is a copy of the base, because its answers
+    do not matter here."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("distill") / "project")
     shutil.copytree(layout.tiny_model, layout.root / "teacher")
     return layout
@@ -38,7 +39,7 @@ def project(prepared: ProjectLayout, tmp_path: Path) -> ProjectLayout:
 
 
 def nothing(_: ProjectLayout) -> None:
-    """The settings alone are wrong."""
+    """Leave the project unchanged: only the settings are wrong."""
 
 
 def other_tokenizer(project: ProjectLayout) -> None:
@@ -53,7 +54,7 @@ def short_context(project: ProjectLayout) -> None:
 
 
 def padded(project: ProjectLayout) -> None:
-    """The embedding gets more rows than there are tokens."""
+    """Resize the embedding so that it has more rows than there are tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
     model.resize_token_embeddings(512, mean_resizing=False)
     model.save_pretrained(project.root / "teacher")

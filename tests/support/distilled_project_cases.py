@@ -26,14 +26,14 @@ def distill_settings(**changes: Any) -> Train:
 
 
 def with_teacher(layout: ProjectLayout, machine: dict[str, Any] | None = None, **changes: Any) -> Settings:
-    """Settings of the tiny project with a teacher; written to its params.yaml."""
+    """Write settings with a teacher to params.yaml of the tiny project and return them."""
     chosen = rank_projects.settings(distill_settings(**changes), **(machine or {}))
     tiny_project.save(layout, chosen)
     return chosen
 
 
 def make_teacher(place: Path, base: Path) -> None:
-    """The base with other weights."""
+    """Write a teacher: a copy of the base with noise added to its weights."""
     shutil.copytree(base, place)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     draw = torch.Generator().manual_seed(5)
@@ -59,7 +59,7 @@ def project(with_one: Path, tmp_path: Path) -> ProjectLayout:
 
 @pytest.fixture(scope="module")
 def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ProjectLayout, dict[str, str]]:
-    """A training that nobody interrupts."""
+    """Train without interruption and return the project and its outputs."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(with_one, root)
     layout = ProjectLayout(root)

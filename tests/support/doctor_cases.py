@@ -1,4 +1,5 @@
-"""`ratchet doctor` on a real small project, for a 7B model with only its config, and outside any project."""
+"""Cases for `ratchet doctor`: a real small project, a 7B model with only its config, and a directory outside any
+project."""
 
 import json
 from pathlib import Path
@@ -26,6 +27,6 @@ def seven(tmp_path: Path) -> Path:
 def examine(
     layout: ProjectLayout | None, settings: Settings | None, base: Path | None = None, write: bool = False
 ) -> tuple[bool, str]:
-    """Whether a run can start here, and the text of `ratchet doctor`."""
+    """Return whether a run can start on this machine, and the text of `ratchet doctor`."""
     report = doctor(layout, settings, base, write)
     return not report.problems, format_examination(report)

@@ -33,7 +33,7 @@ SETTINGS: Settings = params_file.apply_changes(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose stages up to evaluate have run."""
+    """Create a project with completed stages up to evaluate."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("evaluate") / "project", SETTINGS)
     torch.set_num_threads(1)
     export_of(layout, 3)
@@ -47,10 +47,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export_of(layout: ProjectLayout, seed: int, strength: float = 0.2) -> ModelBundle:
-    """A candidate as the stages before leave it."""
+    """Create a candidate: the outputs of the stages train and export."""
     tiny_project.adapted(layout, SETTINGS, seed, strength)
     before = export._log_to_mlflow
-    export._log_to_mlflow = lambda *_: None  # MLflow takes its time, and has tests of its own
+    export._log_to_mlflow = lambda *_: None  # logging to MLflow is slow and has its own tests
     try:
         export.export(Project.from_parts(layout, SETTINGS))
     finally:
@@ -69,7 +69,7 @@ def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proje
 
 @pytest.fixture
 def cold(layout: ProjectLayout) -> ProjectLayout:
-    """The same, never evaluated before."""
+    """Remove the results of all evaluations from the project."""
     for folder in (layout.scores, layout.evaluate):
         subprocess.run(["rm", "-r", str(folder)], check=True)
     return layout
@@ -82,7 +82,7 @@ def evaluated(layout: ProjectLayout, settings: Settings = SETTINGS) -> Evaluatio
 
 
 def keep_as_champion(layout: ProjectLayout, version: int, *, with_adapter: bool = True) -> Champion:
-    """The present export as a promoted model, as `ratchet promote` leaves it."""
+    """Store the current export as a promoted model, as `ratchet promote` does."""
     bundle = ModelBundle.load(layout.bundle)
     with files.sealed_directory(layout.promoted_model(bundle.model_digest), "model") as scratch:
         files.link_tree(layout.merged_model, scratch / "hf")
@@ -104,7 +104,7 @@ def samples(layout: ProjectLayout, report: EvaluationReport, who: Any, metric: s
 
 @pytest.fixture
 def forwards() -> Iterator[list[int]]:
-    """Rows of every call of a causal model's forward pass."""
+    """Return a list that receives one entry for each forward pass of a causal language model."""
     seen: list[int] = []
 
     def note(module: torch.nn.Module, arguments: Any) -> None:

@@ -1,4 +1,5 @@
-"""Stage export with every format: results are run, errors are named, and the old export stays complete."""
+"""Stage export with each format: exported models are executed, errors name their cause, and a failure leaves the old
+export complete."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ def with_export(wanted: Export, **evaluate: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
-    """A project whose adapter has a visible effect."""
+    """Create a project with an adapter that changes the model's answers."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("forms") / "project")
     tiny_project.adapted(layout)
     return layout
@@ -39,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture
 def run(trained: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> Callable[[Settings], ModelBundle]:
-    """Stage export without MLflow, which has tests of its own."""
+    """Return a function that runs stage export without MLflow, which has its own tests."""
     monkeypatch.setattr(export, "_log_to_mlflow", lambda *_: None)
 
     def exported(settings: Settings) -> ModelBundle:

@@ -1,4 +1,4 @@
-"""Handmade outputs of generations: records with their card."""
+"""Outputs of generations that are written by hand: records and their card."""
 
 import json
 import math
@@ -15,14 +15,14 @@ from ratchet.storage.output_card import card_path
 
 
 def spec(**settings: Any) -> GenerationSpec:
-    """Of a generation with these settings."""
+    """Return the spec of a generation with these settings."""
     generate = Generate.model_validate({"temperature": 0.7, **settings})
     model = ModelIdentity(kind="merged", digest="d" * 64, weight_format="plain weights")
     return GenerationSpec(generate=generate, prompts_digest="p" * 64, model=model, template_digest="")
 
 
 def record(number: int, said: str, reference: str | None, **changed: Any) -> dict[str, Any]:
-    """One answer."""
+    """Return the record of one answer."""
     return {
         "id": f"q{number}", "sample": 0, "prompt_digest": "x" * 64, "text": said, "reasoning": None, "answer": said,
         "prompt_tokens": 9, "tokens": len(said) + 1, "finish": "stop", "mean_log_probability": -0.25,
@@ -31,7 +31,7 @@ def record(number: int, said: str, reference: str | None, **changed: Any) -> dic
 
 
 def write(path: Path, records: Sequence[dict[str, Any]], **settings: Any) -> Path:
-    """The output with its card."""
+    """Write the output of a generation and its card."""
     path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     made = spec(**settings)
     finish = Counter(one["finish"] for one in records)
@@ -45,20 +45,22 @@ def write(path: Path, records: Sequence[dict[str, Any]], **settings: Any) -> Pat
 
 
 def of_labels(labels: Sequence[str], count: int, sure: float = 2.0, seed: int = 1) -> list[dict[str, Any]]:
-    """Answers to a label task, with log-probabilities that are drawn, and the likeliest label as the answer.
+    """Create answers to a label task with random log-probabilities. The label with the highest log-probability is the
+    answer.
 
     Args:
-        labels: that are possible.
-        count: of prompts.
-        sure: how far the right label is ahead in the mean, in nats.
-        seed: of the draws.
+        labels: the possible labels.
+        count: number of prompts.
+        sure: mean lead of the right label over the other labels, in nats.
+        seed: seed of the random numbers.
     """
     draw = random.Random(seed)
     found = []
     for number in range(count):
         reference = draw.choice(labels)
         scores = {one: draw.gauss(sure if one == reference else 0.0, 1.0) for one in labels}
-        whole = math.log(sum(map(math.exp, scores.values()))) + 1.5  # what is said beside labels
+        # 1.5 nats leave probability mass for texts other than the labels.
+        whole = math.log(sum(map(math.exp, scores.values()))) + 1.5
         nats = {one: round(score - whole, 4) for one, score in scores.items()}
         said = max(nats, key=lambda one: nats[one])
         topic = {"topic": "even" if number % 2 == 0 else "odd", "row": number}

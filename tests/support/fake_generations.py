@@ -1,4 +1,5 @@
-"""Generations with answers from a test; the real code writes prompts, ledger, result, output and card."""
+"""Generations with answers that a test provides. The production code writes prompts, ledger, result, output and
+card."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,16 +20,16 @@ from ratchet.inference.spec import GenerationAnswer, GenerationPaths, Generation
 from ratchet.storage.layout import ProjectLayout
 
 Said = str | tuple[str, dict[str, Any]]
-"""What is answered, perhaps with other fields of Answer."""
+"""Text of an answer, optionally with other fields of Answer."""
 
 
 def settings_of(select: dict[str, Any] | None = None, **generate: Any) -> Settings:
-    """Settings with these sections."""
+    """Return settings with these sections."""
     return Settings(select=Select.model_validate(select or {}), generate=Generate.model_validate(generate))
 
 
 def project(root: Path, settings: Settings) -> ProjectLayout:
-    """A project without data or base."""
+    """Create a project without data or base."""
     layout = ProjectLayout(root)
     layout.raw.mkdir(parents=True, exist_ok=True)
     layout.experiments.mkdir(exist_ok=True)
@@ -50,7 +51,7 @@ def generation(
     target: Path,
     model: str = "a",
 ) -> Path:
-    """The output of a generation in which `answers(id of the prompt, sample)` were given."""
+    """Write the output of a generation. `answers(id of the prompt, sample)` provides each answer."""
     source = PromptSource(prompts, settings)
     count, prompts_digest = source.measure()
     spec = GenerationSpec(
@@ -75,7 +76,7 @@ def generation(
 
 
 def refused(layout: ProjectLayout, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message with which `ratchet prepare` refuses a project; it leaves no data."""
+    """Run `ratchet prepare`, check that it refuses the project and writes no data, and return its message."""
     assert main(["--project", str(layout.root), "prepare"]) == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message

@@ -1,4 +1,4 @@
-"""A terminal in memory, which may disappear, and what was written to it."""
+"""A terminal in memory that may disconnect, and the text that was written to it."""
 
 import io
 
@@ -10,15 +10,15 @@ from ratchet.console.text_layout import ScreenSize, TerminalConsole
 T = 1_760_000_000.0
 GIB = 2**30
 SIZES = [(40, 10), (40, 24), (60, 15), (79, 23), (120, 40), (200, 60), (20, 4)]
-"""Columns and rows of screens."""
+"""Screen sizes: columns and rows."""
 
 
 class Faked(io.StringIO):
-    """Says that it is a terminal, counts writes to it, and may be gone."""
+    """A stream that reports that it is a terminal, counts writes, and may be disconnected."""
 
     writes = 0
     gone: Exception | None = None
-    """What whoever writes meets then."""
+    """Exception that `write` raises after the terminal has disconnected."""
 
     def isatty(self) -> bool:
         return True
@@ -37,7 +37,7 @@ def assert_fits(lines: list[str], width: int, height: int) -> None:
 
 
 def drawn(picture: RenderableType, size: ScreenSize) -> list[str]:
-    """What a terminal of this size gets, line by line."""
+    """Return the lines that a terminal of this size receives."""
     raw = io.BytesIO()
     terminal = TerminalConsole(io.TextIOWrapper(raw, encoding=size.encoding))
     terminal.width = size.width

@@ -1,4 +1,5 @@
-"""Tiny configs of the real transformers classes, a factory for each family: random weights cost milliseconds."""
+"""Tiny configs of the real transformers classes, with a factory for each family. A model with random weights takes
+milliseconds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,8 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def _modern(made: Callable[..., Any], **more: Any) -> Config:
-    """Families whose configs use Llama's words: grouped-query attention and a gated MLP."""
+    """Return the factory for a family whose config has the same field names as Llama, with grouped-query attention and
+    a gated MLP."""
 
     def config(**changes: Any) -> PretrainedConfig:
         shape = {
@@ -67,7 +69,7 @@ def _modern(made: Callable[..., Any], **more: Any) -> Config:
 
 
 def _own(made: Callable[..., Any], **words: Any) -> Config:
-    """Families with words of their own."""
+    """Return the factory for a family whose config has its own field names."""
 
     def config(**changes: Any) -> PretrainedConfig:
         return made(**{**_TOKENS, "vocab_size": VOCABULARY, **words, **changes})
@@ -132,11 +134,12 @@ FAMILIES: dict[str, Config] = {
 T5: Config = _own(
     T5Config, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=INNER, num_layers=LAYERS, num_heads=HEADS,
 )  # fmt: skip
-"""An encoder-decoder: recognised, not trained."""
+"""An encoder-decoder. Ratchet recognizes it but cannot train it."""
 
 
 def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of the family with random weights, in evaluation mode; the caller's random state stays what it was."""
+    """Create a model of the family with random weights in evaluation mode. The random state of the caller does not
+    change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if family == "t5":

@@ -1,4 +1,5 @@
-"""A bad network before an HTTP server: errors, resets, stalls, lost answers, altered bytes, outages."""
+"""A proxy that simulates a faulty network in front of an HTTP server: errors, resets, stalls, lost answers, altered
+bytes, outages."""
 
 import http.client
 import random
@@ -19,12 +20,12 @@ Kind = Literal["status", "reset", "stall", "lost", "flip-sent", "flip-read", "tr
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked."""
+    """A request of a client."""
 
     method: str
     target: str
     headers: dict[str, str] = field(repr=False)
-    """Names in lower case."""
+    """Names are in lower case."""
 
     @property
     def body_bytes(self) -> int:
@@ -32,27 +33,27 @@ class Request:
 
 
 def any_request(_: Request) -> bool:
-    """Every one."""
+    """Match every request."""
     return True
 
 
 @dataclass
 class Fault:
-    """What goes wrong, for which requests, how often.
+    """A kind of fault, the requests that it affects, and the number of times that it occurs.
 
     Kinds:
-        status: answered `status` with S3's error `code`; the server never hears of it.
-        reset: the connection is cut after `bytes` of the request's body.
-        stall: after `bytes` of the request's body nothing more is read or said.
-        lost: the server has done it, and the connection is cut before its answer.
-        flip-sent, flip-read: one bit of the body that is sent, or answered, is another.
-        truncate: half of the answer, then the end.
-        slow: bodies go at `bytes_s`.
+        status: the proxy answers with `status` and S3's error `code`; the request does not reach the server.
+        reset: the proxy cuts the connection after `bytes` of the request's body.
+        stall: the proxy stops reading and writing after `bytes` of the request's body.
+        lost: the server executes the request, and the proxy cuts the connection before the answer.
+        flip-sent, flip-read: the proxy changes one bit of the request's body or of the answer's body.
+        truncate: the proxy sends half of the answer's body and then ends the connection.
+        slow: the proxy transfers bodies at `bytes_s` bytes per second.
     """
 
     kind: Kind
     times: int | None = 1
-    """None: until `heal`."""
+    """None means until `heal` is called."""
     where: Callable[[Request], bool] = any_request
     status: int = 503
     code: str = "SlowDown"
@@ -61,7 +62,8 @@ class Fault:
 
 
 class FaultyProxy:
-    """Listens on `endpoint`; one request a connection. `seen` has all requests whose head arrived, outages apart."""
+    """Listens on `endpoint` and accepts one request per connection. `seen` has all requests with a received head,
+    except those during outages."""
 
     def __init__(self, port: int) -> None:
         self._upstream = port
@@ -69,40 +71,42 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * PIECE_BYTES)  # so that a slow reader is felt
+        # The receive buffer is small, so that a client notices a slow reader.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * PIECE_BYTES)
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.down = False
-        """An outage: connections are reset as soon as they are made."""
+        """Whether there is an outage: the proxy resets each connection at once."""
         self.refused = 0
-        """Connections that came during outages."""
+        """Number of connections during outages."""
         self.struck = 0
-        """Faults that happened."""
+        """Number of faults that occurred."""
         self.seen: list[Request] = []
         self.verifies = False
-        """Answer like a service that checks `x-amz-checksum-sha256` of what it receives and tells it; moto does not."""
+        """Whether the proxy answers like a service that verifies `x-amz-checksum-sha256` of received bodies and returns
+        the checksum; moto does neither."""
         self._sums: dict[str, str] = {}
         self.opaque_tags = False
-        """Answer like a service whose ETags are no MD5 sums (with encryption by KMS, say)."""
+        """Whether the proxy answers like a service whose ETags are not MD5 sums (for example, with KMS encryption)."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def inject(self, *faults: Fault) -> None:
-        """The first that fits a request and has not happened often enough, happens."""
+        """Add faults. For each request, the first fault that matches and has occurrences left is applied."""
         with self._lock:
             self._faults += faults
 
     def heal(self) -> None:
-        """Nothing goes wrong any more."""
+        """End all faults and outages."""
         with self._lock:
             self._faults.clear()
         self.down = False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the listening socket and end all waits."""
         self._over.set()
         self._socket.close()
 
     def sent_bytes(self, method: str = "PUT") -> int:
-        """Sum of the bodies that clients announced."""
+        """Return the sum of the body sizes that clients announced in requests of this method."""
         return sum(request.body_bytes for request in self.seen if request.method == method)
 
     def _accept(self) -> None:
@@ -221,7 +225,8 @@ class FaultyProxy:
             self._over.wait(sent / pace)
 
     def _hold(self, client: socket.socket) -> None:
-        """Say nothing until the client has gone: its bytes stay in the kernel's buffers, and these fill."""
+        """Wait without an answer until the client disconnects. The client's bytes stay in the kernel's buffers, which
+        fill up."""
         while not self._over.is_set() and self._faults:
             time.sleep(HOLD_S)
             state = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[0]
@@ -230,7 +235,7 @@ class FaultyProxy:
 
 
 def _head(client: socket.socket) -> tuple[bytes, bytes]:
-    """Head of a request, and what of its body came with it."""
+    """Return the head of a request, and the part of its body that arrived with the head."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = client.recv(1 << 16)
@@ -249,7 +254,7 @@ def _parsed(head: bytes) -> Request:
 
 
 def _cut(client: socket.socket) -> None:
-    """Reset, not end."""
+    """Reset the connection instead of closing it normally."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
 
@@ -275,7 +280,7 @@ def _right(request: Request, body: bytes) -> bool:
 
 @contextmanager
 def before(port: int) -> Iterator[FaultyProxy]:
-    """A proxy before a server on loopback, until the end of the block."""
+    """Start a proxy in front of a server on loopback. The proxy stops at the end of the block."""
     proxy = FaultyProxy(port)
     try:
         yield proxy

@@ -21,7 +21,7 @@ GPU = replace(CPU, device="cuda")
 
 
 def llama(hidden: int, inner: int, layers: int, **more: Any) -> ModelSpec:
-    """Of the shape of Llama 2, without grouped keys."""
+    """Return the spec of a model with the architecture of Llama 2, without grouped-query attention."""
     config = LlamaConfig(
         vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=hidden // 128, max_position_embeddings=4096, tie_word_embeddings=False, **more,

@@ -22,12 +22,13 @@ SETTINGS = Settings(
 )
 ON_GPU = ForecastOptions(device="cuda")
 LARGE = 24 * units.GIB
-"""What the inverse is asked for; without it there is none, which takes a tenth of the time."""
+"""Memory for which the command searches the largest settings. Without this value the command does no search and takes a
+tenth of the time."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bare config.json: there are no weights at all."""
+    """Write a config.json without any weights."""
     folder = tmp_path_factory.mktemp("base")
     LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

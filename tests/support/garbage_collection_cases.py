@@ -1,4 +1,4 @@
-"""Garbage collection in a replica, by a holder that may have been suspended."""
+"""Cases for garbage collection in a replica by a lease holder that may have been suspended."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from ratchet.storage import files
 
 @pytest.fixture
 def first(tmp_path: Path) -> Iterator[Node]:
-    """A holder that has copied the steps 2 and 4."""
+    """Start a machine that holds the lease and has replicated the checkpoints of steps 2 and 4."""
     node = Node(tmp_path, "first", settings(tmp_path)).acquire()
     for step in (2, 4):
         node.save(step)

@@ -1,4 +1,4 @@
-"""Hand-made evidence for the gate: `decide_verdict` is pure, so it needs no files."""
+"""Evidence for the gate that is written by hand. `decide_verdict` is a pure function, so it needs no files."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ ITSELF = Champion(version=4, model_digest=MODEL, adapter_digest=ADAPTER, run_id=
 CURRENT = ChampionFile(champion=CHAMPION, anchor=CHAMPION)
 
 TOKENS = 10.0
-"""Tokens of each sample of a perplexity."""
+"""Number of tokens of each sample of a perplexity."""
 CONTRACTS: dict[str, dict[str, Any]] = {
     "k1": {
         "model_format": "adapter",
@@ -55,35 +55,36 @@ CONTRACTS: dict[str, dict[str, Any]] = {
 
 Values = Mapping[str, float]
 Models = Mapping[ModelRole, Mapping[str, Values]]
-"""Score by sample id, by metric, by model."""
+"""Scores by model, metric and sample id."""
 
 
 def right(count: int, n: int = 200) -> dict[str, float]:
-    """Scores by sample: the first so many are ones."""
+    """Return scores by sample: 1 for the first `count` samples and 0 for the others."""
     return {f"s{k:05d}": float(k < count) for k in range(n)}
 
 
 def flipped(scores: Values, better: int = 0, worse: int = 0) -> dict[str, float]:
-    """The same, but for so many that became right and so many that became wrong."""
+    """Return the scores after `better` wrong samples became right and `worse` right samples became wrong."""
     wrong, good = ([key for key, value in scores.items() if value == kind] for kind in (0.0, 1.0))
     return {**scores, **dict.fromkeys(wrong[:better], 1.0), **dict.fromkeys(good[:worse], 0.0)}
 
 
 def spread(mean: float, n: int = 200, width: float = 0.3, noise: float = 0.1) -> dict[str, float]:
-    """Losses by sample, hard ones and easy ones, and a little of each model's own."""
+    """Return losses by sample with the given mean. The losses vary by sample, and each mean has its own noise."""
     draw = random.Random(mean)
     own = [draw.gauss(0, noise) for _ in range(n)]
-    shift = sum(own) / n  # the mean is what it is said to be
+    shift = sum(own) / n  # keeps the mean exact
     return {f"s{k:05d}": mean + width * math.sin(k) + own[k] - shift for k in range(n)}
 
 
 def nats(perplexity: float, n: int = 100, noise: float = 0.08) -> dict[str, float]:
-    """Nats by sample of a text that a model of this perplexity finds so likely."""
+    """Return the nats of each sample for a model with this perplexity."""
     return {key: TOKENS * value for key, value in spread(math.log(perplexity), n, noise=noise).items()}
 
 
 def metric(name: str, scores: Values) -> MetricValue:
-    """The figure that evaluation would make of these scores: what it is, its name says."""
+    """Return the metric value that evaluation would compute from these scores. The name determines the unit and the
+    kind."""
     finite = [value for value in scores.values() if math.isfinite(value)]
     mean = sum(finite) / max(1, len(finite))
     better, unit, kind = "higher", "proportion", "mean"
@@ -100,7 +101,7 @@ def metric(name: str, scores: Values) -> MetricValue:
 
 
 def samples(name: str, scores: Values) -> dict[str, SampleScore]:
-    """Per-sample scores by id."""
+    """Return the scores as per-sample records by id."""
     weight = TOKENS if name.endswith("perplexity") else 1.0
     return {key: SampleScore(id=key, value=value, weight=weight) for key, value in scores.items()}
 
@@ -117,7 +118,7 @@ def bundle(difference: float = 0.001, agreement: float = 1.0, **changes: Any) ->
 
 
 def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> EvaluationReport:
-    """The report that evaluation would write for these scores."""
+    """Return the report that evaluation would write for these scores."""
     digests = {"merged": MODEL, "candidate": ADAPTER, "champion": OLD, "anchor": FIRST, "base": BASE}
     scores = {
         who: ModelScores(
@@ -139,7 +140,7 @@ def report(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> E
 
 
 def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) -> GateEvidence:
-    """All that the gate judges by. `changes` replaces fields of it."""
+    """Return the complete evidence for the gate. `changes` replaces fields of the evidence."""
     found = GateEvidence(
         report=report(models, champion),
         bundle=bundle(),
@@ -158,14 +159,14 @@ def evidence(models: Models, champion: ChampionFile = NOBODY, **changes: Any) ->
 
 
 def with_report(found: GateEvidence, **changes: Any) -> GateEvidence:
-    """The same evidence with another report."""
+    """Return the same evidence with changes in its report."""
     return dataclasses.replace(found, report=found.report.model_copy(update=changes))
 
 
 def with_metric(
     found: GateEvidence, name: str, who: tuple[ModelRole, ...] = ("base", "candidate"), **changes: Any
 ) -> GateEvidence:
-    """The same evidence with another figure of these models."""
+    """Return the same evidence with changes in one metric of these models."""
     scores = dict(found.report.scores)
     for one in who:
         metrics = {**scores[one].metrics, name: scores[one].metrics[name].model_copy(update=changes)}
@@ -174,7 +175,7 @@ def with_metric(
 
 
 def with_noise(found: GateEvidence, name: str, again: Values, **changes: Any) -> GateEvidence:
-    """The same evidence, the candidate scored a second time."""
+    """Return the same evidence with a second scoring of the candidate."""
     scores = found.report.scores["candidate"]
     plain = {
         "model_digest": scores.model_digest, "model_format": "adapter", "contract": scores.contract,
@@ -185,7 +186,7 @@ def with_noise(found: GateEvidence, name: str, again: Values, **changes: Any) ->
 
 
 def write(layout: ProjectLayout, found: GateEvidence) -> None:
-    """Lay the evidence into a project as evaluate and export would."""
+    """Write the evidence to a project as the stages evaluate and export do."""
     write_evaluation(layout, found)
     with files.sealed_directory(layout.export, "export") as scratch:
         found.bundle.save(scratch / layout.bundle.name)
@@ -193,7 +194,7 @@ def write(layout: ProjectLayout, found: GateEvidence) -> None:
 
 
 def write_evaluation(layout: ProjectLayout, found: GateEvidence) -> None:
-    """The part of it that evaluate writes."""
+    """Write the part of the evidence that stage evaluate writes."""
     files.make_directory(layout.experiments)
     with files.sealed_directory(layout.evaluate, "evaluation") as scratch:
         found.report.save(scratch / "eval.json")
@@ -212,7 +213,7 @@ def write_evaluation(layout: ProjectLayout, found: GateEvidence) -> None:
 
 
 def beside_champion(project: ProjectLayout, champion_run: str, candidate_run: str, **changes: Any) -> None:
-    """Lay an evaluation into a project: of one run, beside another that is champion."""
+    """Write an evaluation of one run to a project in which another run is the champion."""
     file = ChampionFile(champion=Champion(version=3, model_digest=OLD, adapter_digest="x" * 64, run_id=champion_run))
     models: Models = {
         "base": {"accuracy": right(20)},
@@ -244,7 +245,7 @@ EXPECTED = {"pass": "PROMOTE", "fail": "REJECT", "undecided": "HOLD", "invalid":
 
 
 def reason(rule: Rule, found: GateEvidence, **changes: Any) -> RuleResult:
-    """What one rule finds; and that the decision is what follows from it."""
+    """Return the result of one rule. Check that the decision follows from the result."""
     verdict: Verdict = decide_verdict(found, gate(rule, **changes))
     [one] = verdict.reasons
     assert verdict.decision == EXPECTED[one.outcome]

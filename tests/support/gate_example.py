@@ -1,4 +1,4 @@
-"""A verdict with all its evidence and any number of rows, for tests of the gate's page."""
+"""A verdict with complete evidence and any number of rows, for tests of the gate's page."""
 
 import math
 import random
@@ -43,13 +43,14 @@ class Case:
     documents: Mapping[ModelRole, Mapping[str, Sequence[Mapping[str, Any]]]]
 
     def write(self, target: Path) -> str:
-        """The page's text."""
+        """Write the page and return its text."""
         verdict_page.write(self.verdict, self.evidence, self.rows, self.answers, self.documents, target)
         return target.read_text(encoding="utf-8")
 
 
 def case(count: int = 40, words: int = 14, seed: int = 7) -> Case:
-    """Rows of a label task, a harness task, four models, and a verdict that holds everything a page shows."""
+    """Create rows of a label task and a harness task, four models, and a verdict with each element that a page can
+    show."""
     random_ = random.Random(seed)
     rows = [_row(number, words, random_) for number in range(count)]
     answers: dict[ModelRole, dict[str, list[str]]] = {who: {} for who in MODELS}
@@ -96,7 +97,7 @@ def _document(number: int, samples: Mapping[str, Mapping[str, SampleScore]]) -> 
 
 
 def metric(values: Sequence[SampleScore], better: str, unit: str, kind: str = "mean", **more: Any) -> MetricValue:
-    """A figure of samples, with an interval that need not be right."""
+    """Return a metric value of samples. Its interval is a placeholder and need not be correct."""
     mean = sum(one.value for one in values) / sum(one.weight for one in values)
     value = math.exp(mean) if kind == "perplexity" else mean
     half = 0.08 * abs(value) + 0.001
@@ -198,7 +199,7 @@ def _evidence(
 
 
 def compared(metric: str, against: str, figures: tuple[float, ...], n: int, **more: Any) -> ModelComparison:
-    """A comparison; figures are difference, low, high, bound, detectable."""
+    """Return a comparison. `figures` are difference, low, high, bound and detectable."""
     difference, low, high, bound, detectable = figures
     plain = {"metric": metric, "against": against, "role": "candidate", "difference": difference, "low": low,
              "high": high, "confidence": 0.95, "n": n, "bound": bound, "p": 0.0123, "detectable": detectable,

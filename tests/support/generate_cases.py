@@ -1,4 +1,4 @@
-"""Cases for `ratchet generate` as a process: kills, existing outputs, messages."""
+"""Cases for `ratchet generate` as a process: kills, existing outputs and messages."""
 
 from pathlib import Path
 

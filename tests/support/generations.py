@@ -1,4 +1,4 @@
-"""Generations inside the test process: a real model with random weights and real files, without a worker process."""
+"""Generations inside the test process: a real model with random weights and real files, but no worker process."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def write_prompts(path: Path, count: int) -> Path:
 
 
 class StopAfter(GracefulShutdown):
-    """Requests a stop after it was checked `checks` times."""
+    """Requests a stop after `checks` checks."""
 
     def __init__(self, checks: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tiny models with tokenizers, as a merge leaves them, for tests of GGUF files."""
+"""Tiny models with tokenizers in the form that a merge writes, for tests of GGUF files."""
 
 import json
 import random
@@ -15,7 +15,7 @@ import families
 from ratchet.exporters.verification.probe_inputs import TEXTS
 
 ROWS = 640
-"""Rows of the embeddings: more than any tokenizer here has entries."""
+"""Number of rows of the embeddings; larger than the vocabulary of any tokenizer in this module."""
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -32,7 +32,7 @@ LETTERS = (
 
 
 def config(family: str, **changes: Any) -> PretrainedConfig:
-    """Config of a tiny model of the family; Gemma has the shape of Gemma 2."""
+    """Return the config of a tiny model of the family. Gemma has the shape of Gemma 2."""
     if family == "gemma":
         shape = families.FAMILIES["gemma2"](**changes).to_dict()
         return GemmaConfig(**{name: value for name, value in shape.items() if name in GemmaConfig().to_dict()})
@@ -40,7 +40,7 @@ def config(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def make(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model with random weights."""
+    """Create a tiny model with random weights."""
     if family != "gemma":
         return families.make(family, seed, **changes)
     with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ def make(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def nonsense(count: int = 400) -> list[str]:
-    """Pseudo-random strings, always the same."""
+    """Return pseudo-random strings. The strings are the same in each call."""
     draw = random.Random(1)
     return ["".join(draw.choices(LETTERS, k=draw.randint(1, 25))) for _ in range(count)]
 
@@ -57,7 +57,8 @@ def nonsense(count: int = 400) -> list[str]:
 def byte_level(
     steps: Sequence[Any] = (), nfc: bool = False, whole_words: bool = False, regex: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that divides texts by `steps` (pre-tokenizers, or patterns), or by GPT-2's rule."""
+    """Create a byte-level BPE tokenizer. `steps` (pre-tokenizers or patterns) split the text; without `steps`, GPT-2's
+    rule does."""
     made = [pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     bpe = Tokenizer(models.BPE(ignore_merges=whole_words))
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex or not steps)
@@ -79,7 +80,7 @@ def byte_level(
 
 
 def with_unreachable(bpe: Tokenizer) -> Tokenizer:
-    """Add entries that no merge forms; only a tokenizer with ignore_merges finds them."""
+    """Add entries that no merge creates; only a tokenizer with ignore_merges uses them."""
     written = json.loads(bpe.to_str())
     vocabulary = written["model"]["vocab"]
     for word in ("zqxj", "Ġzqxj"):
@@ -88,7 +89,7 @@ def with_unreachable(bpe: Tokenizer) -> Tokenizer:
 
 
 def pieces(folder: Path, template: str | None, **settings: Any) -> Any:
-    """A SentencePiece tokenizer, as transformers converts a tokenizer.model."""
+    """Create a SentencePiece tokenizer in the form to which transformers converts a tokenizer.model."""
     lines = [line for text in CORPUS * 3 for line in text.split("\n") if line.strip()]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), vocab_size=600, model_type="bpe",

@@ -13,20 +13,23 @@ from ratchet.config.train import GradientCompressionSettings
 from ratchet.models.gradient_compression import GradientReducer
 
 SHAPES = [(8, 40), (40, 8), (12,), (8, 40), (), (33, 9)]
-"""Of the parameters that are added up: matrices of which some are alike, a vector, a single number."""
+"""Shapes of the parameters in a sum: matrices, two of them with equal shapes, a vector and a scalar."""
 SECONDS = 120
-"""Longest wait for them: two cores may be busy with much else."""
+"""Timeout in seconds for the results of all ranks; other processes may occupy the two cores."""
 
 
 def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) -> list[Any]:
-    """What `work(rank, *given)` returns in each of `world` processes of one group; raises what any of them raised."""
+    """Run `work(rank, *given)` in each of `world` processes of one group and return the results. Raises the first
+    exception of a rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "ratchet.models.gradient_compression"])
     meeting = folder / f"meeting-{work.__name__}-{len(list(folder.iterdir()))}"
-    with context.Pool(world) as pool:  # every process takes one: none is free before all have met
+    # Each process takes one task, because no process is free before all processes have joined the group.
+    with context.Pool(world) as pool:
         asked = [pool.apply_async(_in_group, (rank, world, str(meeting), work, *given)) for rank in range(world)]
         results = [one.get(SECONDS) for one in asked]
-        pool.close()  # the processes end by themselves: a signal would wait for what coverage.py does on SIGTERM
+        # The processes exit on their own. A signal would have to wait for the SIGTERM handler of coverage.py.
+        pool.close()
         pool.join()
     return results
 
@@ -50,7 +53,8 @@ def wire_of(given: list[tuple[str, nn.Parameter]], uncompressed_sums: int = 0, *
 
 
 def gradients(rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Those of a rank: of sizes from 1e-6 to 1, as in a real model, drawn from rank and step."""
+    """Return the gradients of a rank. Their sizes range from 1e-6 to 1 as in a real model; rank and step determine the
+    random numbers."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     sizes = [10.0 ** -(number % 7) for number in range(len(given))]
     return [torch.randn(p.shape, generator=draw) * size for (_, p), size in zip(given, sizes, strict=True)]
@@ -61,7 +65,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def add_up(wire: GradientReducer, rank: int, step: int, given: list[tuple[str, nn.Parameter]]) -> Tensor:
-    """What the gradients of a step become, flat."""
+    """Return the flattened sum of a step's gradients."""
     for (_, parameter), gradient in zip(given, gradients(rank, step, given), strict=True):
         parameter.grad = gradient.clone()
     wire.sum()
@@ -69,6 +73,6 @@ def add_up(wire: GradientReducer, rank: int, step: int, given: list[tuple[str, n
 
 
 def exact(world: int, step: int) -> Tensor:
-    """The sum that every rank should have, from all gradients in float64."""
+    """Return the sum that each rank should have, computed from all gradients in float64."""
     given = parameters()
     return torch.stack([flat(gradients(rank, step, given)).double() for rank in range(world)]).sum(0)

@@ -1,4 +1,4 @@
-"""Our losses equal those of transformers' Trainer and of TRL at each step, on the same rows in the same order."""
+"""Ratchet's losses equal those of transformers' Trainer and of TRL at each step, on the same rows in the same order."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,13 @@ from small_loop import ROWS, SHAPE, SMALL, loop_of, losses
 
 STEPS = 50
 TOLERANCE = 1e-5
-"""Relative, of every step's loss: float32 has 1.2e-7, and what is rounded in one step changes the next."""
+"""Relative tolerance of the loss of each step. float32 has a precision of 1.2e-7, and the rounding errors of a step
+affect all later steps."""
 PeerOf = Callable[..., Trainer]
 
 
 class Log(TrainerCallback):
-    """The loss of every step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -36,13 +37,13 @@ class Log(TrainerCallback):
 
 
 def settings_of(batch_rows: int) -> Train:
-    """Fifty steps of so many rows."""
+    """Return settings for fifty steps with this number of rows per step."""
     changes = {"dropout": 0.0, "batch_size": batch_rows, "epochs": STEPS * batch_rows / ROWS, "learning_rate": 0.003}
     return SMALL.model_copy(update=changes)
 
 
 def arguments_of(loop: TrainingLoop, micro: int, folder: Path, **more: Any) -> dict[str, Any]:
-    """Our settings in Trainer's words."""
+    """Convert Ratchet's settings to the arguments of Trainer."""
     train = loop.context.settings
     return {
         "output_dir": str(folder), "num_train_epochs": 1, "per_device_train_batch_size": micro,
@@ -55,7 +56,7 @@ def arguments_of(loop: TrainingLoop, micro: int, folder: Path, **more: Any) -> d
 
 
 def dataset_of(loop: TrainingLoop) -> Dataset:
-    """The rows in the order in which our steps take them."""
+    """Return the rows in the order in which Ratchet's steps use them."""
     rows, order = loop.context.train_rows, [row for step in range(STEPS) for (row,) in loop.plan.batch(step)]
     spans = [slice(int(rows.offsets[row]), int(rows.offsets[row + 1])) for row in order]
     return Dataset.from_dict(
@@ -65,7 +66,7 @@ def dataset_of(loop: TrainingLoop) -> Dataset:
 
 
 def model_of(loop: TrainingLoop) -> Any:
-    """The loop's model anew, with peft's own forward passes."""
+    """Create the loop's model again, with peft's own forward passes."""
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
     model = adapters.attach(plain, loop.context.settings, "base", (), STEPS)
@@ -76,7 +77,7 @@ def model_of(loop: TrainingLoop) -> Any:
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Filled on the right, with a mask that says where."""
+    """Pad the rows on the right and add an attention mask."""
     ids, device = [row["input_ids"] for row in rows], torch.device("cpu")
     return {
         "input_ids": pad_rows(ids, 0, device), "labels": pad_rows([row["labels"] for row in rows], IGNORE_INDEX,
@@ -86,13 +87,14 @@ def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def trainer(loop: TrainingLoop, micro: int, folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
-    """Of transformers."""
+    """Create a Trainer of transformers."""
     arguments = TrainingArguments(**arguments_of(loop, micro, folder))
     return kind(model=model_of(loop), args=arguments, train_dataset=dataset_of(loop), data_collator=collated)
 
 
 def losses_of(peer: Trainer, train: Train) -> list[float]:
-    """Train; our learning rates, for transformers' warm-up begins at 0."""
+    """Train the peer and return its losses. The peer uses Ratchet's learning rates, because the warm-up of transformers
+    begins at 0."""
 
     def scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         def factor(step: int) -> float:
@@ -109,7 +111,7 @@ def losses_of(peer: Trainer, train: Train) -> list[float]:
 
 
 def both(tmp_path: Path, batch_rows: int, micro: int, make: PeerOf, **more: Any) -> tuple[list[float], list[float]]:
-    """Losses of all steps, ours and the peer's."""
+    """Return the losses of all steps, first Ratchet's and then the peer's."""
     train = settings_of(batch_rows)
     loop = loop_of(tmp_path / "ours", train, micro=micro)
     peer = make(loop, micro, tmp_path / "peer", **more)
@@ -118,6 +120,6 @@ def both(tmp_path: Path, batch_rows: int, micro: int, make: PeerOf, **more: Any)
 
 
 def greatest_difference(ours: list[float], theirs: list[float]) -> float:
-    """Relative, of all steps."""
+    """Return the largest relative difference over all steps."""
     assert len(ours) == len(theirs) == STEPS
     return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))

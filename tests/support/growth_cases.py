@@ -1,4 +1,4 @@
-"""Memory stays constant over a long training: no data of a step is kept after it."""
+"""Memory stays constant during a long training: the process keeps no data of a completed step."""
 
 import gc
 from collections.abc import Callable
@@ -16,17 +16,18 @@ from ratchet.training.trainer import TrainingLoop
 from small_loop import ROWS, SHAPE, SMALL, loop_of
 
 EVERY_STEPS = 100
-"""Between two checkpoints and two validations."""
+"""Number of steps between two checkpoints and between two validations."""
 TENSORS = 4
-"""That may be more at one step than at another."""
+"""Allowed difference in the number of tensors between two steps."""
 OBJECTS = 400
-"""Of those that Python's collector follows: far below one a step, above what validations leave behind."""
+"""Allowed difference in the number of objects that Python's garbage collector tracks: far below one per step, but more
+than validations leave behind."""
 RESIDENT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds between two steps."""
+    """Objects and memory that the process holds between two steps."""
 
     tensors: int
     objects: int
@@ -36,18 +37,18 @@ class Held:
     def now(cls) -> "Held":
         gc.collect()
         found = gc.get_objects()
-        # By type: asking an object for its class may load what it stands for.
+        # The check uses the type, because reading an object's class may load the object of a lazy proxy.
         return cls(sum(issubclass(type(one), torch.Tensor) for one in found), len(found), capacity.resident_bytes())
 
     def leaked(self, later: "Held") -> list[str]:
-        """What there is more of than may be."""
+        """Return the counts that grew by more than the allowed difference."""
         allowed = Held(TENSORS, OBJECTS, RESIDENT_BYTES)
         more = {name: getattr(later, name) - getattr(self, name) for name in vars(allowed)}
         return [f"{count} {name}" for name, count in more.items() if count > getattr(allowed, name)]
 
 
 class Watched(Journal):
-    """A journal that calls back when a step is told, from the thread that trains."""
+    """A journal that calls a function for each step event, in the training thread."""
 
     def __init__(self, path: Path, look: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(path, 1)
@@ -63,7 +64,8 @@ class Watched(Journal):
 def held_at(
     root: Path, steps: tuple[int, int], each_step: Callable[[dict[str, Any]], None] = lambda _: None
 ) -> list[Held]:
-    """Train beyond the later step; what was held at both. Neither lies near a checkpoint, which is a copy in memory."""
+    """Train beyond the later step and return the objects held at both steps. Neither step is near a checkpoint, because
+    a checkpoint is a copy in memory."""
     found = []
 
     def look(step: dict[str, Any]) -> None:

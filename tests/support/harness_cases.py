@@ -1,4 +1,5 @@
-"""Harness tasks on a model in memory: the harness command's own scores, restarts after a kill, and error messages."""
+"""Harness tasks on a model in memory: agreement with the scores of the harness command, restarts after a kill, and
+error messages."""
 
 import json
 import math
@@ -95,7 +96,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_tasks(root: Path) -> Path:
-    """A project folder with tasks of every kind over random words."""
+    """Write a project directory with a task of each kind. The texts are random words."""
     draw = random.Random(3)
 
     def words(least: int, most: int) -> str:
@@ -125,7 +126,7 @@ def write_tasks(root: Path) -> Path:
 
 @dataclass
 class Bench:
-    """A tiny model, on disk and loaded, and tasks for it."""
+    """A tiny model on disk and in memory, and tasks for it."""
 
     root: Path
     tasks: Path
@@ -158,7 +159,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def command(bench: Bench) -> Iterator[subprocess.Popen[str]]:
-    """The harness's own command on the saved model, at work while other tests are."""
+    """Start the harness command on the saved model. The command runs while other tests run."""
     line = [
         sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
         f"pretrained={bench.saved},dtype=float32", "--tasks", ",".join(TASKS), "--include_path", str(bench.tasks),
@@ -196,7 +197,7 @@ def of(result: harness.HarnessTaskResult, metric: str) -> harness.HarnessScores:
 
 
 def total(scores: harness.HarnessScores) -> float:
-    """The figure that the samples make."""
+    """Compute the metric from the scores of the samples."""
     if scores.aggregate is not None:
         return scores.aggregate.value
     if scores.kind == "perplexity":

@@ -1,4 +1,4 @@
-"""`ratchet init`: settings and rules that fit the data, with real git and real DVC."""
+"""Cases for `ratchet init`: settings and rules that fit the data, with real git and real DVC."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
-    """The settings of a project made from these rows."""
+    """Create a project from these rows and return its settings."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     init.init(folder / "project", folder / "rows.jsonl")
     return params_file.load(ProjectLayout(folder / "project").params)

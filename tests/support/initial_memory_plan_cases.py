@@ -1,4 +1,4 @@
-"""The memory plan before loading: reported once per run, and refused if not even one row fits."""
+"""The memory plan before loading is reported once per run. The run is refused if not even one row fits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from ratchet.training.memory_monitor import InitialMemoryPlan
 from small_loop import SHAPE
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
-"""Large enough for a step to need more than libraries and loading do."""
+"""Size of the test model. A step of this model needs more memory than the libraries and the loading of the model."""
 MACHINE = Machine(device="cpu", micro_batch_size=2)
 TRAIN = Train(rank=4, quantization="none")
 WORK = MemoryWorkload(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
@@ -31,7 +31,7 @@ Room = Callable[[int], None]
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Room:
-    """Says how much memory the machine has: the one thing that is not real here."""
+    """Return a function that sets the available memory of the machine. Only this value is simulated."""
 
     def available(count: int) -> None:
         monkeypatch.setattr(capacity, "measure_device", lambda _: MemoryCapacity(count, count))
@@ -59,7 +59,7 @@ LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows
 
 @pytest.fixture(scope="module")
 def wide() -> ModelSpec:
-    """Whose layers weigh more than what short rows leave in them."""
+    """Create the spec of a model whose layers need more memory than the activations of short rows."""
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
     return model_spec.from_config(transformers.LlamaConfig(**SHAPE | size))
 

@@ -1,4 +1,4 @@
-"""Runs that have a journal but no training, and their state in MLflow."""
+"""Runs with a journal but without a training, and their state in MLflow."""
 
 import sqlite3
 from contextlib import closing
@@ -10,8 +10,8 @@ from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard, LengthDistribution
+from ratchet.storage.records.training import TrainReport
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 
@@ -33,14 +33,14 @@ CARD = DatasetCard(
 
 
 def opened(layout: ProjectLayout, seed: int = 0) -> RunDirectory:
-    """A run whose lock we hold, in a project with prepared data."""
+    """Open a run in a project with prepared data. The test holds the lock of the run."""
     CARD.save(layout.dataset_card)
     train = SETTINGS.train.model_copy(update={"seed": seed})
     return RunDirectory.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
 
 
 def attempt(run: RunDirectory, number: int, first: int, last: int, pid: int = 1) -> None:
-    """Journal an attempt that does the steps first..last and validates every tenth."""
+    """Append the events of an attempt to the journal: steps first..last, with a validation after every tenth step."""
     run.journal.attempt = number
     run.journal.append("attempt_started", pid=pid, code_version=f"code-{number}")
     run.journal.append("worker_ready", start_step=first - 1, planned_steps=100)
@@ -67,7 +67,7 @@ def seal_result(paths: RunPaths, best: int = 10, last: int = 20) -> None:
 
 
 def callback(layout: ProjectLayout, run: RunDirectory) -> MlflowRunCallback:
-    """One as a new process has it: nothing remembered."""
+    """Create a callback as a new process does, without state from earlier callbacks."""
     return MlflowTracker(layout, NAME).create_callback(run.paths, SETTINGS, plots.draw_loss_curve)
 
 
@@ -82,7 +82,7 @@ def stored(layout: ProjectLayout, run: RunDirectory) -> Any:
 
 
 def points(layout: ProjectLayout, run: RunDirectory, key: str) -> list[tuple[int, float, int]]:
-    """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
+    """Read the rows of a metric from the metrics table without MLflow: (step, value, time in ms)."""
     with closing(sqlite3.connect(layout.mlflow_database)) as connection:
         rows = connection.execute(
             "select step, value, timestamp from metrics where key = ? and run_uuid = ? order by step, timestamp",

@@ -18,7 +18,7 @@ ROWS = 40
 
 
 def settings(url: str, **more: Any) -> Settings:
-    """Of a project that asks this judge."""
+    """Return the settings of a project that uses this judge."""
     changes = {
         "evaluate.judge.base_url": url,
         "machine.endpoint.retry_delay_s": 0.01,
@@ -44,14 +44,15 @@ def result(who: str, answers: Sequence[str]) -> EvaluationResult:
 
 
 def answers(count: int = ROWS) -> dict[ModelRole, EvaluationResult]:
-    """The candidate's are good but for every fourth, the base's are bad but for these."""
+    """Return answers of two models. Every fourth answer of the candidate is bad and the others are good; for the base
+    it is the reverse."""
     ours = [f"{'bad' if k % 4 == 0 else 'good'} answer {k}, ours" for k in range(count)]
     theirs = [f"{'good' if k % 4 == 0 else 'bad'} answer {k}, theirs" for k in range(count)]
     return {"candidate": result("candidate", ours), "base": result("base", theirs)}
 
 
 def shown(body: JSON) -> dict[str, str]:
-    """The texts in a question to the judge, by their names."""
+    """Return the texts in a request to the judge, by name."""
     content = body["messages"][0]["content"]
     [mark] = re.findall(r"\[(\w{12}) CONVERSATION\]", content)
     return dict(re.findall(rf"\[{mark} ([A-Z ]+)[^\]]*\]\n(.*?)\n\[{mark} END\]", content, re.S))
@@ -62,6 +63,6 @@ def says(verdict: str) -> Said:
 
 
 def fair(body: JSON, _: int = 0) -> Said:
-    """Prefers the good answer in both orders."""
+    """Answer as a judge that prefers the good answer in both orders."""
     texts = shown(body)
     return says("A" if texts["ANSWER A"].startswith("good") else "B")

@@ -1,4 +1,4 @@
-"""Leases: claims of threads, of stopped or killed processes, and of silent holders."""
+"""Cases for leases: claims of threads, of stopped or killed processes, and of holders without a heartbeat."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +25,12 @@ def never() -> bool:
 
 
 def quiet(text: str) -> None:
-    """Ignores the holder that is waited for."""
+    """Ignore the name of the holder for which the process waits."""
 
 
 @pytest.fixture
 def held() -> Iterator[list[ReplicaLease]]:
-    """Leases that are released at the end."""
+    """Return a list of leases that are released after the test."""
     leases: list[ReplicaLease] = []
     yield leases
     for one in leases:

@@ -1,4 +1,4 @@
-"""Libraries imported without their unused parts behave like fully imported ones."""
+"""Libraries that are imported without their unused parts behave like fully imported libraries."""
 
 import subprocess
 import sys
@@ -8,7 +8,8 @@ LIGHT = "from ratchet.models import lazy_imports as libraries; libraries.import_
 
 
 def told(*lines: str) -> str:
-    """What a process of its own prints: importing is done once in each."""
+    """Run Python code in a new process and return its output. A process imports a module only once, so each case needs
+    its own process."""
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -20,7 +21,8 @@ FAKE_CLOUD = {
 
 
 def cloud(tmp_path: Path) -> str:
-    """The line that makes a small boto3 importable: whether the real one is installed does not matter then."""
+    """Write a small boto3 and return the line that makes it importable. The test then does not depend on the real
+    boto3."""
     folder = tmp_path / "boto3"
     folder.mkdir()
     for name, text in FAKE_CLOUD.items():

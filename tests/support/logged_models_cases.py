@@ -1,4 +1,4 @@
-"""Checkpoints as logged models of a finished run."""
+"""Checkpoints of a finished run as logged models."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ratchet.tracking.mlflow.client import MlflowTracker
 
 
 def finished(layout: ProjectLayout) -> RunDirectory:
-    """A run whose best step is 10, and its last 20, as its training leaves it."""
+    """Create a finished run with best step 10 and last step 20, in the state that a training leaves."""
     run = opened(layout)
     attempt(run, 1, 1, 20)
     run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)

@@ -1,4 +1,4 @@
-"""Machines of a test: run directories of one run with one replica, and small checkpoints."""
+"""Simulated machines: run directories of one run with one replica, and small checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def settings(root: Path) -> Machine:
 
 
 def together(root: Path, **more: Any) -> Machine:
-    """Settings of one of several machines that train together."""
+    """Return the settings of one of several machines that train together."""
     meeting = {"nodes": "1:3", "rendezvous": "one.example:29400", "rendezvous_timeout_s": 60.0}
     return Machine.model_validate(settings(root).model_dump() | meeting | more)
 
@@ -49,7 +49,7 @@ def wait_until(there: Callable[[], object]) -> None:
 
 
 class Node:
-    """A machine with a disk of its own, and what its supervisor does about the replica."""
+    """A machine with its own disk and with the replication part of its supervisor."""
 
     def __init__(self, root: Path, name: str, machine: Machine | None = None) -> None:
         self._here = True
@@ -87,7 +87,7 @@ class Node:
         return [event.data["text"] for event in self.events(kind)]
 
     def vanish(self) -> None:
-        """The process is gone, without a word: its threads do nothing more."""
+        """Simulate a machine that disappears without notice: its threads do no more work."""
         if isinstance(self.replicator, MultiNodeReplicator):
             self.replicator._task.end()
             self.replicator._task.join()
@@ -102,7 +102,7 @@ class Node:
         self._close()
 
     def close(self) -> None:
-        """End in order."""
+        """Shut down normally."""
         if self._here:
             self.replicator.release()
             self._close()

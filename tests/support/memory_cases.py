@@ -1,4 +1,4 @@
-"""Out-of-memory errors: detection, release of memory, and suggested alternatives."""
+"""Cases for out-of-memory errors: detection, release of memory, and suggested alternatives."""
 
 import re
 from typing import Any
@@ -18,6 +18,6 @@ def settings(**changes: Any) -> Train:
 
 
 def savings(advice: str) -> dict[str, float]:
-    """Bytes by setting, in the order of the text."""
+    """Return the saved bytes by setting, in the order of the text."""
     found = re.findall(r"([\w.]+: [\w.]+|[\w.]+ \(and .*?\): \d+) \(([\d.]+) (\w+) less\)", advice)
     return {what: float(number) * UNITS[unit] for what, number, unit in found}

@@ -1,4 +1,4 @@
-"""Merging shard by shard writes the trained model bit for bit, for every kind of model."""
+"""The shard-by-shard merge writes the trained model bit for bit, for each kind of model."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from ratchet.exporters.merge import merger
 from ratchet.models import loading
 
 ROUNDING = 1e-4
-"""Greatest difference of a logit that float32 sums in another order may make."""
+"""Largest difference of a logit that a different order of float32 sums may cause."""
 
 
 def check(wanted: Any, directory: Path) -> merger.MergeResult:
-    """Check that the written model has the bits of a merge in memory, and computes as base + adapter, not as base."""
+    """Check that the written model equals a merge in memory bit for bit, and that it computes base + adapter rather
+    than the base."""
     found, tensors, model = small.merge(wanted, directory)
     live = small.trained(wanted)
     plain = None

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback in place of a cloud's metadata server, and waiting with a timeout."""
+"""An HTTP server on loopback that replaces a cloud's metadata server, and a wait function with a timeout."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ PATIENCE_S = 30.0
 
 
 class MetadataServer:
-    """Answers each question with the status and the text that `answer` returns."""
+    """Answers each request with the status and the text that `answer` returns."""
 
     flavour = ""
-    """Value of the header Metadata-Flavor in its answers."""
+    """Value of the header Metadata-Flavor in the answers."""
 
     def __init__(self) -> None:
         me = self
@@ -27,7 +27,7 @@ class MetadataServer:
                     self.send_header("Metadata-Flavor", me.flavour)
                 self.send_header("Content-Length", str(len(body.encode())))
                 self.end_headers()
-                with suppress(ConnectionError):  # the client waits no longer
+                with suppress(ConnectionError):  # the client may have timed out
                     self.wfile.write(body.encode())
 
             def do_PUT(self) -> None:

@@ -1,4 +1,5 @@
-"""Real servers on loopback: MLflow's on a SQLite file, or any other that answers a URL when it is ready."""
+"""Starts real servers on loopback: MLflow's server on a SQLite file, or another server that answers a URL when it is
+ready."""
 
 import os
 import shutil
@@ -17,18 +18,19 @@ import tiny_project
 from ratchet.storage.layout import ProjectLayout
 
 START_S = 180.0
-"""MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""
+"""Timeout in seconds. MLflow's server needs 10 s to import its modules and create its tables, and longer on a busy
+machine."""
 
 
 def command(address: str) -> list[str]:
-    """MLflow's server at HOST:PORT; the environment says where it keeps what."""
+    """Return the command for MLflow's server at HOST:PORT. Environment variables set its storage locations."""
     host, _, port = address.rpartition(":")
     return [sys.executable, "-m", "mlflow", "server", f"--host={host}", f"--port={port}", "--workers=1"]
 
 
 @contextmanager
 def running(line: list[str], url: str, log: Path, extra: Mapping[str, str]) -> Iterator[None]:
-    """A server process, from its first answer on."""
+    """Run a server process. The block begins after the first answer of the server."""
     with log.open("wb") as stream:
         process = subprocess.Popen(
             line, stdout=stream, stderr=stream, env=tiny_project.environment() | extra, start_new_session=True
@@ -46,9 +48,9 @@ def running(line: list[str], url: str, log: Path, extra: Mapping[str, str]) -> I
 
 @contextmanager
 def serve(folder: Path, port: int, database: Path) -> Iterator[str]:
-    """MLflow's server on a copy of `database`, with all that it keeps in `folder`; gives its URL.
+    """Run MLflow's server on a copy of `database`, with all of its files in `folder`. Yields the URL of the server.
 
-    Where it was before, it goes on with what it left: it ends by SIGKILL.
+    The server ends by SIGKILL. If `folder` already has a database, a new server continues with it.
     """
     folder.mkdir(exist_ok=True)
     if not (folder / "mlflow.db").exists():
@@ -65,7 +67,7 @@ def serve(folder: Path, port: int, database: Path) -> Iterator[str]:
 
 
 def answers(url: str) -> bool:
-    """Whether there is a server, and it is ready."""
+    """Return whether a server answers the URL with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 (our own loopback)
             return bool(reply.status == 200)
@@ -75,7 +77,7 @@ def answers(url: str) -> bool:
 
 @dataclass
 class Opened:
-    """MLflow's UI that answers."""
+    """A running MLflow UI."""
 
     url: str
     log: Path
@@ -87,7 +89,7 @@ class Opened:
 
 @contextmanager
 def opened_ui(layout: ProjectLayout, log: Path) -> Iterator[Opened]:
-    """`ratchet ui`, from MLflow's first answer on."""
+    """Run `ratchet ui`. The block begins after MLflow's first answer."""
     port = free_port()
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -106,7 +108,7 @@ def opened_ui(layout: ProjectLayout, log: Path) -> Iterator[Opened]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

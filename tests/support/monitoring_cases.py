@@ -1,4 +1,4 @@
-"""Alert rules and the dashboard in a real Prometheus, with real and constructed runs."""
+"""Cases for alert rules and the dashboard in a real Prometheus, with real and constructed runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that several machines train together, of which one uploads it."""
+"""A run that several machines train together and that one of them uploads."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ PLACE = "one.example:29400"
 
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Members]:
-    """Makes machines that have taken the run, and end with the test."""
+    """Return a function that creates machines which have acquired the run. The machines end with the test."""
     made: list[Node] = []
 
     def make(name: str, **more: object) -> Node:
@@ -29,14 +29,14 @@ def member(tmp_path: Path) -> Iterator[Members]:
 
 
 def train(*nodes: Node) -> None:
-    """Their ranks have met, and train."""
+    """Record that the ranks of the machines have joined and train."""
     names = sorted(one.replicator._context.node for one in nodes)
     for one in nodes:
         one.run.journal.append("worker_ready", start_step=0, planned_steps=9, replicators=names)
 
 
 def save(step: int, *nodes: Node, best: int = 0) -> None:
-    """Every machine seals every checkpoint."""
+    """Seal a checkpoint on each machine."""
     for one in nodes:
         one.save(step, best)
 
@@ -51,13 +51,13 @@ def state(root: Path) -> list[str]:
 
 
 def stranger(root: Path, rendezvous: str | None, sign: int = 1) -> None:
-    """Renewed claim of a machine outside the rendezvous."""
+    """Write a renewed lease claim of a machine outside the rendezvous."""
     claim = LeaseRecord(4, "far-away-1", "holding", sign, "2026-01-01T00:00:00+00:00", rendezvous=rendezvous)
     store(root).write(NAMES.claim(4, "far-away-1"), claim.as_bytes())
 
 
 def pair(member: Members) -> tuple[Node, Node]:
-    """The one that copies, and the other."""
+    """Return the machine that uploads the run and the other machine."""
     first, second = member("first"), member("second")
     train(first)
     wait_until(lambda: copies(first))

@@ -1,4 +1,4 @@
-"""A teacher in memory: its probabilities, their independence of the student, refusals, and cost."""
+"""Cases for a teacher in memory: its probabilities, their independence from the student, refusals, and cost."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def distill_settings(top_k: int | None = 6, **changes: Any) -> Train:
 
 
 def found(folder: Path, wide: int = 64, spoil: Any = None) -> TeacherCandidate:
-    """A random model that is larger than the student; of its embedding 64 rows are tokens."""
+    """Create a random model that is larger than the student. The first 64 rows of its embedding are tokens."""
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**TEACHER | {"vocab_size": wide}, initializer_range=0.3)
     model = transformers.LlamaForCausalLM(config)

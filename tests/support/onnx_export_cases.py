@@ -1,4 +1,5 @@
-"""Export to ONNX: the written graph is the model's own step, in onnxruntime, at any length, batch and past."""
+"""Export to ONNX: in onnxruntime, the written graph computes the same step as the model, for any length, batch size and
+past."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT,
     "short_factor": [1.0] * 8, "long_factor": [1.0 + place for place in range(8)],
 }  # fmt: skip
-"""Phi-3's two sets of frequencies: which is taken depends on the last position of a piece."""
+"""Phi-3's two sets of rotary frequencies. The last position of a piece determines the set."""
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "llama-tied": {"num_hidden_layers": 1, "dtype": torch.bfloat16},
@@ -32,7 +33,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 1},
 }
 TOLD: dict[Path, list[tuple[str, int, int]]] = {}
-"""Arguments of each export's progress calls."""
+"""Arguments of the progress calls of each export."""
 
 
 def written(source: Path, target: Path, type: Any = "fp32") -> Path:
@@ -43,7 +44,7 @@ def written(source: Path, target: Path, type: Any = "fp32") -> Path:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Model directory and its fp32 export, each family once."""
+    """Return a function that exports each family once and returns the model directory and its fp32 export."""
     root = tmp_path_factory.mktemp("onnx")
     made: dict[str, tuple[Path, Path]] = {}
 
@@ -59,7 +60,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 def without_prefix(path: Path) -> None:
-    """Rename tensors as in GPT-2's own checkpoint, whose names differ from the class."""
+    """Rename the tensors as in GPT-2's own checkpoint, which uses other names than the class."""
     tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
 
@@ -81,7 +82,8 @@ class Session:
         }
 
     def logits(self, ids: Any, mask: Any, positions: Any, cuts: tuple[int, ...]) -> Any:
-        """Logits of whole rows that go in piece by piece, each after the cache of those before."""
+        """Return the logits of complete rows that are fed piece by piece. Each piece uses the cache of the earlier
+        pieces."""
         past = {name: np.zeros((len(ids), s[1], 0, s[3]), np.float32) for name, s in self.past.items()}
         found = []
         for start, end in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
@@ -97,7 +99,7 @@ class Session:
 
 
 def rows(batch: int, length: int, padding: int) -> tuple[Any, Any, Any]:
-    """Token ids, mask and positions; the first row is padded on the left."""
+    """Return token ids, attention mask and positions. The first row is padded on the left."""
     ids = np.random.default_rng(length).integers(4, 300, (batch, length))
     mask = np.ones_like(ids)
     mask[0, :padding] = 0

@@ -1,4 +1,4 @@
-"""Tiny models of the real classes with their own tokenizer, as directories that can be exported."""
+"""Tiny models of the real classes with their own tokenizers, as directories for exports."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ LINES = ("A parcel, a bill, a login.", "Money comes back when it can.", "Where i
 
 
 def save(family: str, directory: Path, dtype: Any = None, **changes: Any) -> Path:
-    """Weights, config and tokenizer of a random model of a family."""
+    """Write weights, config and tokenizer of a random model of a family."""
     import torch
 
     model = make(family, dtype=dtype or torch.float32, vocab_size=VOCABULARY, **changes)
@@ -25,7 +25,7 @@ def save(family: str, directory: Path, dtype: Any = None, **changes: Any) -> Pat
 
 
 def tokenizer(directory: Path) -> None:
-    """A byte-level BPE with special tokens and a chat template."""
+    """Write a byte-level BPE tokenizer with special tokens and a chat template."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

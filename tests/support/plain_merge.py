@@ -1,7 +1,7 @@
-"""A merge in memory, as reference: on a loaded model with the adapter attached, module by module.
+"""A reference merge in memory. It processes a loaded model with an attached adapter, module by module.
 
-It shares no code with the streaming merger: peft's loaded layers give the effect of the adapter, and the loaded model
-gives the weights of the base.
+It shares no code with the streaming merger: peft's loaded layers provide the update of the adapter, and the loaded
+model provides the weights of the base.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from ratchet.models.device import Model
 
 
 def merged(adapted: Model, base: Model | None = None) -> dict[str, Tensor]:
-    """Every parameter of the merged model in float32, by name.
+    """Return each parameter of the merged model in float32, by name.
 
     Args:
-        adapted: the base as it was trained against, with the adapter attached.
-        base: a plain model whose weights the updates are added to; None: those of `adapted`.
+        adapted: the base in the form used for training, with the adapter attached.
+        base: a plain model to whose weights the updates are added; None: the weights of `adapted`.
     """
     trained = adapted.get_base_model()
     found: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def _value(source: Any, plain: Any, leaf: str) -> Tensor:
         if isinstance(module, BaseTunerLayer):
             value = _adapted(module, leaf, value)
         module = inner
-    # Conv1D in 4 bits is held as [outputs, inputs]; in the files it is the other way round.
+    # A Conv1D in 4 bits has the shape [outputs, inputs]; in the files, the order is reversed.
     if turned or (leaf == "weight" and getattr(_below(source), "source_cls", nn.Linear).__name__ == "Conv1D"):
         value = value.T
     return value

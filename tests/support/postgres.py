@@ -1,4 +1,4 @@
-"""A real Postgres for tests: a cluster of its own in a temporary folder, on loopback, gone afterwards."""
+"""A real Postgres for tests: a cluster in a temporary directory, on loopback, that is removed afterwards."""
 
 import os
 import pwd
@@ -22,7 +22,7 @@ ROOM_BYTES = 2**30
 
 
 class Server:
-    """A cluster that runs; `stop` and `start` are what a machine that is started again does to it."""
+    """A database cluster. `stop` and `start` simulate a machine that restarts."""
 
     def __init__(self, binaries: Path, folder: Path, owner: str | None) -> None:
         self._binaries = binaries
@@ -35,22 +35,23 @@ class Server:
             self.port: int = probe.getsockname()[1]
 
     def url(self, database: str = "postgres", user: str = USER) -> str:
-        """Address of a database, as it stands in `machine.study_storage`."""
+        """Return the address of a database in the form of `machine.study_storage`."""
         return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
 
     def database(self) -> str:
-        """Make an empty database. Returns its address."""
+        """Create an empty database and return its address."""
         name = next(self._names)
         self.run(f"CREATE DATABASE {name}")
         return self.url(name)
 
     def run(self, command: str, database: str = "postgres") -> None:
-        """Execute SQL as the owner of everything."""
+        """Execute SQL as the superuser."""
         with psycopg.connect(self.url(database), autocommit=True) as connection:
             connection.execute(command.encode())
 
     def make(self) -> None:
-        """Make the cluster. Whoever connects is trusted: it is on loopback, for minutes."""
+        """Create the cluster. The cluster trusts all connections, because it listens only on loopback and only for some
+        minutes."""
         data = ["-D", str(self._folder / "data"), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"]
         done = subprocess.run(
             [self._binaries / "initdb", *data], user=self._owner, cwd=self._folder, capture_output=True, check=False
@@ -58,7 +59,7 @@ class Server:
         assert done.returncode == 0, done.stderr.decode()
 
     def start(self) -> None:
-        """Run the server; returns when it answers."""
+        """Start the server and wait until it answers."""
         settings = [
             "fsync=off",
             "listen_addresses=127.0.0.1",
@@ -79,7 +80,8 @@ class Server:
                 time.sleep(0.05)
 
     def stop(self) -> None:
-        """End it at once, with all its connections (`immediate`: as if the machine had died)."""
+        """Stop the server at once and cut all connections. SIGQUIT is Postgres' mode `immediate`, which corresponds to
+        a crash of the machine."""
         if self._process is not None:
             self._process.send_signal(3)
             self._process.wait(START_S)
@@ -88,14 +90,15 @@ class Server:
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    """A server with nothing in it. Skips the test where Postgres is not installed; fails it there when CI is set."""
+    """Start an empty server. If Postgres is not installed, the test is skipped; in CI, the test fails."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     on_path = shutil.which("initdb")
     if not found and on_path is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no Postgres here (apt-get install postgresql)")
     binaries = (found[-1] if found else Path(str(on_path))).parent
-    owner = "postgres" if os.geteuid() == 0 else None  # initdb refuses root
-    # Not below tmp_path, which only we may enter; in memory where there is room: a cluster is thousands of small files.
+    owner = "postgres" if os.geteuid() == 0 else None  # initdb does not run as root
+    # The directory is not below tmp_path, which other users cannot enter. It is in memory if there is space, because a
+    # cluster has thousands of small files.
     in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
     folder = Path(tempfile.mkdtemp(prefix="ratchet-postgres-", dir=MEMORY if in_memory else None))
     server = Server(binaries, folder, owner)

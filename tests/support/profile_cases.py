@@ -1,4 +1,4 @@
-"""`ratchet train --profile`: its measurements and their sums, and no other change."""
+"""Cases for `ratchet train --profile`: its measurements and their sums, and no other change to the project."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SETTINGS = tiny_project.SETTINGS.model_copy(
         "machine": tiny_project.MACHINE.model_copy(update={"replica": "/a/folder/that/is/not/there"}),
     }
 )
-"""A profile asks no replica."""
+"""Settings with a missing replica: a profile does not access the replica."""
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture(scope="module")
 def profiled(project: ProjectLayout) -> tuple[str, dict[str, str]]:
-    """What was printed, and what the rest of the project was before."""
+    """Profile a training. Return the printed text, and the digests of the rest of the project before the profile."""
     RunDirectory.open(project.runs, build_run_spec(project, SETTINGS)).close()
     before = rest_of(project)
     return train.profile_training(Project.from_parts(project, SETTINGS), 1000), before
 
 
 def rest_of(project: ProjectLayout) -> dict[str, str]:
-    """Everything of the project but its profiles and its lock files, by name."""
+    """Return the digest of each file of the project except profiles and lock files, by path."""
     apart = {project.profiles, project.experiments / ".locks"}
     there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
     return {str(path): digests.hash_file(path) for path in there}

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: on loopback, in a temporary folder, gone afterwards."""
+"""A real Prometheus for tests: on loopback, in a temporary directory that is removed afterwards."""
 
 import json
 import os
@@ -21,14 +21,15 @@ PATIENCE_S = 300.0
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def program(name: str) -> str:
-    """`prometheus` or `promtool`. Skips the test where there is none; fails it there when CI is set."""
+    """Return the path of `prometheus` or `promtool`. If the program is not installed, the test is skipped; in CI, the
+    test fails."""
     found = shutil.which(name)
     if found is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no {name} here (apt-get install prometheus)")
@@ -36,13 +37,13 @@ def program(name: str) -> str:
 
 
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/api/v1"
 
     def ask(self, what: str, **parameters: object) -> Any:
-        """The data of an answer. Raises AssertionError with what Prometheus says is wrong."""
+        """Return the data of an API answer. Raises AssertionError with the error message of Prometheus."""
         query = urllib.parse.urlencode({name: str(value) for name, value in parameters.items()})
         try:
             with urllib.request.urlopen(f"{self._url}/{what}?{query}", timeout=30) as reply:  # noqa: S310
@@ -51,16 +52,16 @@ class Server:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
 
     def now(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each series."""
+        """Return the labels and the value of each series."""
         return [(one["metric"], float(one["value"][1])) for one in self.ask("query", query=expression)["result"]]
 
     def since(self, began: float, expression: str) -> list[tuple[dict[str, str], list[float]]]:
-        """Labels and values, a second apart, of each series since a Unix time."""
+        """Return the labels and the values of each series since a Unix time, at intervals of one second."""
         found = self.ask("query_range", query=expression, start=began, end=time.time(), step=1)["result"]
         return [(one["metric"], [float(value) for _, value in one["values"]]) for one in found]
 
     def wait(self, expression: str, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[dict[str, str], float]]:
-        """The series, as soon as there is one."""
+        """Wait until the expression returns a series, and return the result."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not (found := self.now(expression)):
             assert time.monotonic() < deadline_s, f"{expression} returns nothing; {self.ask('targets')}"
@@ -71,12 +72,12 @@ class Server:
 
 @contextmanager
 def serve(folder: Path, targets: dict[str, Sequence[str]], rules: str = "groups: []") -> Iterator[Server]:
-    """A server that fetches every second.
+    """Run a server that scrapes its targets every second.
 
     Args:
-        folder: for its files.
-        targets: by job, HOST:PORT or HOST:PORT/PATH.
-        rules: alert rules, evaluated every second.
+        folder: directory for its files.
+        targets: addresses by job, as HOST:PORT or HOST:PORT/PATH.
+        rules: alert rules, which are evaluated every second.
     """
     binary, port = program("prometheus"), free_port()
     folder.mkdir(parents=True)

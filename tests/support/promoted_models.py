@@ -1,4 +1,4 @@
-"""Promoted models in a project, as after a promotion: sealed and signed folder, ledger, champion file."""
+"""Promoted models in a project in the state after a promotion: sealed and signed directory, ledger, champion file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def artifact(root: Path, name: str, probes: Sequence[ExportProbe] = ()) -> Expor
 
 
 def write_fake_export(root: Path, model: str, formats: Sequence[str] = ("hf", "gguf/q8_0")) -> None:
-    """Write formats with meaningless contents; this suffices if no server is started."""
+    """Write formats with fake contents. This suffices if no server is started."""
     hf = {"config.json": json.dumps(CONFIG), "model.safetensors": f"weights of {model}", "README.md": f"# {model}\n"}
     hf |= {
         "chat_template.jinja": CHATML,
@@ -71,7 +71,7 @@ def store_fake_model(
     probes: Mapping[str, Sequence[ExportProbe]] = {},
     forced: ForcedPromotion | None = None,
 ) -> ModelBundle:
-    """Store the formats in `source` as the sealed and signed folder of a promoted model."""
+    """Store the formats in `source` as the sealed and signed directory of a promoted model."""
     made = [artifact(source, form, probes.get(form, ())) for form in formats]
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
     parity = MergeParity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
@@ -96,7 +96,7 @@ def store_fake_model(
 
 
 def make_champion(layout: ProjectLayout, model_digest: str, action: Any = "promote", reason: str | None = None) -> int:
-    """Make a stored model champion, as promotion and rollback do after the alias; return its version."""
+    """Make a stored model the champion, as promotion and rollback do after they set the alias. Return its version."""
     entries, before = ledger.read_entries(layout.promotions), read_champion(layout.champion)
     known = {e.model_digest: e.version for e in entries}
     version = known.get(model_digest, len(known) + 1)

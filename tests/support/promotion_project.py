@@ -32,12 +32,12 @@ def with_hooks(*hooks: HookSettings) -> Settings:
 
 
 def accept_model(model: Path) -> None:
-    """Stands for the smoke test where the model is a few bytes."""
+    """Replace the smoke test, because the fake models have only a few bytes."""
     assert (model / "model.safetensors").exists()
 
 
 def write_outputs(layout: ProjectLayout, model: str, decision: str = "PROMOTE") -> str:
-    """What the stages would leave for a model of this name; returns its digest."""
+    """Write the outputs of the stages for a model with this name. Return the digest of the model."""
     adapter = f"adapter of {model}".encode()
     files.write_atomic(layout.adapter / "adapter_model.safetensors", adapter)
     adapter_digest = digests.hash_tree(layout.adapter, ["adapter_model.safetensors"])
@@ -60,11 +60,12 @@ def write_outputs(layout: ProjectLayout, model: str, decision: str = "PROMOTE") 
 
 CONFIG = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 128}'
 RIGHT: Mapping[str, int] = {"PROMOTE": 190, "HOLD": 104, "REJECT": 20, "INVALID": 190}
-"""Of 200 answers, for what the gate then says of a floor of one half."""
+"""Number of right answers out of 200 that leads to each decision, for a rule that requires at least one half."""
 
 
 def write_verdict(layout: ProjectLayout, decision: str, model_digest: str | None = None) -> None:
-    """Evaluation, verdict and page about the exported model (or another), beside the champion of now."""
+    """Write evaluation, verdict and page about the exported model or another model, with a comparison to the current
+    champion."""
     bundle = ModelBundle.load(layout.bundle)
     file = read_champion(layout.champion)
     scores = {"accuracy": gate_cases.right(RIGHT[decision]), "harness/odd|task/../acc,none": gate_cases.right(150)}
@@ -88,7 +89,7 @@ def write_verdict(layout: ProjectLayout, decision: str, model_digest: str | None
 
 
 def list_champions(layout: ProjectLayout) -> list[str]:
-    """Champion and its predecessors, by model; checked against registry, model folders and ledger."""
+    """Return the champion and its predecessors, by model. Check them against registry, model directories and ledger."""
     file = read_champion(layout.champion)
     registry = MlflowModelRegistry(layout, NAME)
     assert registry.champion() == (file.champion.version if file.champion else None)
@@ -105,14 +106,14 @@ def list_champions(layout: ProjectLayout) -> list[str]:
 
 
 def read_ledger(layout: ProjectLayout) -> list[Promotion]:
-    """The ledger, whole and in agreement with the champion file."""
+    """Return the entries of the ledger. Check that the ledger is complete and agrees with the champion file."""
     entries = ledger.read_entries(layout.promotions)
     ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
     return entries
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
-    """Every file and its content; of locks, only that they are there."""
+    """Return the path and the content of each file. Lock files have empty contents in the result."""
     found = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         locks = path.suffix == ".lock"

@@ -1,4 +1,4 @@
-"""Forecast memory of ranks for the sum of gradients, against the memory measured over gloo."""
+"""The forecast of the memory of ranks for the sum of gradients, compared with the memory that is measured over gloo."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from ratchet.storage.records.training import MemoryForecast
 from small_loop import SHAPE
 
 CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
-"""More layers than the forecast executes: it has to know in which buckets those fall that it leaves out."""
+"""A config with more layers than the forecast executes. The forecast must assign the layers that it skips to
+buckets."""
 WAYS: list[dict[str, Any]] = [
     {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block_size": 64},
     {"method": "powersgd", "rank": 2}, {"method": "topk", "topk_fraction": 0.1},
@@ -32,7 +33,7 @@ def train(way: dict[str, Any]) -> Train:
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """Of what learns in a real model."""
+    """Return the shapes of the trainable parameters of a real model."""
     model = adapters.attach(transformers.AutoModelForCausalLM.from_config(CONFIG), train(WAYS[0]), "base")
     return [tuple(parameter.shape) for _, parameter in adapters.trainable_parameters(model)]
 

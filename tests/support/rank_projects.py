@@ -1,4 +1,4 @@
-"""Projects whose runs several ranks train, on one or several machines, with real processes."""
+"""Projects with runs that several ranks train, on one or several machines, with real processes."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ from ratchet.runs.directory import find_newest_run
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.training import TrainReport
 
 PATIENCE_S = 240
 STEPS = 24
 EVEN = tiny_project.TRAIN.model_copy(update={"dropout": 0.0})
-"""Without dropout the order of sums is all that the number of ranks changes."""
+"""Without dropout, the number of ranks only changes the order of sums."""
 SLOW = InjectedFault(kind="slow", seconds=0.3)
-"""Steps of a third of a second, so that something can happen between them."""
+"""Slows each step to a third of a second, so that other actions can happen between steps."""
 
 
 def settings(train: Train = tiny_project.TRAIN, **machine: Any) -> Settings:
@@ -51,7 +51,7 @@ def start(layout: ProjectLayout, faults: Sequence[InjectedFault] = ()) -> "subpr
 
 
 def train(layout: ProjectLayout, faults: Sequence[InjectedFault] = ()) -> str:
-    """To the end; returns what was said."""
+    """Train to the end and return the output."""
     process = start(layout, faults)
     said, complained = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, complained + log(layout)
@@ -77,7 +77,7 @@ def report(layout: ProjectLayout) -> TrainReport:
 
 
 def batches(layout: ProjectLayout) -> dict[int, str]:
-    """Digest of the rows of each step, as it was done last."""
+    """Return the digest of the rows of each step. If a step was repeated, the last digest counts."""
     return {event.data["step"]: event.data["batch"] for event in events(layout, "step")}
 
 

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers with given statuses and keeps the requests."""
+"""A real HTTP server on loopback that answers with given statuses and records the requests."""
 
 import threading
 from collections.abc import Iterator
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 STALLS, HANGS_UP = 0, 1
-"""In the place of a status: a byte now and then until the test is over; the connection is closed."""
+"""These values replace a status. STALLS: the server sends a byte every 50 ms until the test ends. HANGS_UP: the server
+closes the connection."""
 
 
 @dataclass
 class Receiver:
-    """A server that answers as it is told, in turn (the last one again and again), and keeps what it gets."""
+    """A server that sends the given answers in order, repeats the last answer, and records the requests."""
 
     answers: list[tuple[int, dict[str, str]]]
     port: int = 0
@@ -27,7 +28,7 @@ class Receiver:
 
 @contextmanager
 def served(*answers: int | tuple[int, dict[str, str]]) -> Iterator[Receiver]:
-    """The server, until the block ends."""
+    """Run the server until the end of the block."""
     receiver = Receiver([a if isinstance(a, tuple) else (a, {}) for a in answers])
 
     class Answers(BaseHTTPRequestHandler):
@@ -52,7 +53,7 @@ def served(*answers: int | tuple[int, dict[str, str]]) -> Iterator[Receiver]:
         do_GET = do_POST  # noqa: N815
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Disable the log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     receiver.port = server.server_address[1]

@@ -1,4 +1,4 @@
-"""A run that moves from machine to machine through its replica."""
+"""A run that moves between machines through its replica."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ Nodes = Callable[[str], Node]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Nodes]:
-    """Makes machines that end with the test."""
+    """Return a function that creates machines. The machines end with the test."""
     made: list[Node] = []
 
     def make(name: str) -> Node:

@@ -1,4 +1,4 @@
-"""Real training processes, killed by real signals: repeating the command gives the same bytes."""
+"""Real training processes that are killed by real signals: a repeated command gives the same bytes."""
 
 import os
 import random
@@ -31,14 +31,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) ->
 
 @pytest.fixture
 def project(prepared: ProjectLayout, tmp_path: Path) -> ProjectLayout:
-    """A copy of its own for each test: another path on purpose, for a run must not depend on it."""
+    """Copy the project for each test. The path differs on purpose, because a run must not depend on its path."""
     shutil.copytree(prepared.root, tmp_path / "copy of project")
     return ProjectLayout(tmp_path / "copy of project")
 
 
 @pytest.fixture(scope="session")
 def reference(prepared: ProjectLayout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
-    """What an uninterrupted training makes."""
+    """Return the output of an uninterrupted training."""
     root = tmp_path_factory.mktemp("reference") / "project"
     shutil.copytree(prepared.root, root)
     done = tiny_project.ratchet(ProjectLayout(root), "train")
@@ -54,7 +54,7 @@ def events(layout: ProjectLayout) -> list[JournalEvent]:
 def wait_for(
     layout: ProjectLayout, process: subprocess.Popen[str], there: Callable[[list[JournalEvent]], bool]
 ) -> bool:
-    """Wait until the journal shows something; False when the process ended first."""
+    """Wait until the journal satisfies the condition. Return False if the process ends first."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if there(events(layout)):
@@ -66,7 +66,7 @@ def wait_for(
 
 
 def steps_after(count: int) -> Callable[[list[JournalEvent]], bool]:
-    """More than `count` step events in the journal so far."""
+    """Return a condition: the journal has more than `count` step events."""
     return lambda found: sum(e.kind == "step" for e in found) > count
 
 
@@ -78,7 +78,7 @@ def random_points() -> Iterator[random.Random]:
 
 
 def train_with_kills(layout: ProjectLayout, kills: int, random_points: random.Random) -> str:
-    """Train, and kill the worker so many times at random points; returns what the command printed."""
+    """Train, and kill the worker `kills` times at random points. Return the output of the command."""
     process = tiny_project.start_training(layout)
     killed = 0
     while killed < kills:

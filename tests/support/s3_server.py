@@ -1,4 +1,4 @@
-"""A real S3 server for tests: moto's, in its own process on loopback."""
+"""A real S3 server for tests: the server of moto in its own process on loopback."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ TOKEN = "planted-session-token-that-must-appear-nowhere"  # noqa: S105
 
 
 class S3Server:
-    """Buckets on `endpoint`. `files` and `digest` ask the server itself, past whatever proxy a test puts before it."""
+    """Buckets on `endpoint`. `files` and `digest` query the server directly and bypass any proxy in front of it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -28,7 +28,8 @@ class S3Server:
         self._names = (f"bucket-{number}" for number in count())
 
     def environment(self, endpoint: str | None = None) -> dict[str, str]:
-        """Variables with which any client finds this server: another endpoint for one behind a proxy."""
+        """Return the environment variables with which a client finds this server. `endpoint` replaces its address, for
+        example by that of a proxy."""
         return {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
             "AWS_ACCESS_KEY_ID": KEY_ID,
@@ -42,7 +43,7 @@ class S3Server:
 
     @property
     def client(self) -> Any:
-        """boto3's, straight to the server."""
+        """Return a boto3 client with a direct connection to the server."""
         import boto3
 
         return boto3.client(
@@ -54,13 +55,13 @@ class S3Server:
         )
 
     def bucket(self) -> str:
-        """Make an empty bucket. Returns its name: its replica would be `s3://NAME/any/prefix`."""
+        """Create an empty bucket and return its name. The URL of a replica in it is `s3://NAME/any/prefix`."""
         name = next(self._names)
         self.client.create_bucket(Bucket=name)
         return name
 
     def files(self, bucket: str) -> dict[str, bytes]:
-        """All that a bucket holds, by key. What is removed meanwhile is not among it."""
+        """Return all objects in a bucket, by key, without those that are removed during the call."""
         client, found = self.client, {}
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
@@ -70,14 +71,14 @@ class S3Server:
         return found
 
     def digest(self, bucket: str, key: str) -> str | None:
-        """SHA-256 of an object as the server holds it; None: it holds none."""
+        """Return the SHA-256 of an object as the server stores it, or None if the object does not exist."""
         content = self.files(bucket).get(key)
         return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 @contextmanager
 def serve() -> Iterator[S3Server]:
-    """A server without buckets, until the end of the block."""
+    """Start a server without buckets. It stops at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

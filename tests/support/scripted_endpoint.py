@@ -13,34 +13,34 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """What the server does with a request; by default it answers what `body` says."""
+    """The server's reaction to a request. By default, the server answers with `body`."""
 
     body: JSON | bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     hangs_up: bool = False
-    """The connection is closed without a word."""
+    """Whether the server closes the connection without an answer."""
     cut: bool = False
-    """Half of the body comes, then the connection is closed."""
+    """Whether the server closes the connection after half of the body."""
     stalls: bool = False
-    """A byte now and then until the test is over."""
+    """Whether the server sends a byte every 20 ms until the test ends."""
     events: tuple[bytes, ...] = ()
-    """A stream of server-sent events in the place of the body, a write each; the connection ends with them."""
+    """Server-sent events that replace the body, each in its own write. The connection ends after them."""
     hold_s: float = 0.0
-    """Before each of them."""
+    """Delay in seconds before each event."""
     after: Literal["end", "comments"] = "end"
-    """What follows them: `comments`: signs of life until the test is over."""
+    """Action after the events. `comments`: the server sends keep-alive comments until the test ends."""
 
 
 def chat(text: str | None, finish: str = "stop", **more: Any) -> Said:
-    """A chat completion; `more` goes into the message."""
+    """Return a chat completion. `more` adds fields to the message."""
     message = {"role": "assistant", "content": text, **more}
     usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
     return Said({"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage})
 
 
 def event(delta: JSON, **more: Any) -> bytes:
-    """A chunk of a streamed chat completion; `more` goes into its choice."""
+    """Return a chunk of a streamed chat completion. `more` adds fields to its choice."""
     return sse({"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, **more}]})
 
 
@@ -51,7 +51,7 @@ def sse(document: JSON | str) -> bytes:
 def streamed(
     *texts: str, reasoning: tuple[str, ...] = (), finish: str = "stop", hold_s: float = 0.0, prompt_tokens: int = 11
 ) -> Said:
-    """A whole stream as vLLM sends it: deltas, their end, the usage, the sign."""
+    """Return a complete stream as vLLM sends it: deltas, finish reason, usage, and the mark [DONE]."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(texts) + len(reasoning)}
     events = [event({"role": "assistant", "content": ""})]
     events += [event({"reasoning_content": text}) for text in reasoning]
@@ -65,22 +65,22 @@ def error(status: int, text: str, **headers: str) -> Said:
 
 
 Script = Callable[[JSON, int], Said]
-"""What is done with a chat request, and its number (from 0 on)."""
+"""Maps a chat request and its number (from 0) to a reaction."""
 
 
 @dataclass
 class Server:
-    """What it serves, and what it got."""
+    """The script of the server, and the requests that it received."""
 
     script: Script
     models: Said
     port: int = 0
     got: list[JSON] = field(default_factory=list)
-    """Bodies of chat requests."""
+    """Bodies of the chat requests."""
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     at_once: int = 0
-    """Most requests that were there at one time."""
+    """Largest number of simultaneous requests."""
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     here: int = 0
@@ -91,7 +91,7 @@ class Server:
 
 
 def serving(*names: str) -> Said:
-    """The list of models."""
+    """Return the list of models."""
     return Said({"object": "list", "data": [{"id": name, "created": 7, "owned_by": "test"} for name in names]})
 
 
@@ -100,7 +100,7 @@ ONE_MODEL = serving("tiny-judge")
 
 @contextmanager
 def served(script: Script, models: Said = ONE_MODEL) -> Iterator[Server]:
-    """The server, until the block ends."""
+    """Run the server until the end of the block."""
     server = Server(script, models)
 
     class Answers(BaseHTTPRequestHandler):
@@ -124,14 +124,14 @@ def served(script: Script, models: Said = ONE_MODEL) -> Iterator[Server]:
                     server.here -= 1
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Disable the log."""
 
     class Quiet(ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 64
 
         def handle_error(self, *about: object) -> None:
-            """A client that has gone is what some tests are about."""
+            """Ignore the error: some tests disconnect clients on purpose."""
 
     listening = Quiet(("127.0.0.1", 0), Answers)
     server.port = listening.server_address[1]

@@ -1,4 +1,4 @@
-"""A folder like a promoted model's, and the reference implementation of signatures."""
+"""A directory like that of a promoted model, and the reference implementation of signatures."""
 
 import importlib.util
 import os
@@ -11,17 +11,19 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def make(folder: Path) -> Path:
-    """Write files in folders with a space and a non-ASCII letter in their names; one sorts next to a folder."""
+    """Write files below directories and with names that have spaces and non-ASCII letters. One file name sorts next to
+    a directory."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model one.safetensors").write_bytes(bytes(range(200)))
-    (folder / "hf" / "manifest.json").write_text("{}")  # only the one at the top is not covered
+    # The signature excludes only the manifest at the top level.
+    (folder / "hf" / "manifest.json").write_text("{}")
     (folder / "hf-notes.txt").write_text("n")
     (folder / "gruß.txt").write_text("ß")
     return folder
 
 
 def public_key(layout: ProjectLayout, path: Path) -> Path:
-    """Write the public key of a project that trusts one key, as a third party might have it."""
+    """Write the public key of a project that trusts one key, in the form that a third party receives."""
     (key,) = keys.read_keyring(layout.keyring).keys
     path.write_text(key.public)
     return path
@@ -30,8 +32,8 @@ def public_key(layout: ProjectLayout, path: Path) -> Path:
 def model_signing(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run OpenSSF's `model_signing` in its own process.
 
-    Its version 1.1.1 imports pyOpenSSL, which it does not declare, for signatures by certificates, which ours are not;
-    where that is not installed, a module of the name is enough.
+    Its version 1.1.1 imports pyOpenSSL without declaring the dependency. It needs pyOpenSSL only for signatures by
+    certificates, which Ratchet does not use. If pyOpenSSL is not installed, an empty module replaces it.
     """
     extra = folder.parent / "beside"
     if importlib.util.find_spec("OpenSSL") is None:

@@ -1,4 +1,4 @@
-"""A network with latency: requests reach the server some seconds later, answers return at once."""
+"""A network with latency: requests reach the server some seconds late, and answers return without a delay."""
 
 import queue
 import re
@@ -12,12 +12,12 @@ REQUEST = re.compile(rb"(?:GET|POST|PUT|PATCH|DELETE) (\S+) HTTP/1\.1\r\n")
 
 
 class SlowProxy:
-    """On loopback, before a server on loopback."""
+    """A proxy on loopback in front of a server on loopback."""
 
     def __init__(self, port: int, latency_s: float) -> None:
         self.latency_s = latency_s
         self.passed: list[str] = []
-        """Paths of requests that have been let through, in their order."""
+        """Paths of the forwarded requests, in order."""
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -25,11 +25,11 @@ class SlowProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def count(self, ending: str) -> int:
-        """How many requests with paths that end like this have been let through."""
+        """Return the number of forwarded requests whose paths end with `ending`."""
         return sum(path.partition("?")[0].endswith(ending) for path in self.passed)
 
     def close(self) -> None:
-        """No new connections."""
+        """Accept no new connections."""
         self._closed.set()
         self._listener.close()
 
@@ -69,7 +69,7 @@ class SlowProxy:
 
 @contextmanager
 def slow(port: int, latency_s: float) -> Iterator[SlowProxy]:
-    """A proxy before the server at this port."""
+    """Run a proxy in front of the server at this port."""
     proxy = SlowProxy(port, latency_s)
     try:
         yield proxy

@@ -1,4 +1,4 @@
-"""Tiny bases on disk with a tokenizer, adapters with an effect, and recipes of both."""
+"""Tiny bases on disk with a tokenizer, adapters that change the output, and recipes that merge both."""
 
 import json
 import warnings
@@ -24,7 +24,7 @@ from ratchet.storage.records.base import BaseCard
 
 CPU = torch.device("cpu")
 SHARD_BYTES = 100_000
-"""Small enough to store a model of 400 kB in several files."""
+"""Shard size in bytes; small enough to split a model of 400 kB into several files."""
 ROWS = [list(range(3, 40)), list(range(50, 90))]
 
 
@@ -38,7 +38,7 @@ def card(**changes: Any) -> BaseCard:
 
 
 def write_base(directory: Path, family: str, shard_bytes: int = SHARD_BYTES, **changes: Any) -> Path:
-    """A base in several files, with weights and biases large enough for an adapter to have an effect."""
+    """Write a base in several files. Its weights and biases are large enough for an adapter to change the output."""
     model = families.make(family, **changes)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def write_base(directory: Path, family: str, shard_bytes: int = SHARD_BYTES, **c
 
 def write_tokenizer(directory: Path, size: int = families.VOCABULARY) -> None:
     names = {f"t{number}": number for number in range(size)}
-    names["<|endoftext|>"] = names.pop("t1")  # Qwen2's class of tokenizers adds it where it is missing
+    names["<|endoftext|>"] = names.pop("t1")  # the tokenizer class of Qwen2 adds this token if it is missing
     words = Tokenizer(WordLevel(names, **{"unk_token": "t0"}))
     words.pre_tokenizer = WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=words, **{"eos_token": "<|endoftext|>"})
@@ -59,7 +59,7 @@ def write_tokenizer(directory: Path, size: int = families.VOCABULARY) -> None:
 
 
 def disturb(model: Model, seed: int = 3) -> Model:
-    """Change the adapter's parameters as training would."""
+    """Change the parameters of the adapter, as a training does."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapters.trainable_parameters(model):
@@ -72,7 +72,7 @@ def disturb(model: Model, seed: int = 3) -> Model:
 
 
 def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, seed: int = 3) -> Path:
-    """Write one of Ratchet's adapters, with rows of added tokens if the card has some."""
+    """Write an adapter with Ratchet's code. It includes rows for the added tokens of the card."""
     about = about or card()
     model = loading.load(base, about, chosen, CPU)
     tokenizer = base_model.open_tokenizer(base)
@@ -85,13 +85,13 @@ def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | 
 
 
 def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words: Any) -> Model:
-    """Write an adapter with peft alone; return its model."""
+    """Write an adapter with peft alone and return its model."""
     plain = loading.load_plain(base, torch.float32, CPU)
     plain.name_or_path = "base"
     with adapters.suppress_peft_warnings():
         model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **words))
     disturb(model)
-    with warnings.catch_warnings():  # of biases, which it takes for pieces of matrices
+    with warnings.catch_warnings():  # peft warns about biases, which it takes for parts of matrices
         warnings.filterwarnings("ignore", message=r"Adapter 'default': \d LoRA tensor\(s\) have invalid shape")
         model.save_pretrained(directory, save_embedding_layers=embeddings)
     return model
@@ -107,13 +107,13 @@ def recipe(base: Path, *parts: Path | WeightedAdapter, **changes: Any) -> MergeR
 
 
 def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, **changes: Any) -> MergeRecipe:
-    """Write one of Ratchet's adapters, and return the recipe that merges it."""
+    """Write an adapter with Ratchet's code. Return the recipe that merges it."""
     saved = write_adapter(directory, base, chosen, about)
     return recipe(base, saved, train=chosen, card=about or card(), **changes)
 
 
 def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, Tensor], Model]:
-    """Merge, and return the result, and tensors and model as transformers loads them."""
+    """Merge the model. Return the result, and the tensors and the model as transformers loads them."""
     told: list[tuple[str, int, int]] = []
     found = merger.merge_model(wanted, directory, lambda *about: told.append(about))
     files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
@@ -125,7 +125,7 @@ def merge(wanted: MergeRecipe, directory: Path) -> tuple[MergeResult, dict[str, 
 
 
 def trained(wanted: MergeRecipe) -> Model:
-    """The base as in training with the recipe's only adapter, computed by peft."""
+    """Return the base as in training, with the only adapter of the recipe, computed by peft."""
     [part] = wanted.adapters
     return adapters.load(loading.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
 

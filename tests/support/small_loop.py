@@ -1,4 +1,5 @@
-"""The training loop alone, on a small random model and rows of its own: tenths of a second, no project, no process."""
+"""The training loop alone, on a small random model and its own rows. It takes tenths of a second and needs no project
+and no other process."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def random_rows(count: int, seed: int) -> TokenRows:
 def loop_of(
     root: Path, train: Train, stop: GracefulShutdown | None = None, micro: int = 4, config: object = None, **more: Any
 ) -> TrainingLoop:
-    """A loop as a fresh process would make it: model and data anew, state from the newest checkpoint in `root`."""
+    """Create a loop as a new process does: new model and data, and the state of the newest checkpoint in `root`."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -69,7 +70,7 @@ def loop_of(
 
 
 def after_steps(paths: RunPaths, count: int) -> GracefulShutdown:
-    """Asks to stop once the journal has so many steps."""
+    """Return a shutdown that requests a stop when the journal has `count` steps."""
     return StopAfterSteps(paths, count - len(steps(paths)))
 
 
@@ -86,7 +87,7 @@ def losses(run: RunPaths) -> list[float]:
 
 
 class StopAfterSteps(GracefulShutdown):
-    """Asks to stop once the journal has so many more steps than now."""
+    """Requests a stop when the journal has `count` more steps than at creation."""
 
     def __init__(self, paths: RunPaths, count: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fixtures for real servers on the files of a release."""
+"""Fixtures for real servers that load the files of a release."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ratchet.storage.records.export import ExportArtifact
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another model."""
+    """Export a tiny model to hf/, gguf/model-f32.gguf and onnx/fp32/, and a second model to hf/ and gguf/."""
     root = tmp_path_factory.mktemp("export")
     for name, seed in (("one", 1), ("other", 2)):
         (root / name / "gguf").mkdir(parents=True)
@@ -29,7 +29,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def verified(export: Path) -> dict[str, ExportArtifact]:
-    """The formats of the first model with their answers."""
+    """Return the formats of the first model with their answers."""
     with llama_server.open_runtime(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
         asked = runtime.probes(QUESTIONS, TOKENS)
     return {
@@ -40,7 +40,8 @@ def verified(export: Path) -> dict[str, ExportArtifact]:
 
 
 def children() -> list[str]:
-    """Processes that this one started, but for the server from which tests fork (it stays for all of them)."""
+    """Return the ids of this process's Ratchet children. The fork server of the tests is excluded, because it runs
+    until the end."""
     found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     lines = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in found}
     return [number for number, line in lines.items() if b"ratchet" in line and b"forkserver" not in line]
@@ -48,6 +49,6 @@ def children() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    before = set(children())  # servers that other tests share
+    before = set(children())  # tests share these servers
     yield
     assert set(children()) <= before

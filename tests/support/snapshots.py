@@ -1,4 +1,4 @@
-"""Small training states for tests of checkpoints: every kind of tensor that optimizers have, no model."""
+"""Small training states for tests of checkpoints: they have each kind of optimizer tensor, but no model."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def identity(spec: RunSpec = SPEC, **environment: str) -> dict[str, Any]:
 
 
 def snapshot(step: int, best: int = 0, good: int = 0) -> TrainSnapshot:
-    """The one training state that there is after this step."""
+    """Return the training state after this step. The step determines the state completely."""
     draw = torch.Generator().manual_seed(step)
     weights = {f"layer.{n}.lora_{x}": torch.randn(4, 6, generator=draw) for n in (0, 1) for x in "AB"}
     states: dict[str, torch.Tensor] = {}
@@ -43,7 +43,7 @@ def save(paths: RunPaths, step: int, best: int = 0, good: int = 0) -> Checkpoint
 
 
 def equal(a: TrainSnapshot, b: TrainSnapshot) -> bool:
-    """Whether two training states are the same to the last bit."""
+    """Return whether two training states are equal to the last bit."""
 
     def same(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
         return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
@@ -57,13 +57,13 @@ def equal(a: TrainSnapshot, b: TrainSnapshot) -> bool:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder."""
+    """Return the SHA-256 of each file below a directory."""
     names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
     return {name: digests.hash_file(folder / name) for name in names}
 
 
 def newest(paths: RunPaths) -> tuple[int | None, list[str]]:
-    """Step that a run would go on from, and what it was told about others."""
+    """Return the step from which a run would resume, and the notices about other checkpoints."""
     notices: list[str] = []
     path = checkpoint.find_newest_valid(paths, SPEC, notices.append)
     return (None if path is None else checkpoint.read(path).state.step), notices

@@ -1,4 +1,4 @@
-"""Small search spaces, and studies whose trials are computed instead of trained."""
+"""Small search spaces, and studies whose trials are computed without training."""
 
 import math
 import random
@@ -27,44 +27,45 @@ FINITE = {
     "train.batch_size": SweepParameter(low=16, high=32, step=8),
     "train.schedule": SweepParameter(choices=("cosine", "linear")),
 }
-"""24 points, two numeric knobs."""
+"""A space of 24 points; two of its hyperparameters are numeric."""
 
 
 def space_of(*parameters: Mapping[str, SweepParameter]) -> SearchSpace:
-    """A space of these knobs together."""
+    """Return a search space of these hyperparameters."""
     return SearchSpace.from_settings(
         Settings(sweep=Sweep(space={name: parameter for part in parameters for name, parameter in part.items()}))
     )
 
 
 def drawn(space: SearchSpace, seed: int) -> dict[str, Any]:
-    """Some values."""
+    """Draw values from the space."""
     return space.draw(partial(draw_value, source=random.Random(seed)))
 
 
 def loss(values: Mapping[str, Any]) -> float:
-    """Least (0) at learning rate 2e-3, rank 20 and dropout 0.1; what is not there is right."""
+    """Return a loss with its minimum 0 at learning rate 2e-3, rank 20 and dropout 0.1. A missing value counts as
+    optimal."""
     rate = math.log(values.get("train.learning_rate", 2e-3) / 2e-3)
     rank = math.log2(values.get("train.rank", 20) / 20)
     return rate**2 + rank**2 / 2 + 10 * (values.get("train.dropout", 0.1) - 0.1) ** 2
 
 
 def trial(number: int, values: Mapping[str, Any], state: str = "complete", **fields: Any) -> Trial:
-    """A trial; complete ones come to `loss`."""
+    """Return a trial. The objective of a complete trial is `loss`."""
     if state == "complete":
         fields.setdefault("objectives", (loss(values),))
     return Trial(number=number, values=dict(values), run_id=f"run{number}", state=state, **fields)
 
 
 def tried(history: Iterable[Trial], values: Mapping[str, Any]) -> bool:
-    """Whether a trial of the history has these values."""
+    """Return whether a trial of the history has these values."""
     return any(one.values == values for one in history)
 
 
 def searched(
     space: SearchSpace, sampler: SamplerSettings, trials: int, outcome: Callable[[int, dict[str, Any]], Trial] = trial
 ) -> list[Trial]:
-    """A study of one worker: propose, compute, and again."""
+    """Run a study with one worker, which repeatedly proposes values and computes the outcome."""
     history: list[Trial] = []
     for number in range(trials):
         values = propose(space, sampler, LOSS, history, number, partial(tried, history))
@@ -75,7 +76,7 @@ def searched(
 
 
 def eventful(space: SearchSpace, trials: int = 16) -> list[Trial]:
-    """A history with trials in every state: pruned, continued, infeasible, failed, running."""
+    """Return a history with trials in each state: pruned, continued, infeasible, failed, running."""
     history = [trial(number, drawn(space, number)) for number in range(trials)]
     changes: dict[int, dict[str, Any]] = {
         2: {"state": "infeasible", "constraints": {"memory": 0.4}},

@@ -1,4 +1,4 @@
-"""Both storages of studies, for every test that is about either."""
+"""Both storages of studies, for tests that must pass on either one."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from ratchet.tuning.storage import StudyStorage, open_storage
 
 @pytest.fixture(params=["journal", "postgres"])
 def url(request: pytest.FixtureRequest) -> str | None:
-    """Place of the studies, not used before."""
+    """Return the address of a new storage, or None for the journal storage."""
     if request.param == "journal":
         return None
     server: postgres.Server = request.getfixturevalue("postgres_server")
@@ -29,7 +29,7 @@ def storage(project: ProjectLayout, url: str | None) -> Iterator[StudyStorage]:
 
 
 def asked(app: Any, address: str) -> Any:
-    """Answer of a web application, without a server."""
+    """Return the answer of a WSGI application without a server."""
     answered: list[str] = []
     environment: dict[str, Any] = {
         "REQUEST_METHOD": "GET", "SCRIPT_NAME": "", "PATH_INFO": address, "QUERY_STRING": "", "SERVER_NAME": "x",

@@ -1,4 +1,4 @@
-"""`ratchet sweep` as its users meet it: real studies, real workers, real trainings, real kills."""
+"""Cases for `ratchet sweep` from the user's view: real studies, workers, trainings and kills."""
 
 import shutil
 import sqlite3
@@ -14,7 +14,7 @@ from ratchet.storage.layout import ProjectLayout
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> ProjectLayout:
-    """A prepared project, which tests copy."""
+    """Create a prepared project for tests to copy."""
     layout = tiny_project.prepared(tmp_path_factory.mktemp("sweep") / "my project", tiny_sweep.settings())
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout

@@ -1,7 +1,8 @@
-"""Reports like those of real sweeps: every state, continuations, refusals, retries, conditional hyperparameters.
+"""Reports like those of real sweeps: all trial states, continuations, refusals, retries, conditional hyperparameters.
 
-The objective is invented (a valley in rank and learning rate), but the sequence of events is real: workers run trials
-one after another, one worker dies, ASHA-like rungs prune, a pruned trial is continued, finalists are trained again.
+The objective is invented (a valley in rank and learning rate), but the sequence of events is realistic: workers run
+trials one after another, one worker dies, ASHA-like rungs prune, a pruned trial is continued, finalists are trained
+again.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from ratchet.storage.records.sweep import (
 )
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> $x_1$ & \' \x00\x1b[31m \u202e\ud800 </svg></style>'
-"""A text of others that would like to be more than text."""
+"""An untrusted text that tries to inject HTML, scripts and control characters."""
 
 BEGUN = 1_760_000_000.0
 STEPS, BATCH_ROWS, TOKENS_A_STEP = 180, 32, 1_150
@@ -51,7 +52,7 @@ AXES = (
 
 @dataclass
 class Room:
-    """What the simulated workers share."""
+    """State that the simulated workers share."""
 
     random_: random.Random
     metrics: tuple[str, ...]
@@ -67,9 +68,9 @@ def report(
     metrics: Sequence[str] = ("validation_loss",),
     final_round: bool = True,
 ) -> SweepReport:
-    """A sweep of so many trials; the last few are still running where there is no final round."""
+    """Return a sweep of `count` trials. Without a final round, the last few trials are still running."""
     room = Room(random.Random(seed), tuple(metrics))
-    # A worker that dies comes back under another process id, and its trial is taken over by whoever is next.
+    # A worker that dies returns with another process id. The next free worker takes over its trial.
     free = [(BEGUN + 2.0 * lane, f"node{1 + lane % 2}/{4700 + lane}") for lane in range(workers)]
     heapq.heapify(free)
     while len(room.trials) < count:
@@ -101,7 +102,7 @@ def _values(random_: random.Random) -> dict[str, Any]:
 
 
 def _loss(values: dict[str, Any], steps: int, noise: float) -> float:
-    """Of a run after so many steps: a valley around rank 24 and a learning rate of 1e-3."""
+    """Return the loss of a run after `steps` steps: a valley around rank 24 and a learning rate of 1e-3."""
     rate = math.log10(values["train.learning_rate"]) + 3
     rank = math.log2(values["train.rank"] / 24)
     end = 1.18 + 0.45 * rate**2 + 0.02 * rank**2 + 0.8 * abs(values["train.dropout"] - 0.05)
@@ -136,7 +137,7 @@ def _trial(room: Room, number: int, at: float, worker: str) -> Trial:
 def _trained(
     room: Room, number: int, place: tuple[float, str], values: dict[str, Any], continues: Trial | None
 ) -> Trial:
-    """One that is trained, to the next rung at least."""
+    """Return a trained trial. It reaches at least the next rung."""
     at, worker = place
     random_ = room.random_
     noise = random_.uniform(-0.02, 0.02)
@@ -190,7 +191,8 @@ def _objective(metric: str, values: dict[str, Any], curve: dict[int, float], cos
 
 
 def _infeasible(number: int, place: tuple[float, str], values: dict[str, Any]) -> Trial:
-    """Refused by the forecast, every other one out of memory in its first steps."""
+    """Return an infeasible trial. The forecast refuses every second one; the others run out of memory in their first
+    steps."""
     at, worker = place
     refused = number % 20 == 7
     values = {**values, "train.rank": 64, "train.alpha": 128.0}
@@ -218,7 +220,7 @@ def _failed(number: int, place: tuple[float, str], values: dict[str, Any]) -> Tr
 
 
 def _running(trial: Trial) -> Trial:
-    """The same before its end."""
+    """Return the trial in the state before its end."""
     last = max(trial.curve, default=0)
     half = {rows: loss for rows, loss in trial.curve.items() if rows <= last / 2}
     cost = trial.cost.model_copy(update={"adapter_bytes": 0, "trained_tokens": trial.cost.trained_tokens // 2})
@@ -229,7 +231,8 @@ def _running(trial: Trial) -> Trial:
 
 
 def _taken_over(trial: Trial, free: list[tuple[float, str]]) -> Trial:
-    """The worker died half-way; the next that is free took the trial over after the lease, the dead one came back."""
+    """Return a trial whose worker died after 60 % of the time. After the lease expires, the next free worker takes over
+    the trial; the dead worker returns later."""
     (first,) = trial.executions
     died = first.started + 0.6 * (first.last_seen - first.started)
     at, worker = heapq.heappop(free)
@@ -313,7 +316,7 @@ def _finals(complete: Sequence[Trial], objective: SweepObjective) -> FinalRound:
 
 
 def alone(state: TrialState, count: int = 1) -> SweepReport:
-    """Trials of one state and no other."""
+    """Return a sweep that has only trials of one state."""
     made = report(60, final_round=False)
     one = next(trial for trial in made.trials if trial.state == state)
     trials = tuple(one.model_copy(update={"number": number, "continues": None}) for number in range(count))
@@ -322,7 +325,7 @@ def alone(state: TrialState, count: int = 1) -> SweepReport:
 
 
 def narrowed(made: SweepReport, knobs: Sequence[str]) -> SweepReport:
-    """The same sweep over these knobs only."""
+    """Return the same sweep with only these hyperparameters."""
     trials = tuple(
         one.model_copy(
             update={"values": {parameter: value for parameter, value in one.values.items() if parameter in knobs}}
@@ -335,7 +338,7 @@ def narrowed(made: SweepReport, knobs: Sequence[str]) -> SweepReport:
 
 
 def constant(made: SweepReport, what: Literal["objective", "values"]) -> SweepReport:
-    """The same sweep in which nothing differs."""
+    """Return the same sweep with a constant objective or constant values."""
     if what == "objective":
         changes: list[dict[str, Any]] = [
             {"objectives": tuple(1.5 for _ in one.objectives), "curve": dict.fromkeys(one.curve, 1.5)}

@@ -1,4 +1,5 @@
-"""Plots of a sweep: they are drawn for any report, equal for equal reports, and show its figures."""
+"""Plots of a sweep: each report can be drawn, equal reports give equal plots, and the plots show the report's
+values."""
 
 import io
 import math
@@ -17,7 +18,7 @@ FORTY = example.report(40)
 
 
 def each(made: SweepReport, change: Callable[[Trial], dict[str, Any]]) -> SweepReport:
-    """A sweep whose trials are changed."""
+    """Return the sweep with changes in each trial."""
     return made.model_copy(update={"trials": tuple(one.model_copy(update=change(one)) for one in made.trials)})
 
 
@@ -102,7 +103,7 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
-    """Figures as they were when written."""
+    """Return a list of the figures, in their state when they are saved."""
     found: list[matplotlib.figure.Figure] = []
     save = matplotlib.figure.Figure.savefig
 

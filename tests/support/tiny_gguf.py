@@ -1,4 +1,4 @@
-"""Tiny random models of real classes as Hugging Face directories and GGUF files, for tests that need a runtime."""
+"""Tiny random models of real classes, as Hugging Face directories and GGUF files, for tests that need a runtime."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ POSITIONS = 512
 
 
 def tokenizer() -> Any:
-    """A byte-level BPE with the chat template of the embedded base."""
+    """Train a byte-level BPE tokenizer with the chat template of the embedded base."""
     return tiny_model.train_tokenizer(TEXTS * 3, 400)
 
 
 def config(vocabulary: int, **changes: Any) -> LlamaConfig:
-    """A small Llama with grouped-query attention."""
+    """Return the config of a small Llama with grouped-query attention."""
     shape = {
         "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS,
@@ -37,13 +37,13 @@ def config(vocabulary: int, **changes: Any) -> LlamaConfig:
 
 
 def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None, **changes: Any) -> Path:
-    """Write a model with weights ten times as large as usual, so that its distributions are far from even.
+    """Write a model with weights ten times as large as usual, so that its distributions are far from uniform.
 
     Args:
-        path: the directory to make.
-        seed: of the weights.
-        louder: factor of a token's row in the head, to make it likely.
-        changes: to the config.
+        path: the directory to create.
+        seed: seed of the weights.
+        louder: factors for token rows in the output layer, which make these tokens more likely.
+        changes: changes to the config.
     """
     own = tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -66,7 +66,7 @@ def write(path: Path, target: Path, kind: BuiltInGgufType = "f32") -> Path:
 
 
 def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
-    """Write a copy with some bytes replaced by others of the same length."""
+    """Write a copy in which some bytes are replaced by others of the same length."""
     content = source.read_bytes()
     assert len(old) == len(new)
     assert old in content
@@ -75,13 +75,13 @@ def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
 
 
 def expected(model: Any, ids: list[int]) -> Any:
-    """Log-probabilities after each token, computed by transformers."""
+    """Compute the log-probabilities after each token with transformers."""
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
 
 
 def greedy(model: Any, prompt: list[int], new_tokens: int, ends: Sequence[int] = ()) -> list[int]:
-    """Generate greedily token by token, without a cache and without transformers' generation code."""
+    """Decode greedily, one token at a time, without a cache and without transformers' generation code."""
     ids = list(prompt)
     while len(ids) < len(prompt) + new_tokens:
         ids.append(int(expected(model, ids)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""A complete project that takes seconds: real data files, a real tiny base, all stages and processes."""
+"""A complete project that runs in seconds: real data files, a real tiny base, all stages and processes."""
 
 import atexit
 import os
@@ -19,8 +19,8 @@ from ratchet.config.train import EarlyStoppingSettings, Train
 from ratchet.stages import base, init, prepare
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.gate import ChampionFile
+from ratchet.storage.records.training import TrainReport
 
 TINY = TinyModelSettings(
     vocab_size=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_length=48, batch_size=8,
@@ -51,7 +51,7 @@ SETTINGS = Settings(
 
 
 def write_rows(raw: Path, rows: int = 240) -> None:
-    """Requests of four intents, half as CSV and half as JSON lines."""
+    """Write requests with four intents, half as CSV and half as JSON lines."""
     import csv
     import json
 
@@ -72,7 +72,7 @@ def write_rows(raw: Path, rows: int = 240) -> None:
 
 
 def write(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
-    """A project as it is before any stage has run (no git, no DVC)."""
+    """Create a project before any stage has run (no git, no DVC)."""
     layout = ProjectLayout(root)
     write_rows(layout.raw)
     for folder in (layout.text, layout.tasks, layout.experiments, layout.mlruns):
@@ -93,7 +93,8 @@ def save(layout: ProjectLayout, settings: Settings) -> None:
 
 
 def prepared(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
-    """A project whose stages base and prepare have run: once in a process for the settings that they read."""
+    """Create a project with completed stages base and prepare. The stages run once per process for each set of settings
+    that they read."""
     seen = (settings.base, settings.prepare, settings.evaluate.harness.tasks, settings.machine.threads)
     key = repr(seen)
     if key not in _PREPARED:
@@ -109,11 +110,12 @@ def prepared(root: Path, settings: Settings = SETTINGS) -> ProjectLayout:
 
 
 _PREPARED: dict[str, Path] = {}
-"""Projects that nobody trains in, by what their stages read."""
+"""Projects that no test trains, by the settings that their stages read."""
 
 
 def adapted(layout: ProjectLayout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:
-    """Stage train without training: an adapter of random numbers, sealed as a run leaves it; strength 0: untrained."""
+    """Replace stage train: write an adapter of random numbers, sealed as a run leaves it. Strength 0 gives an untrained
+    adapter."""
     import torch
 
     from ratchet.models import adapters, base_model, loading, vocabulary
@@ -147,20 +149,21 @@ def adapted(layout: ProjectLayout, settings: Settings = SETTINGS, seed: int = 3,
 
 
 def environment() -> dict[str, str]:
-    """For child processes: this interpreter's commands first on the path, nothing of this machine's settings."""
+    """Return the environment for child processes: the commands of this interpreter come first in PATH, and settings of
+    this machine are removed."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_", "DVC_"))}
     return clean | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "DVC_NO_ANALYTICS": "1"}
 
 
 def ratchet(layout: ProjectLayout, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
+    """Run the command line and wait until it ends."""
     return subprocess.run(
         command(*arguments), cwd=layout.root, env=environment(), capture_output=True, text=True, check=False
     )
 
 
 def start_training(layout: ProjectLayout) -> "subprocess.Popen[str]":
-    """`ratchet train` as a process; what it says on both streams goes into one."""
+    """Start `ratchet train` as a process. Its standard output and standard error go to the same pipe."""
     return subprocess.Popen(
         command("train"),
         cwd=layout.root,
@@ -172,7 +175,8 @@ def start_training(layout: ProjectLayout) -> "subprocess.Popen[str]":
 
 
 def outcome(layout: ProjectLayout) -> dict[str, str]:
-    """SHA-256 of all that stage train made: adapter, report, weights and optimizer of best and last checkpoint."""
+    """Return the SHA-256 of all outputs of stage train: adapter, report, weights and optimizer of the best and the last
+    checkpoint."""
     from ratchet.storage import digests
 
     files = [path for path in sorted(layout.train.rglob("*")) if path.is_file()]
@@ -180,5 +184,5 @@ def outcome(layout: ProjectLayout) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line as a child process."""
+    """Return the command line for a child process."""
     return [sys.executable, "-m", "ratchet", *arguments]

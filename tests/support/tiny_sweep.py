@@ -1,4 +1,4 @@
-"""Sweeps of a minute: a tiny project whose trainings take seconds, and queries of its study."""
+"""Sweeps that take a minute: a tiny project whose trainings take seconds, and queries of its study."""
 
 import os
 import signal
@@ -21,11 +21,11 @@ SPACE = {
 }
 
 DEADLINE_S = 600.0
-"""For something that takes seconds: who waits longer waits for ever."""
+"""Timeout in seconds for actions that take seconds."""
 
 
 def settings(**sweep: Any) -> Settings:
-    """Those of the tiny project, with a sweep: of four trials without finals unless told otherwise."""
+    """Return the settings of the tiny project with a sweep of four trials and no final round; `sweep` changes this."""
     chosen: dict[str, Any] = {
         "space": SPACE, "trials": 4, "sampler": SamplerSettings(n_startup_trials=2),
         "pruner": PrunerSettings(kind="asha", min_resource_fraction=0.25), "finalists": FinalistSettings(top_k=1),
@@ -38,12 +38,12 @@ def settings(**sweep: Any) -> Settings:
 
 
 def report(layout: ProjectLayout, study: str = "sweep") -> SweepReport:
-    """What the command has written down."""
+    """Return the report that the command wrote."""
     return SweepReport.load(layout.sweep(study) / "report.json")
 
 
 def told(trials: tuple[Trial, ...]) -> list[tuple[Any, ...]]:
-    """What must be the same in two sweeps that are the same: no times, no processes."""
+    """Return the fields that must be equal in two equal sweeps, without times and processes."""
     return [
         (t.number, t.values, t.run_id, t.state, t.objectives, t.curve, t.constraints, t.continues, t.adapter_digest)
         for t in trials
@@ -51,7 +51,7 @@ def told(trials: tuple[Trial, ...]) -> list[tuple[Any, ...]]:
 
 
 def begin(layout: ProjectLayout, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """`ratchet sweep`, in a group of its own."""
+    """Start `ratchet sweep` in its own process group."""
     return subprocess.Popen(
         tiny_project.command("sweep", *arguments), cwd=layout.root, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, env=tiny_project.environment() | dict(extra or {}), start_new_session=True,
@@ -59,7 +59,7 @@ def begin(layout: ProjectLayout, *arguments: str, extra: Mapping[str, str] | Non
 
 
 def until(there: Callable[[], bool], sweep: subprocess.Popen[str]) -> None:
-    """Wait for something to happen while the sweep runs."""
+    """Wait until the condition holds while the sweep runs."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not there():
         assert sweep.poll() is None, sweep.communicate()[0]
@@ -68,12 +68,12 @@ def until(there: Callable[[], bool], sweep: subprocess.Popen[str]) -> None:
 
 
 def steps_done(runs: Path) -> int:
-    """Optimizer steps that all journals tell of."""
+    """Count the optimizer steps in all journals."""
     return sum(path.read_text(encoding="utf-8").count('"event":"step"') for path in runs.glob("*/journal.jsonl"))
 
 
 def processes_of(text: str) -> list[int]:
-    """Ids of processes whose command line has this text."""
+    """Return the ids of the processes whose command line contains this text."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -87,7 +87,7 @@ def processes_of(text: str) -> list[int]:
 
 
 def kill_all(layout: ProjectLayout, sweep: subprocess.Popen[str]) -> None:
-    """As when the machine loses power: command, workers, trainers, all at once and without a word."""
+    """Simulate a power failure: kill the command, the workers and the trainers at once, without notice."""
     for pid in [sweep.pid, *processes_of(str(layout.root))]:
         try:
             os.kill(pid, signal.SIGKILL)

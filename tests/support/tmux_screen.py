@@ -1,4 +1,4 @@
-"""A real terminal for tests: tmux, which draws, breaks lines and can be resized."""
+"""A real terminal for tests: tmux, which draws, wraps lines and can be resized."""
 
 import os
 import shutil
@@ -18,12 +18,12 @@ PATIENCE_S = 120.0
 
 
 class Screen:
-    """A terminal with one command in it; it stays open when that has ended."""
+    """A terminal that runs one command. The terminal stays open after the command ends."""
 
     def __init__(
         self, command: str, width: int = 80, height: int = 24, environment: dict[str, str] | None = None
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="screen-"))  # names of sockets are short
+        self._folder = Path(tempfile.mkdtemp(prefix="screen-"))  # socket paths must be short
         self._command, self._size, self._environment = command, (width, height), environment or {}
 
     def __enter__(self) -> "Screen":
@@ -43,21 +43,21 @@ class Screen:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def do(self, *words: str, environment: dict[str, str] | None = None) -> str:
-        """Give tmux a command."""
+        """Run a tmux command."""
         line = ["tmux", "-S", str(self._folder / "socket"), *words]
         return subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
 
     def lines(self, *, all_of_it: bool = False) -> list[str]:
-        """What is to be seen, without blank lines; with what has scrolled away, if all of it is asked for."""
+        """Return the visible lines without blank lines. `all_of_it` adds the lines that have scrolled out of view."""
         text = self.do("capture-pane", "-p", *(["-S", "-"] if all_of_it else []))
         return [line.rstrip() for line in text.splitlines() if line.strip()]
 
     def resize(self, width: int, height: int) -> None:
-        """Make it larger or smaller."""
+        """Change the size of the window."""
         self.do("resize-window", "-x", str(width), "-y", str(height))
 
     def until(self, found: Callable[[list[str]], bool]) -> list[str]:
-        """What is to be seen as soon as that is so."""
+        """Wait until the visible lines satisfy the condition, and return them."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             lines = self.lines()
@@ -68,5 +68,5 @@ class Screen:
 
     @property
     def shows_cursor(self) -> bool:
-        """Whether the cursor is to be seen."""
+        """Whether the cursor is visible."""
         return self.do("display-message", "-p", "#{cursor_flag}").strip() == "1"

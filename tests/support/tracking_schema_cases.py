@@ -1,4 +1,4 @@
-"""An MLflow database of another schema version."""
+"""An MLflow database with another schema version."""
 
 import hashlib
 import sqlite3
@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 OLDER = "0584bdc529eb"
-"""A real one, of MLflow 2: before there were logged models."""
+"""A real schema version of MLflow 2, which had no logged models."""
 
 
 def set_version(database: Path, version: str) -> None:

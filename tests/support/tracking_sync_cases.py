@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Study:
-    """A study with runs in a project, as workers would write them, without training."""
+    """A study with runs in a project. The runs have the files that workers write, but no training took place."""
 
     def __init__(self, layout: ProjectLayout) -> None:
         self.layout = layout
@@ -52,7 +52,7 @@ class Study:
         )  # fmt: skip
 
     def begin(self, continues: int | None = None) -> int:
-        """A worker begins the next trial."""
+        """Begin the next trial, as a worker does."""
         number = len(self.trials)
         seed = number if continues is None else continues
         train = SETTINGS.train.model_copy(update={"seed": seed})
@@ -71,7 +71,7 @@ class Study:
         return number
 
     def train(self, number: int, first: int, last: int) -> None:
-        """An attempt that does these steps."""
+        """Append the events of an attempt with these steps."""
         journal = self.runs[number].journal
         journal.attempt += 1
         journal.append("attempt_started", pid=1, code_version="1")
@@ -83,7 +83,7 @@ class Study:
             )  # fmt: skip
 
     def end(self, number: int, state: Any, sealed: bool = True) -> None:
-        """The worker writes the end."""
+        """Write the end of a trial, as a worker does."""
         run = self.runs[number]
         if state == "complete" or (state == "failed" and sealed):
             run.journal.append("finished", step=100, reason="completed", adapter_digest="a")
@@ -103,7 +103,7 @@ def study(tracked_project: ProjectLayout) -> Study:
 
 
 def draw(journal: Path, image: Path) -> None:
-    """Replaces a plot."""
+    """Write a file that replaces a plot."""
     image.write_bytes(journal.name.encode())
 
 
@@ -112,7 +112,7 @@ def started(
     wrap: Callable[[RunCallback], RunCallback] = lambda one: one,
     prelude: Callable[[], None] = lambda: None,
 ) -> SweepTrackingSync:
-    """Start a sync, as a new process does."""
+    """Start a sync as a new process does."""
     tracking = MlflowTracker(study.layout, NAME)
 
     def callback(run_id: str, trial: Trial) -> RunCallback:
@@ -132,20 +132,20 @@ def stored(study: Study, number: int) -> Any:
 
 
 def shown(study: Study, number: int) -> tuple[str, str | None]:
-    """Status, and state as a trial; nothing where MLflow has no such run."""
+    """Return the run status and the trial state in MLflow, or ("", None) if MLflow has no such run."""
     found = MlflowTracker(study.layout, NAME).find(study.trials[number].run_id or "")
     return ("", None) if found is None else (found.info.status, found.data.tags.get("ratchet.trial_state"))
 
 
 def steps(study: Study, number: int) -> list[int]:
-    """Steps of the loss in MLflow's table, read without MLflow."""
+    """Read the steps of the loss from MLflow's table without MLflow."""
     with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
         wanted = "select step from metrics where key = 'train/loss' and run_uuid = ? order by step"
         return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]
 
 
 def found(layout: ProjectLayout) -> Study:
-    """The study as another process finds it."""
+    """Return a complete study in the form in which another process finds it."""
     study = Study(layout)
     for number in range(3):
         study.begin()

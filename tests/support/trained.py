@@ -1,4 +1,4 @@
-"""Adapters with an effect on tiny models of the real classes, and peft's own merges of them."""
+"""Adapters that change the output of tiny models of the real classes, and peft's own merges of these adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def settings(**changes: Any) -> Train:
 
 
 def write_base(directory: Path, family: str, **changes: Any) -> Path:
-    """A tiny model with weights large enough for an adapter to be seen, biases too."""
+    """Write a tiny model. Its weights and biases are large enough for an adapter to change the output."""
     model = families.make(family, **changes)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def write_base(directory: Path, family: str, **changes: Any) -> Path:
 
 
 def write_adapter(directory: Path, base: Path, chosen: Train, seed: int = 3, strength: float = 0.2) -> Path:
-    """An adapter as if it had learned something; strength 0 has learned nothing."""
+    """Write an adapter with random parameters. Strength 0 gives an untrained adapter."""
     model = adapters.attach(loading.load(base, None, chosen, CPU), chosen, "base", steps=10)
     disturb(model, seed, strength)
     directory.mkdir()
@@ -53,7 +53,8 @@ def disturb(model: Model, seed: int = 3, strength: float = 0.2) -> None:
 
 
 def merged_by_peft(base: Path, adapter_directory: Path, chosen: Train, dtype: torch.dtype = torch.float32) -> Model:
-    """Into weights that were dequantised before an adapter was attached: peft adds in float32 and is right there."""
+    """Merge an adapter with peft. The weights are dequantized before the adapter is attached, because peft then adds in
+    float32, which is exact."""
     plain = loading.load(base, None, chosen.model_copy(update={"quantization": "none"}), CPU).float()
     four = loading.load(base, None, chosen, CPU) if chosen.quantization != "none" else None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Run directories of any length, created without training, for tests of reports about runs."""
+"""Creates run directories of any length without training, for tests of reports about runs."""
 
 import math
 import random
@@ -12,9 +12,9 @@ from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.evaluation import ValidationMetric, ValidationScores, validation_scores_path
-from ratchet.storage.records.training import MemoryForecast, PhaseMemory
+from ratchet.storage.records.training import MemoryForecast, PhaseMemory, TrainReport
 
 BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
 BEGUN = 1_760_000_000.0
@@ -25,48 +25,48 @@ HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b
 
 @dataclass(frozen=True)
 class Training:
-    """One training, as it is to be found."""
+    """Description of a training whose run directory is created."""
 
     steps: int = 60
     done: int | None = None
-    """Steps that were done; None: all."""
+    """Number of completed steps; None: all."""
     seed: int = 0
     rank: int = 8
     floor: float = 1.0
-    """Loss that it comes to."""
+    """Loss to which the training converges."""
     data: str = DATA
     restarts: Sequence[tuple[int, int]] = ()
-    """Step at which an attempt died, and step from which the next one went on."""
+    """For each restart: the step at which an attempt died, and the step from which the next attempt resumed."""
     spike: tuple[int, float] | None = None
-    """Step and loss."""
+    """Step and loss of a loss spike."""
     word: str = "killed by signal 9"
-    """What is said of a death."""
+    """Reason that is recorded for each death."""
 
     @property
     def spec(self) -> RunSpec:
-        """What decides what it learns."""
+        """Return the spec of the run."""
         train = Train(rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_size=16)
         return RunSpec(train=train, data_digest=self.data, base_digest=BASE)
 
     @property
     def last(self) -> int:
-        """Step that it has reached."""
+        """Return the last completed step."""
         return self.steps if self.done is None else self.done
 
     def loss(self, step: int) -> float:
-        """Of training, at a step."""
+        """Return the training loss at a step."""
         if self.spike is not None and step == self.spike[0]:
             return self.spike[1]
         noise = random.Random(1000 * self.seed + step).uniform(-0.1, 0.1)
         return self.floor + 2.0 * math.exp(-step / 15) + noise
 
     def validation_loss(self, step: int) -> float:
-        """The same on validation rows."""
+        """Return the validation loss at a step."""
         return self.floor + 0.1 + 2.0 * math.exp(-step / 15) + 0.01 * (self.seed % 5)
 
 
 def events(one: Training) -> Iterator[JournalEvent]:
-    """The journal of a training."""
+    """Yield the journal events of a training."""
     places = [(0, 0), *one.restarts]
     for attempt, (_, start) in enumerate(places, start=1):
         end = places[attempt][0] if attempt < len(places) else one.last
@@ -102,7 +102,7 @@ def events(one: Training) -> Iterator[JournalEvent]:
 
 
 def lay(layout: ProjectLayout, one: Training) -> str:
-    """Lay a training into a project; returns its run id."""
+    """Write the run directory of a training to a project. Return the run id."""
     spec = one.spec
     paths = RunPaths(layout.runs / spec.run_id)
     files.make_directory(paths.root)
@@ -125,7 +125,7 @@ def lay(layout: ProjectLayout, one: Training) -> str:
 
 
 def card() -> BaseCard:
-    """Of the base."""
+    """Return the card of the base."""
     return BaseCard(
         source="acme/model", revision="0123abcd", digest=BASE, files={"model.safetensors": "a" * 64},
         architecture="LlamaForCausalLM", parameters=49_000, licence="apache-2.0",
@@ -133,7 +133,7 @@ def card() -> BaseCard:
 
 
 def report(one: Training) -> TrainReport:
-    """What a finished training says of itself."""
+    """Return the report of a finished training."""
     losses = {step: one.validation_loss(step) for step in range(10, one.last + 1, 10)}
     best = min(losses, key=lambda step: losses[step], default=0)
     return TrainReport(
@@ -145,12 +145,13 @@ def report(one: Training) -> TrainReport:
 
 
 def adapter(one: Training) -> str:
-    """Digest of what it has learned."""
+    """Return the digest of the adapter."""
     return (one.spec.run_id * 6)[:64]
 
 
 def score(layout: ProjectLayout, one: Training, right: float, rows: int = 200, **changes: Any) -> None:
-    """Scores of its adapter on validation rows, as those of finalists are kept: this share of the rows is right."""
+    """Write scores of the adapter on validation rows in the form of scores of finalists. `right` is the share of right
+    rows."""
     ids = tuple(f"v{row:04d}" for row in range(rows))
     draw = random.Random(one.seed)
     values: dict[ValidationMetric, tuple[float, ...]] = {
@@ -168,5 +169,5 @@ def score(layout: ProjectLayout, one: Training, right: float, rows: int = 200, *
 
 
 def seeds(one: Training, count: int) -> list[Training]:
-    """The same training with other seeds."""
+    """Return the same training with other seeds."""
     return [replace(one, seed=one.seed + number) for number in range(count)]

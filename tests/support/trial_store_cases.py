@@ -1,4 +1,4 @@
-"""The trial store on both storages: it has every trial, whichever process is killed and when."""
+"""The trial store on both storages keeps each trial, no matter which process is killed and when."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ WIDE = {
     "train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True),
 }
 LONG = 3600.0
-"""A lease in seconds that no test sees the end of."""
+"""A lease timeout in seconds that does not expire during a test."""
 
 
 def settings(space: dict[str, SweepParameter] = WIDE, **sweep: Any) -> Settings:
@@ -59,7 +59,7 @@ def begin(
 
 
 def ended(state: str = "complete", **changes: Any) -> Trial:
-    """Outcome of a trial."""
+    """Return the outcome of a trial."""
     if state == "complete":
         changes = {"objectives": (1.5,), **changes}
     told = {"number": 0, "values": values(), "run_id": "run-1", "state": state, "started": 1.0, "ended": 2.5, **changes}
@@ -67,7 +67,7 @@ def ended(state: str = "complete", **changes: Any) -> Trial:
 
 
 class Dying:
-    """Lets a process die (as far as a test can) before its nth write to the storage."""
+    """Simulates the death of a process: raises KeyboardInterrupt before the nth write to the storage."""
 
     def __init__(self, backend: Any, write: int) -> None:
         self.writes = 0
@@ -92,8 +92,8 @@ NARROW = WIDE | {"train.rank": SweepParameter(low=4, high=16, log=True)}
 
 
 def populate(store: TrialStore, here: SweepWorker) -> None:
-    """One of each: 0 complete, 1 pruned and 2 going on with it, 3 infeasible, 4 failed, 5 complete, 6 running,
-    7 complete with rank 32, 8 that failed going on with 1, 9 going on with 8."""
+    """Add one trial of each kind. 0: complete; 1: pruned; 2: continues 1; 3: infeasible; 4: failed; 5: complete; 6:
+    running; 7: complete with rank 32; 8: continues 1 and failed; 9: continues 8."""
     free = SearchSpace.from_settings(settings())
     told = [
         ended(curve={70: 2.0}), ended("pruned", values=values(4)), ended(values=values(4), continues=1),

@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def run_of(layout: ProjectLayout, changes: dict[str, Any]) -> str:
-    """A finished run whose adapter is of random numbers; returns its id."""
+    """Create a finished run with an adapter of random numbers. Return its id."""
     settings: Settings = params_file.apply_changes(SETTINGS, changes)
     report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
     spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
@@ -41,7 +41,7 @@ def run_of(layout: ProjectLayout, changes: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A prepared project with three finished runs."""
+    """Create a prepared project with three finished runs."""
     torch.set_num_threads(1)
     layout = tiny_project.prepared(tmp_path_factory.mktemp("held out") / "project")
     return layout.root, {name: run_of(layout, changes) for name, changes in FORMS.items()}

@@ -1,4 +1,4 @@
-"""`ratchet train` with a real webhook server and a real Prometheus port."""
+"""Tests `ratchet train` with a real webhook server and a real Prometheus port."""
 
 import socket
 from pathlib import Path

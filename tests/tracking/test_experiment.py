@@ -1,4 +1,4 @@
-"""Several processes that use one experiment at the same time: points are stored once, one run is created."""
+"""Tests several processes that use one experiment at the same time: points are stored once, one run is created."""
 
 import random
 import sqlite3
@@ -16,7 +16,7 @@ KEYS = [f"key-{number}" for number in range(8)]
 
 
 def log_overlapping_batches(layout: ProjectLayout, mlflow_id: str, seed: int, together: Any) -> None:
-    """Log, at the same moment as the others, points of which some are the others' as well."""
+    """Log points at the same time as other processes; some points are also logged by others."""
     from mlflow.entities import Metric
 
     chosen = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Webhook events of the gate and of promotions, sent to a real server by the command line."""
+"""Tests webhook events of the gate and of promotions, sent to a real server by the command line."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_every_change_of_the_champion_is_posted_once(
         for model in "ab":
             write_outputs(layout, model)
             assert main(["--project", str(layout.root), "promote"]) == 0
-        assert main(["--project", str(layout.root), "promote"]) == 0  # it is champion already
+        assert main(["--project", str(layout.root), "promote"]) == 0  # the model is already champion
         project = Project.from_parts(layout, settings)
         rollback(project, 1, PromoteOptions(reason="worse on Mondays"), promotion_project.accept_model)
     told = bodies(receiver)

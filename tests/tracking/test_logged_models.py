@@ -1,4 +1,4 @@
-"""Checkpoints as logged models: once each, linked to run, data and metrics, after any interruption."""
+"""Tests checkpoints as logged models: once each, linked to run, data and metrics, after any interruption."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 
 def told(layout: ProjectLayout) -> list[Any]:
-    """What there is, without times."""
+    """Return the logged models without their times."""
     return [(one.model_id, one.name, one.tags, one.params, str(one.status), len(one.metrics)) for one in logged(layout)]
 
 
@@ -46,7 +46,7 @@ def test_repeating_it_adds_nothing(tracked_project: ProjectLayout) -> None:
     callback(tracked_project, run).catch_up()
     before = told(tracked_project)
     callback(tracked_project, run).catch_up()
-    with run.paths.journal.open("ab") as stream:  # something more was said: all of it is looked at again
+    with run.paths.journal.open("ab") as stream:  # a new event makes the callback check all checkpoints again
         stream.write(journal(run)[-1].line())
     callback(tracked_project, run).catch_up()
     assert told(tracked_project) == before

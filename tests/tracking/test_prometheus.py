@@ -1,4 +1,4 @@
-"""Prometheus metrics: folded from a journal, over real HTTP and in a real file."""
+"""Tests Prometheus metrics: computed from a journal, over real HTTP and in a real file."""
 
 import socket
 import threading
@@ -99,7 +99,7 @@ def fetched(port: int, accept: str = "*/*") -> str:
 
 
 def figures(text: str) -> dict[str, float]:
-    """Value by name, with the label beside `run`, if there is one, in brackets; read by prometheus_client's parser."""
+    """Return values by name; labels other than `run` follow in braces. Parsed by prometheus_client."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -124,7 +124,7 @@ def exposition(machine: Machine) -> Iterator[PrometheusExporter]:
 def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition: PrometheusExporter) -> None:
     exposition.create_callback("abc", "shop").on_events(JOURNAL)
     port = machine.metrics_port or 0
-    with socket.create_connection(("127.0.0.1", port)) as silent:  # a client that reads nothing blocks no other
+    with socket.create_connection(("127.0.0.1", port)) as silent:  # a client that reads nothing does not block others
         silent.sendall(b"GET /metrics HTTP/1.1\r\n")
         found = figures(fetched(port))
     assert {name: found.get(name) for name in EXPECTED} == pytest.approx(EXPECTED)
@@ -142,7 +142,7 @@ def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition:
 def test_nothing_is_told_before_the_journal_is_read_and_then_all_of_it_at_once(
     machine: Machine, exposition: PrometheusExporter
 ) -> None:
-    """Else counters of a run that goes on would be seen to go back."""
+    """Otherwise a client would see the counters of a resumed run decrease."""
     callback = exposition.create_callback("abc", "shop")
     assert figures(fetched(machine.metrics_port or 0)) == {}
     seen: set[float] = set()
@@ -163,7 +163,7 @@ def test_nothing_is_told_before_the_journal_is_read_and_then_all_of_it_at_once(
 
 
 def test_labels_and_names_do_not_depend_on_how_far_the_run_is() -> None:
-    """Bounded cardinality: no label takes a value from a step, a row or a text."""
+    """Cardinality is bounded: no label takes a value from a step, a row or a text."""
     series = PrometheusSeries(Machine(replica="/nowhere"))
     for one in JOURNAL:
         for sample in series.samples():
@@ -233,7 +233,8 @@ def test_address_that_cannot_be_used_is_reported() -> None:
 
 def test_the_port_is_on_loopback_unless_told_otherwise(machine: Machine, exposition: PrometheusExporter) -> None:
     assert machine.metrics_host == "127.0.0.1"
-    with socket.socket() as same_port_elsewhere:  # free: nobody listens on all addresses
+    # The bind succeeds because the exporter does not listen on all addresses.
+    with socket.socket() as same_port_elsewhere:
         same_port_elsewhere.bind(("127.0.0.2", machine.metrics_port or 0))
 
 

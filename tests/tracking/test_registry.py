@@ -1,4 +1,4 @@
-"""The registry has each model once and one champion."""
+"""Tests the registry: it has each model once and one champion."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_alias_moves_only_between_known_versions_and_from_where_it_was_seen(trac
     assert registry.champion() is None
     registry.set_champion(2, expected=None)
     assert registry.champion() == 2
-    registry.set_champion(2, expected=None)  # it is there already
+    registry.set_champion(2, expected=None)  # the version is already champion
     registry.set_champion(1, expected=2)
     for expected, said in ((None, "from no version to version 1"), (3, "from version 3 to version 1")):
         with pytest.raises(ChampionError, match=said):
@@ -66,7 +66,7 @@ def test_broken_database_is_reported_without_retries(
 ) -> None:
     project.mlruns.mkdir()
     if content is None:
-        project.mlflow_database.mkdir()  # something that cannot be opened as a file, even by root
+        project.mlflow_database.mkdir()  # a directory cannot be opened as a file, even by root
     else:
         project.mlflow_database.write_bytes(content)
     slept_s: list[float] = []

@@ -1,4 +1,4 @@
-"""A sweep in MLflow: one parent, one child per training, correct statuses after any interruption."""
+"""Tests a sweep in MLflow: one parent, one child per training, correct statuses after any interruption."""
 
 import json
 import sqlite3
@@ -31,7 +31,7 @@ RUNS = [f"{number:012x}" for number in range(1, 50)]
 
 
 def trial(number: int, state: Any, run: str | None = "", **more: Any) -> Trial:
-    """A trial with a run of its own, unless told otherwise."""
+    """Build a trial; by default it has its own run."""
     ended = None if state == "running" else 200.0 + number
     run_id = RUNS[number] if run == "" else run
     values = {"train.rank": 4 + number, "train.learning_rate": 0.001, "train.target_modules": ("q", "v")}
@@ -68,12 +68,12 @@ ALL_STATES = report(
 
 
 def sweeps(layout: ProjectLayout, figures: Mapping[str, float] | None = None) -> MlflowSweepTracker:
-    """One as a new process has it: nothing remembered."""
+    """Return a tracker as a new process has it, without remembered state."""
     return MlflowSweepTracker(MlflowTracker(layout, NAME), lambda _: figures or {})
 
 
 def stored(layout: ProjectLayout) -> list[Any]:
-    """Every run of the experiment."""
+    """Return every run of the experiment."""
     with MlflowTracker(layout, NAME).connected() as client:
         experiment = client.get_experiment_by_name(NAME).experiment_id
         return list(client.search_runs([experiment], order_by=["attributes.start_time ASC"]))
@@ -87,7 +87,7 @@ def parent(layout: ProjectLayout, study: str = "sweep") -> Any:
 
 
 def children(layout: ProjectLayout, study: str = "sweep") -> dict[str, Any]:
-    """By name, of this parent."""
+    """Return the child runs of this study by name."""
     above = parent(layout, study).info.run_id
     found = [run for run in stored(layout) if run.data.tags.get("mlflow.parentRunId") == above]
     assert len({run.info.run_name for run in found}) == len(found)
@@ -95,7 +95,7 @@ def children(layout: ProjectLayout, study: str = "sweep") -> dict[str, Any]:
 
 
 def rows(layout: ProjectLayout, table: str) -> list[tuple[Any, ...]]:
-    """A table as it lies in the file, read without MLflow."""
+    """Return all rows of a table in the database file, read without MLflow."""
     with closing(sqlite3.connect(layout.mlflow_database)) as connection:
         return sorted(connection.execute(f"select * from {table}"), key=repr)  # noqa: S608 (our names)
 
@@ -161,7 +161,7 @@ def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project
         other_process.completed_trials("sweep")
         other_process.update(ALL_STATES)
     with first.tracking.connected() as client:
-        client._tracking_client = None  # any request of this client fails
+        client._tracking_client = None  # every request of this client fails from here
     first.update(ALL_STATES)
     assert everything(tracked_project) == before
     with pytest.raises(AttributeError):
@@ -280,7 +280,7 @@ def test_only_the_reconciling_of_sweeps_ends_parents_of_killed_sweeps(tracked_pr
 
 
 class Dying:
-    """MLflow's client until it has been asked so often; then nothing reaches MLflow any more."""
+    """An MLflow client that fails after `calls` requests, as if MLflow were down."""
 
     def __init__(self, client: Any, calls: int) -> None:
         self._client, self._calls = client, calls

@@ -1,4 +1,4 @@
-"""MLflow shows what the journal contains, once, after any interruption."""
+"""Tests that MLflow shows the contents of the journal, once, after any interruption."""
 
 import json
 import os
@@ -33,11 +33,11 @@ def assert_complete(layout: ProjectLayout, run: RunDirectory, last: int) -> None
 
 def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
-    attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch takes
+    attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch accepts
     watcher = callback(tracked_project, run)
     seen = journal(run)
     watcher.on_events(seen)
-    watcher.on_events(seen)  # the supervisor gives the same events again after a failure
+    watcher.on_events(seen)  # the supervisor repeats events after a failure
     steps = [e for e in seen if e.kind == "step"]
     assert points(tracked_project, run, "train/loss") == [
         (e.data["step"], e.data["loss"], round(e.t * 1000)) for e in steps
@@ -45,7 +45,7 @@ def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(track
     assert points(tracked_project, run, "train/tokens_per_second")[0][1] == pytest.approx(100)
     attempt(run, 2, 501, 700)  # the worker died and resumed from its checkpoint
     watcher.on_events(journal(run)[len(seen) :])
-    attempt(run, 3, 651, 720)  # the machine died: a new supervisor begins at the start of the journal
+    attempt(run, 3, 651, 720)  # the machine died: a new supervisor reads the journal from the start
     callback(tracked_project, run).on_events(journal(run))
     assert_complete(tracked_project, run, 720)
     tags = stored(tracked_project, run).data.tags
@@ -77,7 +77,8 @@ def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tra
     watcher.on_events([event for event in journal(run) if event.data.get("step", 0) <= 10])
     other.on_events([event for event in journal(run) if event.data.get("step", 0) > 20])
     watcher.forget()
-    watcher.on_events([event._replace(t=event.t + 1) for event in journal(run)])  # done at other times on this machine
+    # This machine did the same steps at other times.
+    watcher.on_events([event._replace(t=event.t + 1) for event in journal(run)])
     assert_complete(tracked_project, run, 30)
 
 
@@ -90,7 +91,7 @@ def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
     callback(tracked_project, run).on_events(journal(run))
     callback(tracked_project, run).on_end("KILLED")
     run.paths.journal.write_bytes(b"")
-    attempt(run, 1, 3, 4, pid=os.getpid())  # its own first one
+    attempt(run, 1, 3, 4, pid=os.getpid())  # the first attempt of the second machine
     monkeypatch.setattr("socket.gethostname", lambda: "second")
     callback(tracked_project, run).on_events(journal(run))
     found = stored(tracked_project, run)
@@ -189,7 +190,7 @@ def test_catch_up_sends_a_whole_run_once(tracked_project: ProjectLayout, monkeyp
 
 def test_checkout_and_data_of_another_time_are_not_recorded(tracked_project: ProjectLayout) -> None:
     run = opened(tracked_project)
-    attempt(run, 1, 1, 3, pid=1)  # of another process, on another day
+    attempt(run, 1, 1, 3, pid=1)  # the attempt of another process, at another time
     (tracked_project.root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
     CARD.model_copy(update={"digest": "f" * 64}).save(tracked_project.dataset_card)
     callback(tracked_project, run).on_events(journal(run))
@@ -303,7 +304,7 @@ def test_reconcile_ends_what_nobody_trains(tracked_project: ProjectLayout) -> No
         if name == "done":
             seal_result(run.paths)
         callback(tracked_project, run).on_events(journal(run))
-    for name, run in runs.items():  # only now: a new callback ends runs that are not in training too
+    for name, run in runs.items():  # after the loop, because each new callback also ends runs that are not in training
         if name != "alive":
             run.close()
     runs["gone"].paths.root.rename(tracked_project.root / "elsewhere")
@@ -342,7 +343,10 @@ def catch_up(root: Path, run: Path) -> None:
 
 
 def test_processes_that_meet_an_empty_directory(project: ProjectLayout, processes: Any) -> None:
-    """One is killed while it makes the database; four others meet what it left, and an empty file."""
+    """The test kills one process while it creates the database.
+
+    Four other processes find the remains and an empty file.
+    """
     run = opened(project)
     attempt(run, 1, 1, 200)
     run.close()
@@ -355,7 +359,7 @@ def test_processes_that_meet_an_empty_directory(project: ProjectLayout, processe
     victim.kill()
     victim.join()
     assert not project.mlflow_database.exists()
-    project.mlflow_database.touch()  # sqlite3 that looked for it leaves this behind
+    project.mlflow_database.touch()  # an earlier sqlite3 connection leaves such a file
     others = [processes.Process(target=catch_up, args=arguments) for _ in range(4)]
     for other in others:
         other.start()

@@ -1,4 +1,4 @@
-"""An MLflow database of another schema version is refused with the command that migrates it."""
+"""Tests that an MLflow database of another schema version is refused with the command that migrates it."""
 
 import shutil
 import sqlite3
@@ -24,7 +24,7 @@ from tracking_schema_cases import (
 
 @pytest.fixture(scope="session")
 def older_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As an older MLflow has left it, made by its own migrations up to there."""
+    """Create a database of an older MLflow with MLflow's own migrations up to that version."""
     import sqlalchemy
     from alembic import command
     from mlflow.store.db.utils import _get_alembic_config

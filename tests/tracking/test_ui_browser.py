@@ -1,4 +1,4 @@
-"""MLflow's UI in a real browser: saved views, columns, and curves in a frame."""
+"""Tests MLflow's UI in a real browser: saved views, columns, and curves in a frame."""
 
 import time
 from pathlib import Path
@@ -25,7 +25,7 @@ def finished(layout: ProjectLayout) -> RunDirectory:
 
 
 def until(tab: Tab, *wanted: str) -> str:
-    """The page's text, when all of this stands in it."""
+    """Wait until the page contains all these texts; return its text."""
     deadline_s = time.monotonic() + WAIT_S
     while not all(text in (shown := str(tab.ask("document.body?.innerText"))) for text in wanted):
         assert time.monotonic() < deadline_s, shown
@@ -34,7 +34,7 @@ def until(tab: Tab, *wanted: str) -> str:
 
 
 def frame(chrome: Browser) -> Any:
-    """Asks the frame that MLflow shows an HTML artifact in."""
+    """Return a function that evaluates an expression in the frame in which MLflow shows an HTML artifact."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         for one in chrome.call("Target.getTargets")["targetInfos"]:

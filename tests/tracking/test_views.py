@@ -1,4 +1,4 @@
-"""Saved views and the description in MLflow's own format; edits of a person are kept."""
+"""Tests saved views and the description in MLflow's own format; edits of a person are kept."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ def tags(layout: ProjectLayout) -> dict[str, str]:
 
 
 def state(text: str) -> dict[str, Any]:
-    """As MLflow's page reads it."""
+    """Decode the state as MLflow's page does."""
     packed = json.loads(text)["state"].removeprefix("deflate;")
     found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
     return found

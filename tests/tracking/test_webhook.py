@@ -1,4 +1,4 @@
-"""Webhooks, with a real server on loopback that answers, fails, stalls, or is missing."""
+"""Tests webhooks, with a real server on loopback that answers, fails, stalls, or is missing."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_what_may_pass_is_tried_again_and_what_will_not_is_told(
 
 @pytest.mark.parametrize("answer", [STALLS, 500], ids=["stalls", "fails"])
 def test_delivery_gives_up_while_the_server_fails(answer: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(answer) as receiver:  # a server that stalls ends no earlier than this block
+    with served(answer) as receiver:  # leaving this block waits for a stalled server
         webhook(receiver, wait_s=1.5).send("finished", "run 1 has finished")
         assert 1 <= len(receiver.got) <= module.MAX_TRIES
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The analysis of an adapter, module by module, against full matrices that only the test computes."""
+"""Tests of the adapter analysis, module by module, against full weight matrices that only these tests compute."""
 
 import math
 from itertools import pairwise
@@ -42,7 +42,7 @@ def plain(family: str) -> Model:
 
 
 def adapted(family: str, settings: Train, new_tokens: tuple[int, ...] = ()) -> Model:
-    """A model whose adapter does something, as after training."""
+    """Create a model with a random adapter that changes its outputs, as after training."""
     model = adapters.attach(plain(family), settings, "base", new_tokens, 20)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -53,13 +53,13 @@ def adapted(family: str, settings: Train, new_tokens: tuple[int, ...] = ()) -> M
 
 
 def matrix(layer: nn.Module, inputs: int) -> torch.Tensor:
-    """The weights as a layer applies them, [outputs, inputs]."""
+    """Return the effective weights of a layer, shape [outputs, inputs]."""
     with torch.no_grad():
         return (layer(torch.eye(inputs)) - layer(torch.zeros(1, inputs))).T.double()
 
 
 def moved(model: Model, base: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Weights before, and what was added to them, of every adapted linear layer, found out by applying it."""
+    """Return the weights before and the weight change of every adapted linear layer, measured by applying the layer."""
     found = {}
     for name, layer in adapter_format.adapted_layers(model):
         before = matrix(base.get_submodule(name), layer.in_features)
@@ -103,7 +103,7 @@ def test_rows_of_added_tokens_have_a_gradient_of_their_own() -> None:
 
 
 def test_noted_norms_are_kept_beside_their_steps() -> None:
-    assert analysis.compute_module_norms(adapted("llama", PLAIN)) == {}  # there is no gradient
+    assert analysis.compute_module_norms(adapted("llama", PLAIN)) == {}  # no gradients exist
     first = TrainState(step=3)
     assert analysis.record_norms(first, 4, {}) is first
     state = analysis.record_norms(TrainState(), 1, {"a": 1.0, "b": 2.0})
@@ -183,7 +183,7 @@ def test_effective_rank_counts_directions(values: list[float], rank: float) -> N
     assert analysis.compute_effective_rank(values) == pytest.approx(rank)
 
 
-# ---------------------------------------------------------------------------------------------------- in a training
+# ------------------------------------------------------------------------------------------------------ during training
 
 
 def test_an_interrupted_run_has_the_same_analysis(tmp_path: Path) -> None:
@@ -213,13 +213,13 @@ def test_an_analysis_comes_back_from_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "analysis.json").read_bytes()
 
 
-# ------------------------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------------------------ recommendations
 
 KINDS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def module(update: float = 1.0, used: float = 0.7, gradients: tuple[float, ...] = (0.1,) * 30) -> ModuleAnalysis:
-    """Of rank 16, of which `used` is a share."""
+    """Return an analysis with rank 16 and an effective rank of `used` * 16."""
     return ModuleAnalysis(
         rank=16,
         parameters=1000,
@@ -232,7 +232,7 @@ def module(update: float = 1.0, used: float = 0.7, gradients: tuple[float, ...] 
 
 
 def model_of(**changes: Any) -> dict[str, ModuleAnalysis]:
-    """Twelve layers of three kinds, a little different from each other."""
+    """Return the analyses of twelve layers with three modules each. Their updates differ slightly."""
     places = [(layer, kind) for layer in range(12) for kind in KINDS]
     return {f"model.layers.{layer}.{kind}": module(update=1 + 0.05 * layer, **changes) for layer, kind in places}
 

@@ -1,4 +1,4 @@
-"""Every kind of adapter in the training loop: it learns, and an interruption does not change the result."""
+"""Tests of adapters in the training loop: exact resume with new tokens, refused checkpoints, and optimizer groups."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def test_a_checkpoint_of_another_kind_of_adapter_is_refused_with_its_place(tmp_p
 
 
 def groups(method: str, **changes: Any) -> dict[str, tuple[float, float, float]]:
-    """Rate, its ratio and weight decay of what learns, by the part of its name that says what it is."""
+    """Return learning rate, LoRA+ ratio and weight decay of the trainable parameters, by kind of parameter (lora_A,
+    lora_B, ...)."""
     train = Train.model_validate(settings(method).model_dump() | {"weight_decay": 0.1} | changes)
     plain = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     model = adapters.attach(plain, train, "base", [3])

@@ -1,4 +1,4 @@
-"""Rules for abnormal steps: which are accepted, repeated, skipped or rolled back, and when a run stops."""
+"""Tests of the rules for abnormal steps: accept, repeat, skip, roll back, or stop the run."""
 
 import math
 from dataclasses import replace
@@ -26,9 +26,9 @@ NAN, INF = float("nan"), float("inf")
 Action = Literal["report", "skip", "roll_back"]
 NonFinite = Literal["skip", "roll_back", "stop"]
 
-# Median 1.0, median absolute deviation 0.1: a scaled deviation of 0.14826.
+# The median is 1.0. The median absolute deviation is 0.1, which gives a scaled deviation of 0.14826.
 STEADY = TrainState(step=200, grad_norms=(0.9, 1.0, 1.1, 0.8, 1.2) * 10)
-# All alike: the deviation is the floor, 5 % of the median.
+# All norms are equal, so the deviation is its minimum, 5 % of the median.
 FLAT = TrainState(step=200, grad_norms=(2.0,) * 50)
 
 
@@ -45,9 +45,9 @@ def judge(
 
 @pytest.mark.parametrize("state", [TrainState(), STEADY, FLAT], ids=["new", "steady", "flat"])
 def test_ordinary_step_is_accepted(state: TrainState) -> None:
-    norm = state.grad_norms[-1] if state.grad_norms else 1e6  # nothing is known at the beginning
+    norm = state.grad_norms[-1] if state.grad_norms else 1e6  # without history, every norm is accepted
     assert judge(GuardSettings(), state, norm=norm) == StepAcceptance()
-    assert judge(GuardSettings(), state, norm=norm, repeated=True) == StepAcceptance()  # a NaN did not come again
+    assert judge(GuardSettings(), state, norm=norm, repeated=True) == StepAcceptance()  # the NaN did not occur again
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_what_is_not_finite_is_computed_once_more_and_then_left_out(
         (STEADY, 1 + 20 * 0.14826 + 1e-6, True),
         (FLAT, 2 + 20 * 0.05 * 2 - 1e-6, False),
         (FLAT, 2 + 20 * 0.05 * 2 + 1e-6, True),
-        (STEADY, 0.0, False),  # small is no spike
-        (TrainState(step=25, grad_norms=(1.0,) * 24), 1e9, False),  # fewer than half a window is known
+        (STEADY, 0.0, False),  # a small norm is not a spike
+        (TrainState(step=25, grad_norms=(1.0,) * 24), 1e9, False),  # less than half a window of history
         (TrainState(step=25, grad_norms=(1.0,) * 25), 1e9, True),
         (TrainState(step=99, grad_norms=(0.0,) * 50), 1.0, False),  # a window without gradients has no scale
     ],
@@ -116,9 +116,9 @@ def test_spikes_depend_on_the_deviations_and_the_window_of_the_settings() -> Non
         ((), 1, False),
         ((190, 195, 200), 3, True),
         ((190, 195, 200), 4, False),
-        ((151, 152, 153), 3, False),  # 151 is 50 steps before this one, 201
+        ((151, 152, 153), 3, False),  # the window of step 201 has 50 steps, and step 151 is outside
         ((152, 153, 154), 3, True),
-        ((1, 2, 3, 4, 5, 6, 7), 1, False),  # long ago
+        ((1, 2, 3, 4, 5, 6, 7), 1, False),  # far outside the window
     ],
 )
 def test_patience_ends_with_one_bad_step_too_many_in_the_window(
@@ -133,10 +133,10 @@ def test_patience_ends_with_one_bad_step_too_many_in_the_window(
         assert isinstance(judge(rules, state, loss, norm, repeated=True), TrainingHalt) == stops
     assert isinstance(
         judge(GuardSettings(max_bad_steps=patience), state, NAN), StepRepeat
-    )  # never before it was computed again
+    )  # a step is repeated once before training stops
     assert isinstance(
         judge(GuardSettings(max_bad_steps=patience), state, norm=1e3), GradientSpike
-    )  # what is learned from is not bad
+    )  # a step that is trained on is not a bad step
 
 
 def test_a_diagnosis_says_which_steps_what_was_found_and_what_to_change() -> None:
@@ -191,7 +191,8 @@ def test_a_bad_step_is_counted_and_lowers_the_rate() -> None:
 
 
 def test_going_back_leaves_out_the_steps_since_and_counts_each_once() -> None:
-    """Learned 1-10, left out 5; the snapshot of 10 holds nine steps. Back at 15, left out 18, back again at 20."""
+    """Steps 1-10 are computed and step 5 is skipped, so the snapshot of step 10 contains nine steps. Step 15 rolls
+    back to it, step 18 is skipped, and step 20 rolls back again."""
     rules = GuardSettings(on_non_finite="roll_back")
     start = TrainState()
     snapshot = TrainState(step=10, skipped_steps=1, bad_steps=(5,))
@@ -200,7 +201,7 @@ def test_going_back_leaves_out_the_steps_since_and_counts_each_once() -> None:
     left_out = anomaly_detection.record_bad_step(replace(first, step=17), rules)
     assert left_out.skipped_steps == 7
     again = anomaly_detection.record_bad_step(replace(left_out, step=19), rules, rollback_to=snapshot)
-    assert again.step - again.skipped_steps == 9  # what is in the weights
+    assert again.step - again.skipped_steps == 9  # number of steps in the weights
     to_start = anomaly_detection.record_bad_step(again, rules, rollback_to=start)
     assert to_start.skipped_steps == to_start.step == 21
 

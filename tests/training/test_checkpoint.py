@@ -1,4 +1,5 @@
-"""Checkpoints on a real disk: exact, linked if unchanged, and every kind of damage is detected."""
+"""Tests of checkpoints on a real disk: exact content, hard links for unchanged files, and detection of every kind of
+damage."""
 
 import errno
 import json
@@ -116,7 +117,7 @@ def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(
         lambda: beats.append((tmp_path / "a").stat().st_size),
     )  # fmt: skip
     assert beats == sorted(set(beats))
-    assert len(beats) == 4  # the header shares the first chunk
+    assert len(beats) == 4  # the header and the data share the first chunk
     assert all(b - a <= checkpoint.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
     assert chunks == ["write"] * 5 + ["fsync"]
 
@@ -129,7 +130,7 @@ def test_unknown_dtype_and_big_endian_machine_are_refused(tmp_path: Path, monkey
         checkpoint.compute_digest_and_size({"x": torch.zeros(1)})
 
 
-# ---------------------------------------------------------------------------------------------------- saving, reading
+# --------------------------------------------------------------------------------------------------- saving and reading
 
 
 def test_saved_checkpoint_is_read_back_and_gives_signs_of_life(paths: RunPaths) -> None:
@@ -158,7 +159,7 @@ def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: 
     found = checkpoint.read(path.parent).adapter_tensors
     assert found.keys() == extra.keys()
     assert all(torch.equal(found[name], extra[name]) for name in extra)
-    assert inodes(paths, "adapter.safetensors")[0] == inodes(paths, "adapter.safetensors")[2]  # linked: unchanged
+    assert inodes(paths, "adapter.safetensors")[0] == inodes(paths, "adapter.safetensors")[2]  # unchanged: hard-linked
     assert written[2].bytes_linked > path.stat().st_size
     flip(path, 8 * path.stat().st_size - 3)
     with pytest.raises(DamagedFileError, match=r"adapter\.safetensors: content differs"):
@@ -174,7 +175,7 @@ def test_the_bytes_of_a_checkpoint_do_not_depend_on_what_was_saved_before(tmp_pa
     for step in (2, 4, 6, 8):
         save(long, step)
     save(short, 8)
-    save(short, 8)  # over itself, too
+    save(short, 8)  # replaces the checkpoint of the same step
     assert contents(long.checkpoint(8)) == contents(short.checkpoint(8))
 
 
@@ -198,15 +199,15 @@ def test_what_has_not_changed_is_linked_and_lies_on_the_disk_twice(paths: RunPat
 
 
 def test_damaged_copy_of_a_linked_file_is_neither_taken_nor_linked(paths: RunPaths) -> None:
-    """Two copies of what does not change are on the disk, and rotation leaves two."""
+    """The disk has two copies of the unchanged files, and rotation keeps two."""
     for step in (2, 4, 6):
         save(paths, step)
-    flip(paths.checkpoint(6) / "constants.safetensors", 9)  # it is that of step 2, too
+    flip(paths.checkpoint(6) / "constants.safetensors", 9)  # a hard link to the file of step 2
     step, notices = newest(paths)
     assert (step, len(notices)) == (4, 1)
-    save(paths, 8)  # links to the newest but one, 4
+    save(paths, 8)  # hard-links to step 4, the newest but one
     assert newest(paths) == (8, [])
-    assert save(paths, 10).bytes_linked == (paths.checkpoint(6) / "identity.json").stat().st_size  # 6 is damaged
+    assert save(paths, 10).bytes_linked == (paths.checkpoint(6) / "identity.json").stat().st_size  # step 6 is damaged
     assert newest(paths) == (10, [])
     for step in range(11, 19):
         save(paths, step)
@@ -276,7 +277,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_damaged_file_is_found_and_the_older_checkpoint_is_taken(
     paths: RunPaths, draw: random.Random, name: str
 ) -> None:
-    """Whichever bit is flipped, and whatever else was done to the file."""
+    """The newest checkpoint is skipped after any of 100 random bit flips and any damage of DAMAGES."""
     save(paths, 2)
     save(paths, 4)
     path = paths.checkpoint(4) / name
@@ -308,7 +309,7 @@ def test_half_copied_checkpoint_is_passed_over(paths: RunPaths) -> None:
     save(paths, 2)
     save(paths, 4)
     shutil.copytree(paths.checkpoint(4), paths.checkpoint(6), ignore=shutil.ignore_patterns("optimizer*", "manifest*"))
-    shutil.copytree(paths.checkpoint(4), paths.checkpoint(8))  # whole, but of another step
+    shutil.copytree(paths.checkpoint(4), paths.checkpoint(8))  # intact, but of another step
     paths.checkpoint(10).mkdir()
     paths.checkpoint(12).write_text("a file")
     step, notices = newest(paths)
@@ -318,7 +319,7 @@ def test_half_copied_checkpoint_is_passed_over(paths: RunPaths) -> None:
 
 
 def resealed(path: Path, name: str, content: bytes) -> None:
-    """Change a file and its entry in the manifest: what a program that goes mad could seal."""
+    """Change a file and seal the directory again, as a faulty program could."""
     (path / name).write_bytes(content)
     (path / files.MANIFEST).unlink()
     files.seal_directory(path, CHECKPOINT)
@@ -380,7 +381,7 @@ def test_sealed_garbage_is_passed_over_with_a_message(paths: RunPaths, two: Path
 
 @pytest.fixture
 def two(paths: RunPaths) -> Path:
-    """Checkpoints of steps 2 and 4 are saved; the place of the newer one."""
+    """Save checkpoints of steps 2 and 4; return the path of the newer one."""
     save(paths, 2)
     save(paths, 4)
     return paths.checkpoint(4)
@@ -414,7 +415,7 @@ def test_newer_format_is_refused_if_it_is_undamaged_and_else_passed_over(paths: 
     refused = r"step-00000004: found format 4, written by a newer version of Ratchet; .* use"
     with pytest.raises(DamagedFileError, match=refused):
         newest(paths)
-    (two / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')  # a newer seal, too
+    (two / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')  # the manifest also has an unknown format
     with pytest.raises(DamagedFileError, match=refused):
         newest(paths)
 
@@ -448,10 +449,10 @@ def test_change_between_check_and_reading_is_found(paths: RunPaths) -> None:
         flip(path / name, last)
     taken = checkpoint.read(path)
     flip(path / "trainable.safetensors", 3)
-    assert snapshots.equal(taken, snapshots.snapshot(2))  # the file is read, not mapped
+    assert snapshots.equal(taken, snapshots.snapshot(2))  # the tensors are in memory, not mapped to the file
 
 
-# ------------------------------------------------------------------------------------------------ rotating, set aside
+# ------------------------------------------------------------------------------------------------------------- rotation
 
 
 def test_rotation_goes_by_step_and_spares_what_is_protected_or_referred_to(paths: RunPaths) -> None:
@@ -459,10 +460,10 @@ def test_rotation_goes_by_step_and_spares_what_is_protected_or_referred_to(paths
         save(paths, step)
     save(paths, 6, best=2)
     save(paths, 7, best=5, good=4)
-    for step in paths.checkpoint_steps():  # the newest by time is the oldest by step
+    for step in paths.checkpoint_steps():  # file times in the reverse order of the steps
         os.utime(paths.checkpoint(step), ns=(10**18 - step, 10**18 - step))
     checkpoint.rotate(paths, 2, {3})
-    assert paths.checkpoint_steps() == [2, 3, 4, 5, 6, 7]  # 2 is the best of 6, which we may have to fall back to
+    assert paths.checkpoint_steps() == [2, 3, 4, 5, 6, 7]  # 2 is the best of 6, and a later start may fall back to 6
     save(paths, 8, best=5, good=4)
     checkpoint.rotate(paths, 2, ())
     assert paths.checkpoint_steps() == [4, 5, 7, 8]
@@ -477,7 +478,7 @@ def test_newest_that_looks_sealed_is_never_removed(paths: RunPaths, keep: int) -
     checkpoint.rotate(paths, keep, ())
     assert paths.checkpoint_steps() == [2, 3]
     assert newest(paths)[0] == 2
-    (paths.checkpoint(2) / files.MANIFEST).unlink()  # none looks sealed
+    (paths.checkpoint(2) / files.MANIFEST).unlink()  # no checkpoint looks sealed
     checkpoint.rotate(paths, keep, ())
     assert paths.checkpoint_steps() == [2, 3]
 
@@ -509,7 +510,7 @@ def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside(paths: RunP
     assert contents(paths.checkpoints / "damaged-step-00000006") != was
 
 
-# --------------------------------------------------------------------------------------- into a model and an optimizer
+# ----------------------------------------------------------------------------------- restoring a model and an optimizer
 
 
 def learner(kind: str) -> tuple[torch.nn.Module, Any]:
@@ -545,13 +546,13 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
     other, others = learner(kind)
     saved = checkpoint.read(paths.checkpoint(3))
     assert snapshots.equal(saved, taken)
-    for _ in range(2):  # twice: a snapshot is gone back to as often as is needed
+    for _ in range(2):  # twice, because a snapshot may be restored repeatedly
         checkpoint.restore(saved, other, others)
         assert snapshots.equal(saved, taken)
         learn(other, others, 3, 6)
         assert snapshots.equal(checkpoint.take_snapshot(TrainState(step=6), other, others), expected)
         assert snapshots.equal(saved, taken)
-    checkpoint.write(paths, saved, identity(), lambda: None)  # and is still one that can be saved
+    checkpoint.write(paths, saved, identity(), lambda: None)  # the snapshot can still be saved
     assert snapshots.equal(checkpoint.read(paths.checkpoint(3)), taken)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint interval: Young and Daly's formula, bounds, and the settings in steps and in time."""
+"""Tests of the checkpoint interval: the formula of Young and Daly, its bounds, and settings in steps and in time."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_the_best_interval_is_that_of_young_and_near_dalys(
 @LAWS
 @given(st.floats(0.001, 100), st.floats(5, 10_000))
 def test_the_best_interval_is_within_four_percent_of_dalys_full_estimate(cost: float, ratio: float) -> None:
-    """Daly's equation for C < 2 M; C is at most a fiftieth of M."""
+    """The result is within 4 % of Daly's equation for C < 2 M, for C of at most a fiftieth of M."""
     mean = cost * max(50, ratio)
     part = cost / (2 * mean)
     full = math.sqrt(2 * cost * mean) * (1 + math.sqrt(part) / 3 + part / 9) - cost
@@ -58,7 +58,7 @@ def test_interval_is_zero_for_no_cost_or_a_cost_above_the_time_between_failures(
 
 def test_failures_are_estimated_from_the_run_itself() -> None:
     assert mean_failure_interval_s(0, 0) == PRIOR_S == 6 * 3600
-    assert mean_failure_interval_s(3, 6 * 3600) == 3 * 3600  # 12 hours for 4 failures, the believed one among them
+    assert mean_failure_interval_s(3, 6 * 3600) == 3 * 3600  # 12 hours / 4 failures; the prior is 6 hours and 1 failure
     assert mean_failure_interval_s(0, 18 * 3600) == 24 * 3600
 
 
@@ -66,12 +66,12 @@ def test_failures_are_estimated_from_the_run_itself() -> None:
     ("blocked_s", "save_s", "died", "observed_s", "expected_s"),
     [
         (0.05, 2.0, 0, 0, math.sqrt(2 * 0.25 * 21600) - 0.25),  # 104 s
-        (0.05, 2.0, 3, 21600, math.sqrt(2 * 0.25 * 10800) - 0.25),  # 73 s: failures are seen
+        (0.05, 2.0, 3, 21600, math.sqrt(2 * 0.25 * 10800) - 0.25),  # 73 s: the failures shorten the interval
         (1.0, 10.0, 0, 0, math.sqrt(2 * 2 * 21600) - 2),  # 292 s
-        (1.0, 10.0, 200, 0, 200.0),  # one percent of the time, however often it fails
+        (1.0, 10.0, 200, 0, 200.0),  # the limit of 1 % of the time, for any number of failures
         (0.0, 0.0, 0, 0, 0.0),
-        (0.0, 1000.0, 0, 0, 10_000.0),  # one percent, though it is more than half an hour
-        (10.0, 1.0, 0, 1e7, MAX_INTERVAL_S),  # Young says four hours
+        (0.0, 1000.0, 0, 0, 10_000.0),  # the limit of 1 % exceeds half an hour
+        (10.0, 1.0, 0, 1e7, MAX_INTERVAL_S),  # Young's formula gives four hours
     ],
 )
 def test_the_interval_of_auto(blocked_s: float, save_s: float, died: int, observed_s: float, expected_s: float) -> None:
@@ -103,18 +103,18 @@ def test_dearer_checkpoints_and_rarer_failures_make_longer_intervals(
 def test_in_steps_it_stays_due_until_something_is_saved() -> None:
     interval = CheckpointInterval(5, 0, 0.0)
     assert [step for step in range(1, 8) if interval.is_due(step, 0.0)] == [5, 6, 7]
-    interval.record(7, 0.0, 0.1, 0.0)  # for another reason, or late
+    interval.record(7, 0.0, 0.1, 0.0)  # saved late, or for another reason
     assert [step for step in range(7, 12) if interval.is_due(step, 0.0)] == [10, 11]
 
 
 @pytest.mark.parametrize(("setting", "seconds"), [("30 s", 30), ("10 min", 600), ("1.5 h", 5400), ("0.5 s", 0.5)])
 def test_in_time_it_is_due_when_that_has_passed(setting: str, seconds: float) -> None:
-    Machine(checkpoint_every=setting)  # what params.yaml takes
+    Machine(checkpoint_every=setting)  # params.yaml accepts the setting
     interval = CheckpointInterval(setting, 4, 1000.0)
     assert interval.seconds(0) == seconds
     assert not interval.is_due(5, 1000.0 + 0.99 * seconds)
     assert interval.is_due(5, 1000.0 + seconds)
-    interval.record(5, 1000.0 + seconds, 50.0, 500.0)  # what it costs changes nothing
+    interval.record(5, 1000.0 + seconds, 50.0, 500.0)  # the cost of a save does not change a fixed interval
     assert not interval.is_due(6, 1000.0 + 1.99 * seconds)
     assert interval.is_due(6, 1000.0 + 2 * seconds)
 
@@ -132,7 +132,7 @@ def test_auto_saves_first_after_half_a_minute_and_then_by_what_it_cost() -> None
     interval = CheckpointInterval("auto", 0, 100.0)
     assert not interval.is_due(9, 129.0)
     assert interval.is_due(10, 130.0)
-    interval.record(10, 130.0, 0.05, 0.0)  # that save is still under way
+    interval.record(10, 130.0, 0.05, 0.0)  # that save is still in progress
     assert interval.seconds(140.0) == FIRST_INTERVAL_S
     assert interval.is_due(20, 160.0)
     interval.record(20, 160.0, 0.05, 2.0)
@@ -163,7 +163,7 @@ def test_what_is_no_interval_is_refused(setting: str | int) -> None:
 def test_in_steps_it_is_due_at_every_multiple_whatever_else_is_saved(
     every: int, begin: int, between: list[int]
 ) -> None:
-    """A new best is saved when it comes; this moves no other checkpoint."""
+    """Other saves, such as that of a new best checkpoint, do not move the checkpoints that are due."""
     interval, due = CheckpointInterval(every, begin, 1e6), []
     for step in range(begin, 201):
         if interval.is_due(step, 0.0):

@@ -1,4 +1,4 @@
-"""Projects with a teacher in memory: identity of runs, kills, ranks, and messages."""
+"""Tests of projects with a teacher in memory: identity of runs, refused teachers and messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Recovery of the trainer from NaN, exhausted memory and failed disks, in this process, with injected faults."""
+"""Tests of the trainer in this process: it recovers from injected NaN, exhausted memory and failed disks."""
 
 import math
 import os
@@ -39,7 +39,7 @@ def same_weights(a: TrainingLoop, b: TrainingLoop) -> bool:
 
 
 def interrupted(root: Path, count: int, *faults: dict[str, Any], train: Train = SMALL) -> TrainingLoop:
-    """A run that was stopped after so many steps, as the next process finds it."""
+    """Stop a run after `count` steps; return the loop of the next process."""
     with pytest.raises(InterruptedRunError):
         faulty(root, *faults, train=train, stop=after_steps(RunPaths(root), count)).run()
     return faulty(root, *faults, train=train)
@@ -64,7 +64,7 @@ def test_a_step_that_is_nan_twice_is_left_out_and_its_rows_are_named(tmp_path: P
     assert skipped.data["rows"] == [row for sequence in loop.plan.batch(4) for row in sequence]
     assert [e.data["step"] for e in steps(loop.context.paths)] == [1, 2, 3, 4, *range(6, loop.plan.steps + 1)]
     assert checkpoint.is_finite(trained_by(loop))
-    for at in (4, 5, 9):  # stopped right before, right after, later
+    for at in (4, 5, 9):  # the run is stopped right before, right after, and long after the bad step
         resumed = interrupted(tmp_path / str(at), at if at < 5 else at - 1, fault)
         assert resumed.run() == state
         assert same_weights(resumed, loop)
@@ -77,7 +77,7 @@ def test_a_step_that_was_left_out_once_is_left_out_by_a_process_that_finds_nothi
     first = faulty(tmp_path / "killed", fault, stop=after_steps(RunPaths(tmp_path / "killed"), 6))
     with pytest.raises(InterruptedRunError):
         first.run()
-    for step in first.context.paths.checkpoint_steps():  # as if killed before the last checkpoints were sealed
+    for step in first.context.paths.checkpoint_steps():  # simulates a kill before the last checkpoints were sealed
         if step > 5:
             (first.context.paths.checkpoint(step) / "state.json").unlink()
     healthy = faulty(tmp_path / "killed")
@@ -123,7 +123,7 @@ def test_going_back_takes_the_weights_of_the_snapshot_and_goes_on_with_the_next_
     )
     whole = faulty(tmp_path / "whole", fault, train=train)
     state = whole.run()
-    assert state.skipped_steps == 2  # step 7, which is undone, and step 8
+    assert state.skipped_steps == 2  # step 7, which is rolled back, and step 8
     rates = {e.data["step"]: e.data["learning_rate"] for e in steps(whole.context.paths)}
     clean = faulty(tmp_path / "clean", train=train)
     clean.run()
@@ -137,7 +137,7 @@ def test_going_back_takes_the_weights_of_the_snapshot_and_goes_on_with_the_next_
 
 
 class StopWhenSkipped(type(after_steps(RunPaths(Path("/nonexistent")), 1))):  # type: ignore[misc]
-    """Asks to stop once a step was left out."""
+    """Asks the loop to stop after a skipped step."""
 
     def __init__(self, paths: RunPaths) -> None:
         super().__init__(paths, 10**6)
@@ -223,7 +223,7 @@ def test_a_run_begins_within_what_the_forecast_allows_and_does_so_again_after_a_
         ("train", 1),
         ("validation", 0),
     }
-    again = begun(None)  # there is more memory now, and still the same sums are to come out
+    again = begun(None)  # there is more memory now, but the sums must stay the same
     assert again.state.budget == limit.state.budget
     assert len(told(again, "microbatch_budget")) == 2
     assert again.run().budget.tokens == 60, "what the forecast allows is not tried larger"
@@ -266,7 +266,7 @@ def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
     loop = faulty(tmp_path, memory(3, 0, 2))
     with pytest.raises(MemoryExhaustedError, match="one row of") as raised:
         loop.run()
-    assert "take less than" in str(raised.value)  # what the worker gives the loop to say
+    assert "take less than" in str(raised.value)  # the text that the worker passes to the loop
     assert loop.state.step == 2
 
 
@@ -286,7 +286,7 @@ def test_a_disk_that_stays_dead_ends_the_run_after_training_with_the_old_checkpo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = files.before
-    # A checkpoint is sealed before: on a busy machine the first six steps may be over before it is.
+    # A checkpoint is sealed first: on a busy machine, six steps may end before the first checkpoint is sealed.
     interrupted(tmp_path, 4)
     loop = faulty(tmp_path, {"kind": "disk", "step": 6, "times": 0, "errno": "EROFS"})
     quick = Machine(device="cpu", micro_batch_size=4, checkpoint_every=2, storage_timeout_s=0.5)
@@ -295,7 +295,8 @@ def test_a_disk_that_stays_dead_ends_the_run_after_training_with_the_old_checkpo
         loop.run()
     assert loop.state.step == loop.plan.steps
     monkeypatch.setattr(files, "before", sound)
-    files.remove_partials(loop.context.paths.checkpoints)  # as whoever opens the run does; the dead disk let nobody
+    # The next process does this when it opens the run. The failed disk prevented it before.
+    files.remove_partials(loop.context.paths.checkpoints)
     again = faulty(tmp_path)
     assert 0 < again.state.step <= 6
     assert again.run().step == loop.plan.steps
@@ -322,10 +323,11 @@ def test_a_clock_that_jumps_and_files_of_any_age_change_nothing(
     clean = faulty(tmp_path / "clean")
     state = clean.run()
     jumps = iter(range(10**6))
-    monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * (-1) ** next(jumps))  # an hour forth, two back, and so on
+    # The clock alternates between one hour ahead and one hour behind.
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * (-1) ** next(jumps))
     resumed = interrupted(tmp_path / "jumps", 9)
     paths = resumed.context.paths
-    for age, step in enumerate(paths.checkpoint_steps()):  # the oldest looks newest
+    for age, step in enumerate(paths.checkpoint_steps()):  # the oldest checkpoint has the newest file time
         for path in (paths.checkpoint(step), *paths.checkpoint(step).iterdir()):
             os.utime(path, (10**9 - age, 10**9 - age))
     again = faulty(paths.root)

@@ -1,4 +1,4 @@
-"""Predicted operations of a training against those that torch counts."""
+"""Compares the predicted operations of a training with those that torch counts."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ LAYERS = 12
 
 
 def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path) -> None:
-    """Rows that are a micro-batch each: no padding. Ours leaves out a part of the first layer and of the last."""
+    """Each row is a micro-batch, so there is no padding. The prediction and the count differ in a part of the first
+    and of the last layer."""
     width = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": LAYERS}
     config = transformers.LlamaConfig(**SHAPE | width)
     loop = loop_of(tmp_path, SMALL.model_copy(update={"dropout": 0.0}), micro=1, config=config)
@@ -25,7 +26,8 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
     tokens = task.train_rows.count_tokens(rows)
     told = step_timer.flops_per_token(task.model, task.train_rows.count_trained(rows) / tokens)
     assert told is not None
-    # Among n tokens: scores and sums of values, two products forward and five back (scores once more).
+    # Attention over n tokens has two products forward (scores, weighted sum of values) and five backward (including the
+    # scores again).
     attention = sum(LAYERS * (2 + 5) * 2 * task.train_rows.count_tokens([row]) ** 2 * 64 for row in rows)
     assert told * tokens == pytest.approx(asked.flops - attention, rel=0.07)
 

@@ -1,7 +1,9 @@
-"""Our losses equal those of transformers' Trainer and of TRL at each step, on the same rows in the same order.
+"""Comparing losses with transformers' Trainer, on the same rows in the same order, detects another normalisation.
 
-Fifty steps in float32, from the same adapter, at the same learning rates. The tolerance allows for
-sums that are rounded in another order. A test checks that another normalisation is far outside."""
+The comparison runs fifty steps in float32 from the same adapter with the same learning rates. Its tolerance allows
+for sums that are rounded in another order; another normalisation exceeds ten times the tolerance.
+tests/proofs/test_golden_losses.py compares the losses with those of Trainer and TRL.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from golden_loss_cases import (
 
 
 class MeanOfMeans(Trainer):
-    """Another normalisation: each micro-batch by its own tokens, as Trainer did until 4.45."""
+    """Trainer that normalises each micro-batch by its own tokens, as Trainer did until 4.45."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps

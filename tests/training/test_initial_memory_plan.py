@@ -1,4 +1,4 @@
-"""The memory plan before loading: reported once per run, and refused if not even one row fits."""
+"""Tests of the memory plan before loading: it is reported once per run, and refused if not even one row fits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_work_is_that_of_the_longest_rows_or_the_fullest_packs() -> None:
     checked = rows_of([7, 9], [(3, 7), (5, 9)])
     work = memory_monitor.compute_largest_work(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed, work.device) == (2, 30, False, "cpu")
-    assert work.learned_tokens == 5  # of 5 and 4 positions, rounded up
+    assert work.learned_tokens == 5  # the mean of 5 and 4 positions, rounded up
     assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 4)
     rows = rows_of([20, 12, 9, 6], [(1, 20), (1, 12), (1, 9), (1, 6)])
     packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_size": 2})
@@ -73,7 +73,8 @@ def test_forecast_is_told_once_for_each_work_and_kept_beside_the_journal(tmp_pat
 
 
 def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: ModelSpec, room: Room) -> None:
-    """Linux promises memory that is not there, and kills when it is used: no allocation would fail."""
+    """Too little memory reduces the rows before the training starts. On a CPU no allocation fails: Linux overcommits
+    memory and kills the process that uses it."""
 
     def needed(rows: int) -> int:
         fewer = replace(WORK, rows=rows, validation_rows=rows)
@@ -153,11 +154,11 @@ def test_base_is_shared_by_several_ranks_on_request_though_it_would_fit(
 def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(
     tmp_path: Path, wide: ModelSpec, room: Room
 ) -> None:
-    """Four whole bases would not fit, one does."""
+    """Four copies of the whole base do not fit, one copy does."""
     short = replace(SHORT, device="cpu", local_ranks=4)
     found = forecast.forecast(wide, TRAIN, SHARED, short)
     assert found.peak.phase == "loaded"
-    enough = 4 * found.needed_bytes(4) + 2**26  # this process itself grows by some MiB during its first forecasts
+    enough = 4 * found.needed_bytes(4) + 2**26  # this process grows by some MiB during its first forecasts
     room(enough)
     assert enough < 4 * found.peak.total_bytes
     assert begun_with(tmp_path, wide, SHARED, short) == InitialMemoryPlan(shard_base=True)

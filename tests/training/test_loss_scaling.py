@@ -1,4 +1,4 @@
-"""Loss scaling in float16: only micro-batches that overflow are computed again."""
+"""Tests of loss scaling in float16: only micro-batches that overflow are computed again."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,8 @@ def test_without_float16_nothing_is_scaled() -> None:
 
 @pytest.mark.parametrize("exponent", [10, 127])
 def test_scale_changes_nothing_that_is_learned_and_is_halved_at_each_overflow(tmp_path: Path, exponent: int) -> None:
-    """The large scale overflows float32 for certain; halved often enough, the training is the one without a scale."""
+    """A scale of 2**127 certainly overflows float32. After enough halvings, the training equals the one without a
+    scale."""
     plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, initial_loss_scale=2.0**exponent)
     plain.run()
     scaled.run()

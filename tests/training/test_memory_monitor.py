@@ -1,4 +1,4 @@
-"""Memory by phase: measured, reported once and again after growth, with warnings."""
+"""Tests of memory by phase: it is measured, reported once and again after growth, and produces warnings."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The micro-batch budget: it shrinks to single rows, grows after success, and a replay gives the same budget."""
+"""Tests of the micro-batch budget: it shrinks down to single rows, grows after good steps, and is the same after a
+replay."""
 
 from dataclasses import asdict
 from itertools import pairwise
@@ -30,10 +31,10 @@ def limit(budget: MicrobatchBudget) -> int:
         (None, 1000, False, 800),  # a fifth less, as specified
         (None, 1001, False, 800),  # rounded down
         (800, 700, False, 560),
-        (800, 700, True, 350),  # half of what failed, where that is less than the budget
+        (800, 700, True, 350),  # half of the failed size, because that is below the budget
         (600, 600, True, 300),
         (None, 600, True, 300),
-        (100, 900, False, 100),  # one long row: the budget is not made larger
+        (100, 900, False, 100),  # a single long row does not raise the budget
         (100, 900, True, 50),
         (None, 2, False, 1),
         (None, 1, False, 1),
@@ -69,7 +70,7 @@ def test_failures_in_a_step_end_with_what_fits_or_with_single_rows(
             break
         before, budget, failures = budget, budget.shrink(failed, repeated=failures > 0), failures + 1
         assert limit(budget) < min(failed, limit(before) + 1)
-        assert failures <= 16  # two to the fourteenth is more tokens than a batch has here
+        assert failures <= 16  # a batch has at most 40 x 300 tokens here, fewer than 2**14
     assert all(size <= fits or count == 1 for count, size in sizes)
 
 
@@ -109,10 +110,10 @@ def test_further_failures_in_the_step_do_not_double_the_wait_again() -> None:
     assert grown.shrink(1000, False).shrink(800, True).wait_steps == 2 * GROW_AFTER_STEPS
     assert (
         after_good(MicrobatchBudget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2
-    )  # the smallest budget grows, too
+    )  # the smallest budget grows too
 
 
-# A good step (None), or a failure of so many tokens.
+# Each event is a good step (None), or a failure with a number of tokens and whether it is repeated.
 events = st.lists(st.one_of(st.just(None), st.tuples(st.integers(1, 4000), st.booleans())), max_size=30)
 
 

@@ -1,4 +1,4 @@
-"""`ratchet train --profile`: its measurements and their sums, and no other change."""
+"""Tests of `ratchet train --profile`: its measurements and sums are correct, and it changes nothing else."""
 
 import errno
 import gzip
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Goes forward when it is told to."""
+    """Clock that the test moves forward."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -122,9 +122,9 @@ def test_operations_of_products_and_attention_are_counted_forward_and_back() -> 
         mixed = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         layer(mixed).sum().backward()
     product, attention = 2 * 64 * 16 * 32, 2 * 2 * (2 * 4) * 8 * 8 * 16
-    assert asked.flops == 2 * product + attention * (1 + 2.5)  # back: five products for two
-    # Of the product's factors only the frozen one is needed again, which is the model's own; attention needs its own
-    # inputs (one tensor, three times), its result, and the logarithms of its sums (float32, at least 2 x 4 x 8).
+    assert asked.flops == 2 * product + attention * (1 + 2.5)  # attention: two products forward, five backward
+    # The product needs only its frozen factor for the backward pass, which belongs to the model. Attention needs its
+    # inputs (one tensor, used three times), its result, and the logarithms of its sums (float32, at least 2 x 4 x 8).
     assert asked.saved_bytes >= 2 * x.nbytes + 4 * 64
     assert asked.saved_bytes < 3 * x.nbytes
 
@@ -147,7 +147,7 @@ def test_kept_tensors_are_let_go_with_their_graph() -> None:
     with profiler.count_workload(layer) as asked:
         for _ in range(3):
             layer(x.clone()).exp().sum().backward()
-    each = 2 * x.nbytes  # the layer's input, and what exp gives
+    each = 2 * x.nbytes  # the layer's input and the result of exp
     assert asked.saved_bytes == 3 * each
     assert asked.peak_saved_bytes == each
 
@@ -155,8 +155,8 @@ def test_kept_tensors_are_let_go_with_their_graph() -> None:
 def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positions_only(tmp_path: Path) -> None:
     model = loop_of(tmp_path, SMALL).context.model
     found = profiler.count_product_shapes(model, rows=100, trained=7)
-    assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: 64 tokens, width 32
-    assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down the other way
+    assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: width 32, vocabulary 64
+    assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down in the opposite pass
     assert sum(found.values()) == 2 * (1 + 2 * 7)
 
 
@@ -192,8 +192,8 @@ def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
     project: ProjectLayout, profiled: tuple[str, dict[str, str]]
 ) -> None:
     found = TrainingProfile.load(sealed(project) / "profile.json")
-    # Forward and gradient of inputs, 2 operations a weight each, but for the first layer's queries, keys and values:
-    # what they take needs no gradient. Adapter, head and attention come on top.
+    # Forward pass and gradient of the inputs: 2 operations per weight each. The inputs of the first layer's queries,
+    # keys and values need no gradient. Adapter, head and attention add to this minimum.
     tiny = tiny_project.TINY
     matrices = tiny.layers * (4 * tiny.hidden_size**2 + 3 * tiny.hidden_size * tiny.intermediate_size)
     least = (4 * matrices - 2 * 3 * tiny.hidden_size**2) * found.padded_tokens
@@ -273,7 +273,7 @@ def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_ke
 ) -> None:
     kept, name = sealed(project).stat().st_ino, build_run_spec(project, SETTINGS).run_id
     here = project.profiles / train.WORK
-    shutil.rmtree(here / name, ignore_errors=True)  # an interrupted profile leaves it
+    shutil.rmtree(here / name, ignore_errors=True)  # removes the remains of an interrupted profile
     moved = {RUNS_VARIABLE: str(tmp_path / "large disk"), VARIABLE: '[{"kind": "die"}]'}
     failed = subprocess.run(
         tiny_project.command("train", "--profile", "4"), cwd=project.root, env=tiny_project.environment() | moved,

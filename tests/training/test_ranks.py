@@ -1,4 +1,4 @@
-"""Several ranks train one run, on one or several machines that come and go, with real processes and signals."""
+"""Two ranks learn the same as one rank, and invalid settings of ranks are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Disagreements between machines: one message with problem, place and remedy, and an exit code."""
+"""Invalid options of several ranks are refused with one message and exit code 2."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def test_options_that_cannot_be_are_refused(prepared: Path, tmp_path: Path) -> N
     layout = project(prepared, tmp_path / "project", settings())
     done = tiny_project.ratchet(layout, "train", "--nodes", "3:2", "--rendezvous", "somewhere")
     assert done.returncode == 2
-    assert "--nodes: found '3:2'; expected a number of machines" in done.stderr
-    assert "--rendezvous: found 'somewhere'; expected HOST:PORT" in done.stderr
+    assert "--nodes (machine.nodes): found '3:2'; expected a number of machines" in done.stderr
+    assert "--rendezvous (machine.rendezvous): found 'somewhere'; expected HOST:PORT" in done.stderr
     assert not layout.runs.exists()
 
 

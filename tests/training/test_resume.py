@@ -1,4 +1,4 @@
-"""Real training processes, killed by real signals: repeating the command gives the same bytes."""
+"""Real training processes are killed by real signals. Repeating the command gives the same bytes."""
 
 import random
 import signal
@@ -25,7 +25,7 @@ from tiny_project import start_training as start
 def test_sigterm_seals_a_checkpoint_and_says_repeat(project: ProjectLayout, reference: Bytes) -> None:
     process = start(project)
     assert wait_for(project, process, steps_after(3))
-    while process.poll() is None:  # one who does not stop asking, down to the last moment of the process
+    while process.poll() is None:  # a sender that repeats the signal until the process ends
         process.send_signal(signal.SIGTERM)
         time.sleep(0.02)
     output, _ = process.communicate(timeout=PATIENCE_S)

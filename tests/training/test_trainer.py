@@ -1,4 +1,4 @@
-"""The trainer in this process: invariants of batches, micro-batches, validation and early stopping."""
+"""Tests of the trainer in this process: invariants of batches, micro-batches, validation and early stopping."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalReader
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.training import TrainReport
 from ratchet.training import optimizer
 from ratchet.training.run_spec import build_run_spec
 from ratchet.training.worker import run_worker
@@ -38,7 +39,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> ProjectLayout:
 
 @pytest.fixture
 def train_here(project: ProjectLayout, tmp_path: Path) -> TrainHere:
-    """Train in this process with changed settings; asserts the exit code; returns the run."""
+    """Return a function that trains in this process with changed settings, checks the exit code, and returns the
+    run."""
 
     def run_it(machine: dict[str, object] | None = None, expected: int = EXIT_OK, **changes: object) -> RunPaths:
         settings = tiny_project.SETTINGS.model_copy(
@@ -89,7 +91,7 @@ def test_the_micro_batch_changes_memory_and_not_what_is_learned(train_here: Trai
 
 
 def test_validating_and_recomputing_activations_do_not_change_what_is_learned(train_here: TrainHere) -> None:
-    """Neither random numbers of a validation nor a repacked 4-bit layout may leak into training."""
+    """Random numbers used by a validation and a repacked 4-bit layout must not affect training."""
     once = last_weights(train_here(validate_every_steps=1000, final_checkpoint="last"))
     for other in (
         train_here(validate_every_steps=1, final_checkpoint="last"),
@@ -102,7 +104,7 @@ def test_validating_and_recomputing_activations_do_not_change_what_is_learned(tr
 def test_early_stopping_counts_validations_without_enough_improvement(train_here: TrainHere) -> None:
     stopping = EarlyStoppingSettings(patience=2, threshold=100.0).model_dump()
     report = TrainReport.load(train_here(validate_every_steps=3, early_stopping=stopping).result / "train.json")
-    assert report.steps == 9  # the first validation is the best, two more are not better by 100 nats
+    assert report.steps == 9  # the first validation is the best; two more do not improve by 100 nats
     assert report.best_step == 3
     assert report.kept_step == 3
     assert report.planned_steps > report.steps
@@ -122,7 +124,7 @@ def test_the_adapter_is_that_of_the_best_validation(train_here: TrainHere) -> No
 def test_a_resumed_run_equals_an_uninterrupted_one(
     train_here: TrainHere, project: ProjectLayout, tmp_path: Path, name: str
 ) -> None:
-    changes = {"optimizer": name, "rank": 64}  # 64 x 64 elements: large enough for really 8-bit states
+    changes = {"optimizer": name, "rank": 64}  # 64 x 64 elements: large enough for 8-bit optimizer states
     whole = train_here(**changes)
     train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
     run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
@@ -160,7 +162,7 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(project: ProjectLayo
 
 
 def test_loss_is_that_of_the_whole_logits(project: ProjectLayout) -> None:
-    """Computing logits only where they are learned from changes memory, not the loss."""
+    """Computing logits only at trained positions saves memory and does not change the loss."""
     model = loading.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
     rows = token_files.open_split(project.data, "train").select(range(5))
     ids = pad_rows(rows["input_ids"][:], 0, model.device)
@@ -193,7 +195,7 @@ def test_paged_optimizer_needs_a_gpu() -> None:
         optimizer.build(torch.nn.Linear(2, 2), Train(optimizer="paged_adamw_8bit"), torch.device("cpu"))
 
 
-# Below: the loop alone, on a small random model and rows of its own, without a project.
+# The tests below run the loop without a project, on a small random model and random rows.
 
 
 @pytest.mark.parametrize("batching", ["shuffled", "by_length", "packed"])
@@ -215,7 +217,7 @@ def test_a_loop_that_is_stopped_twice_ends_as_one_that_was_not(batching: str, tm
 
 
 def test_one_step_of_all_rows_is_the_same_for_every_batching(tmp_path: Path) -> None:
-    """The same loss, gradient and count of tokens."""
+    """All batchings give the same loss, gradient norm and token counts."""
     found = {}
     for batching in ("shuffled", "by_length", "packed"):
         train = SMALL.model_copy(update={"batching": batching, "batch_size": ROWS, "epochs": 1.0, "dropout": 0.0})

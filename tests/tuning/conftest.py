@@ -1,3 +1,3 @@
-"""Both storages of studies, for every test of this folder that is about either."""
+"""Fixtures: both storages of studies, for all tests of this folder that use one."""
 
 from study_storages import storage, url  # noqa: F401 (fixtures)

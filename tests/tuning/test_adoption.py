@@ -1,4 +1,4 @@
-"""The winner's values in params.yaml: a minimal diff, comments kept."""
+"""Tests the winner's values in params.yaml: a minimal diff, comments kept."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""CMA-ES rebuilt from the history, and the scales on which it searches."""
+"""Tests CMA-ES rebuilt from the history, and the scales on which it searches."""
 
 import json
 from statistics import fmean
@@ -26,7 +26,7 @@ def test_generations_count_by_number_and_wait_for_those_that_run() -> None:
     later = [one if one.number != size + 2 else trial(size + 2, one.values, "running") for one in finished]
     assert samplers.draw_cma_point(space, LOSS, later, 5) == after_one
     assert samplers.draw_cma_point(space, LOSS, finished, 5) not in (first, after_one)
-    # A failed trial belongs to no generation: the next one takes its place.
+    # A failed trial does not count for a generation; the next trial takes its place.
     lost = [one if one.number != 2 else trial(2, one.values, "failed") for one in finished[: size + 1]]
     assert samplers.draw_cma_point(space, LOSS, lost, 5) != first
 
@@ -63,7 +63,7 @@ def test_one_numeric_knob_is_searched_at_random_and_that_is_said() -> None:
 
 @st.composite
 def ranges(draw: st.DrawFn) -> SearchDimension:
-    """Whole and other numbers, with and without steps and logarithms."""
+    """Draw ranges of integers and floats, with and without steps and logarithms."""
     kind = draw(st.sampled_from(["int", "float"]))
     low = draw(st.integers(1, 50))
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""The plan of the final round: the choice of finalists, and the same rounds for each worker until a winner."""
+"""Tests the plan of the final round: the choice of finalists, and the same rounds for each worker until a winner."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ def held_out(run_id: str, nats: Sequence[float], rows: int = 0, **more: Any) -> 
 
 
 class World:
-    """Trains and scores whatever is asked for; `levels` is the true loss of each trial, in nats a row."""
+    """Trains and scores all requested models; `levels` is the true loss of each trial, in nats per row."""
 
     def __init__(self, levels: Mapping[int, float], fails: Mapping[tuple[int, int], str] | None = None) -> None:
         self.levels, self.fails = levels, fails or {}
@@ -97,11 +97,11 @@ class World:
             self.scores[run_id] = held_out(run_id, nats.tolist(), job.rows)
 
 
-# -------------------------------------------------------------------------------------------------------- the rounds
+# --------------------------------------------------------------------------------------------------------------- rounds
 
 
 def test_every_round_trains_one_seed_of_all_that_are_not_dropped() -> None:
-    """Trial 2 is far behind from the start; of the others none is."""
+    """Trial 2 is far behind from the start, the others are close."""
     world = World({0: 0.0, 1: 0.02, 2: 1.0})
     found = world.run(sweep(), [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2), trial(3, 9.0)])
     assert world.told == [
@@ -115,9 +115,9 @@ def test_every_round_trains_one_seed_of_all_that_are_not_dropped() -> None:
     assert found.finalists[2].dropped.startswith("worse than trial")
     assert found.finalists[2].run_ids == ("run2.0",)
     assert [len(one.means) for one in found.finalists] == [3, 3, 1]
-    assert found.winner == 1  # the cheaper of two indistinguishable ones
+    assert found.winner == 1  # the cheaper of two indistinguishable trials
     assert found.rows == ROWS
-    assert found.finalists[0].mean == pytest.approx(2.0, abs=0.3)  # nats a token, of two a row
+    assert found.finalists[0].mean == pytest.approx(2.0, abs=0.3)  # nats per token; a row has two tokens
 
 
 SIX_RUNS = tuple(f"run{number}.{index}" for number in range(3) for index in range(2))
@@ -219,8 +219,8 @@ def test_finalists_are_compared_by_the_first_objective_where_rows_have_it(
     asked, objective = select_comparison_objective(sweep(objectives=[first, "memory_bytes"]))
     assert (asked, objective) == (metric, SweepObjective.model_validate({"metric": metric, "direction": direction}))
     wanted = plan_next_step(sweep(objectives=[first, "memory_bytes"]), [trial(0, 0.5, 3), trial(1, 0.4, 2)], [], {})
-    if first not in {"accuracy", "token_f1"}:  # else trial 0 beats by the one, trial 1 by the other
-        assert isinstance(wanted, FinalRound)  # trial 1 is better by both: the front has one
+    if first not in {"accuracy", "token_f1"}:  # otherwise each trial is better by one of the objectives
+        assert isinstance(wanted, FinalRound)  # trial 1 is better by both, so it alone is on the front
     else:
         assert wanted == ValidationJob(run_ids=("run0.0", "run1.0"), metrics=(asked,))
 
@@ -241,7 +241,7 @@ def test_the_best_are_ranked_by_the_direction_each_training_once() -> None:
     trials = [
         trial(0, 3.0),
         trial(1, 1.0),
-        trial(3, 2.0, run_id="run1.0"),  # the run of trial 1, by another road
+        trial(3, 2.0, run_id="run1.0"),  # another trial with the run of trial 1
         trial(4, state="pruned", run_id="run5.0"),
         trial(5, 2.5, continues=4),
         trial(6, float("nan")),
@@ -262,7 +262,7 @@ def test_only_the_front_of_several_objectives_counts() -> None:
     assert [one.number for one in final_round.best_trials(trials, objectives, 3)] == [3, 0, 1]
 
 
-# --------------------------------------------------------------------------------------- rows that models are chosen by
+# ---------------------------------------------------------------------------------------------- rows that select models
 
 
 def test_rows_that_models_are_chosen_by_are_refused_to_the_gate(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_rows_that_models_are_chosen_by_are_refused_to_the_gate(tmp_path: Path) 
     write_objective(layout, "sweep.2", ["a"])
     assert (path.read_bytes(), path.stat().st_ino) == (before, place)
     assert evidence.count_overlaps(layout, ["a", "z"], []) == {"sweep sweep.2": 1}
-    write_objective(layout, "sweep.2", ["c"])  # models were chosen by the others: they stay
+    write_objective(layout, "sweep.2", ["c"])  # the other rows stay, because models were selected by them
     assert ObjectiveSet.load(path).sample_ids == ("a", "b", "c")
     path.write_text("{}")
     with pytest.raises(DamagedFileError):

@@ -1,4 +1,4 @@
-"""Importances name the hyperparameter that matters, and none if too little is known."""
+"""Tests that importances name the hyperparameter that matters, and none if too little is known."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ def history(space: Any, value: Any, trials: int = 40) -> list[Trial]:
 
 
 def position(values: dict[str, Any]) -> float:
-    """Of the learning rate, on its logarithm: 0 to 1."""
+    """Return the position of the learning rate on its logarithmic scale, from 0 to 1."""
     return math.log(values["train.learning_rate"] / 1e-4) / math.log(100)
 
 
@@ -29,7 +29,8 @@ def test_the_knob_that_decides_explains_most_and_shares_sum_to_one() -> None:
     assert next(iter(found)) == "train.learning_rate"
     assert found["train.learning_rate"] > 0.6 > found["train.dropout"] > found["train.target_modules"]
     assert sum(found.values()) == pytest.approx(1)
-    assert set(found) == {"train.rank", "train.learning_rate", "train.dropout", "train.target_modules"}  # no tie
+    # A tied value is not listed.
+    assert set(found) == {"train.rank", "train.learning_rate", "train.dropout", "train.target_modules"}
 
 
 def test_choices_count_as_such_and_ranges_on_their_own_scale() -> None:
@@ -38,7 +39,7 @@ def test_choices_count_as_such_and_ranges_on_their_own_scale() -> None:
         space, LOSS, history(space, lambda values: float(values["train.target_modules"] == "all")), 0
     )
     assert found["train.target_modules"] > 0.8
-    # Below 3e-4 lies a quarter of the logarithms, and a fiftieth of the plain range.
+    # A quarter of the logarithmic range is below 3e-4, but only a fiftieth of the linear range.
     space = space_of(RATE, DROPOUT)
     value = lambda values: float(position(values) < 0.25) + 3 * values["train.dropout"]  # noqa: E731
     assert compute_importances(space, LOSS, history(space, value, 60), 0)["train.learning_rate"] > 0.55
@@ -105,7 +106,8 @@ def test_nothing_is_said_where_too_little_is_known() -> None:
     assert compute_importances(space, LOSS, [], 0) == {}
     assert compute_importances(space, LOSS, history(space, position, MIN_TRIALS - 1), 0) == {}
     assert compute_importances(space, LOSS, history(space, position, MIN_TRIALS), 0) != {}
-    assert compute_importances(space, LOSS, history(space, lambda values: 1.0), 0) == {}  # all came to the same
+    # All trials have the same result.
+    assert compute_importances(space, LOSS, history(space, lambda values: 1.0), 0) == {}
     same = [trial(number, drawn(space, 1), objectives=(float(number),)) for number in range(9)]
     assert compute_importances(space, LOSS, same, 0) == {}
     wide = space_of(RATE, DROPOUT, RANK, TARGETS, {"train.warmup_ratio": SweepParameter(low=0.0, high=0.2)})

@@ -1,4 +1,4 @@
-"""The history that samplers get: every training once, in the form that each of them understands."""
+"""Tests the history that samplers get: every training once, in the form that each of them understands."""
 
 import math
 
@@ -17,7 +17,7 @@ def test_the_estimator_gets_every_training_once() -> None:
     space = space_of(RANK, RATE)
     history = eventful(space)
     told = build_in_memory_study(space, LOSS, history, "tpe").trials
-    # 3 was continued by 8, 5 is being continued by 14, 7 failed: of 16 trials 13 trainings.
+    # Trial 8 continued 3, trial 14 continues 5, and trial 7 failed, so 16 trials give 13 trainings.
     assert [one.params["train.learning_rate"] for one in told] == [
         history[number].values["train.learning_rate"] for number in (0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 15)
     ]
@@ -29,7 +29,7 @@ def test_the_estimator_gets_every_training_once() -> None:
     assert by_number[5].state.name == "PRUNED"
     assert by_number[5].intermediate_values == {100: 2.5, 300: WORST}
     assert by_number[15].state.name == "RUNNING"
-    assert "train.alpha" not in by_number[0].params  # a tie is no knob of its own
+    assert "train.alpha" not in by_number[0].params  # a tied value is not a hyperparameter
 
 
 def test_the_gaussian_process_gets_a_figure_for_every_finished_training() -> None:

@@ -1,4 +1,4 @@
-"""The journal of studies has only complete lines after any failure of writers and disk."""
+"""Tests that the journal of studies has only complete lines after any failure of writers and disk."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def log(number: int) -> dict[str, Any]:
-    """An operation that differs from all others: an attribute of a missing study."""
+    """Return an operation that differs from all others: an attribute of a missing study."""
     return {"op_code": 2, "worker_id": "w", "study_id": 7, "user_attr": {"number": number, "text": 'ä\n"' * 3}}
 
 
@@ -39,7 +39,7 @@ def numbers(logs: list[dict[str, Any]]) -> list[int]:
 
 
 def written(path: Path, count: int) -> StudyJournalBackend:
-    """A journal of so many operations."""
+    """Write a journal of `count` operations."""
     file = StudyJournalBackend(path)
     for number in range(count):
         file.append_logs([log(number)])
@@ -47,7 +47,7 @@ def written(path: Path, count: int) -> StudyJournalBackend:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Content of the journal as another process reads it."""
+    """Read the journal as another process does."""
     file = StudyJournalBackend(path)
     try:
         return file.read_logs(0)
@@ -56,7 +56,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def study(path: Path) -> tuple[JournalStorage, int]:
-    """A study with a finished and a running trial."""
+    """Create a study with a finished and a running trial."""
     storage = JournalStorage(StudyJournalBackend(path))
     number = storage.create_new_study([StudyDirection.MINIMIZE], "sweep")
     space = {"x": FloatDistribution(0, 1)}
@@ -86,7 +86,7 @@ def test_optuna_and_its_dashboard_read_and_write_the_file(path: Path) -> None:
     ours.set_study_user_attr(number, "mine", 1)
     assert ours.get_study_user_attrs(number) == theirs.get_study_user_attrs(number) == {"note": "by hand", "mine": 1}
 
-    from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
+    from optuna_dashboard import wsgi  # not at the top: processes that tests start would import it, in one second each
 
     app = wsgi(str(path))
     assert [one["study_name"] for one in asked(app, "/api/studies")["study_summaries"]] == ["sweep"]
@@ -139,7 +139,7 @@ def test_no_damaged_bit_before_the_last_line_goes_unnoticed(path: Path) -> None:
             damaged[place] ^= 1 << bit
             path.write_bytes(damaged)
             try:
-                # The name of our key is the one thing that can be damaged and mean the same.
+                # Only damage to the name of our key can leave the meaning unchanged.
                 assert numbers(read(path)) == [0, 1, 2]
             except DamagedFileError as error:
                 assert f"{path}:2: " in str(error)
@@ -177,7 +177,7 @@ def test_lines_of_a_newer_version_are_not_touched(path: Path, last: bool) -> Non
 def _append_to_full_disk(path: Path, room: int, told: Any) -> None:
     file = StudyJournalBackend(path)
     size = path.stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))  # the kernel writes so much only
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))  # the kernel refuses to write more
     try:
         file.append_logs([log(9)])
     except StorageError as error:
@@ -262,7 +262,7 @@ def test_repair_keeps_the_lines_before_the_damage_and_sets_the_rest_aside(path: 
     assert "line 3 is damaged" in told and "lines kept: 2, set aside in studies.jsonl.damaged-1: 3" in told
     assert path.with_name("studies.jsonl.damaged-1").read_bytes() == b"".join(lines[2:])
     assert numbers(read(path)) == [0, 1]
-    with pytest.raises(StorageError, match="replaced"):  # it knows operations that are no more
+    with pytest.raises(StorageError, match="replaced"):  # the object knows operations that are no longer stored
         file.read_logs(5)
     file.close()
     assert repair(path) == f"{path}: 2 lines, none damaged"
@@ -299,7 +299,7 @@ def test_writers_that_are_killed_at_any_moment_lose_no_line_and_keep_no_lock(pat
     known: list[dict[str, Any]] = []
     for _ in range(8):
         wanted = len(known) + 5
-        while len(known) < wanted:  # a reader sees whole lines only, and never loses one
+        while len(known) < wanted:  # a reader sees complete lines only, and never loses one
             known += reader.read_logs(len(known))
             time.sleep(chance.random() / 50)
         victim = chance.randrange(3)
@@ -309,9 +309,9 @@ def test_writers_that_are_killed_at_any_moment_lose_no_line_and_keep_no_lock(pat
     for process in running:
         process.kill()
         process.join()
-    reader.append_logs([log(0)])  # at once: no lock is left behind
+    reader.append_logs([log(0)])  # without delay, because no lock is left behind
     assert reader.read_logs(0)[: len(known)] == known
     reader.close()
-    for worker in "012":  # each continues where the one before was killed
+    for worker in "012":  # each worker continues after the operation at which it was killed
         mine = [one for one in read(path) if one["worker_id"] == worker]
         assert numbers(mine) == list(range(len(mine)))

@@ -1,4 +1,4 @@
-"""Pruning by hand-made tables: which trials end, why, and which are continued later."""
+"""Tests pruning with tables written by hand: which trials end, why, and which are continued later."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ MEDIAN = PrunerSettings(kind="median", min_resource_fraction=0.11, n_startup_tri
 
 
 def run(number: int, curve: dict[int, float], state: str = "pruned", **fields: Any) -> Trial:
-    """A trial with this curve."""
+    """Build a trial with this curve."""
     if state == "complete":
         fields["objectives"] = (min(curve.values()),)
     return Trial(number=number, values={"k": number}, run_id=str(number), state=state, curve=curve, **fields)
@@ -33,16 +33,16 @@ def ends(pruner: PrunerSettings, history: list[Trial], trial: Trial) -> bool:
 @pytest.mark.parametrize(
     ("others", "loss", "pruned"),
     [
-        ([], 0.1, True),  # the best of one: one in three continues, and there are no three
+        ([], 0.1, True),  # one in three continues, and there are not three yet
         ([2.0], 1.9, True),
         ([2.0, 3.0], 1.0, False),  # the best of three
         ([2.0, 3.0], 2.5, True),
         ([2.0, 3.0, 4.0, 5.0], 1.9, False),  # still one of five
         ([2.0, 3.0, 4.0, 5.0], 2.5, True),
-        ([2.0, 3.0, 4.0, 5.0, 6.0], 2.5, False),  # second of six, two continue
+        ([2.0, 3.0, 4.0, 5.0, 6.0], 2.5, False),  # the second of six; two continue
         ([2.0, 3.0, 4.0, 5.0, 6.0], 3.5, True),
-        ([2.0, 3.0], 2.0, True),  # the earlier of equal ones is better
-        ([math.nan, math.inf], 8.0, False),  # NaN and infinity count, and are worse than any number
+        ([2.0, 3.0], 2.0, True),  # of equal losses, the earlier one is better
+        ([math.nan, math.inf], 8.0, False),  # NaN and infinity count as worse than any number
         ([math.inf, math.nan], math.nan, True),
         ([2.0, 3.0], math.inf, True),
     ],
@@ -71,10 +71,10 @@ def test_judged_is_the_first_validation_at_or_behind_a_rung_and_no_other() -> No
     better = [run(number, {100: 1.0, 300: 0.5}, "complete") for number in range(3)]
     bad = {40: 9.0}
     assert not ends(ASHA, better, run(7, bad, "running"))  # before the first rung
-    assert ends(ASHA, better, run(7, {**bad, 99: 9.0}, "running"))  # on it
+    assert ends(ASHA, better, run(7, {**bad, 99: 9.0}, "running"))  # at the rung
     assert not ends(ASHA, better, run(7, {**bad, 99: 0.9, 200: 9.0}, "running"))  # between the rungs
     assert ends(ASHA, better, run(7, {**bad, 99: 0.9, 200: 9.0, 310: 9.0}, "running"))
-    # Others count with what they had there, not with what they came to later.
+    # The others count with their loss at this rung, not with a later loss.
     late = [run(number, {100: 5.0, 300: 0.1}, "complete") for number in range(2)]
     assert not ends(ASHA, late, run(7, {100: 4.0}, "running"))
 
@@ -83,10 +83,10 @@ def test_a_validation_behind_two_rungs_is_judged_at_both() -> None:
     history = [run(0, {100: 1.0}, "pruned"), run(1, {400: 5.0}, "running"), run(2, {400: 6.0}, "running")]
     assert ends(
         ASHA, history, run(3, {400: 4.0}, "running")
-    )  # best of three on the second, second of four on the first
+    )  # best of three at the second rung, second of four at the first
     assert not ends(ASHA, history, run(3, {400: 0.5}, "running"))
     history[2] = run(2, {100: 6.0}, "pruned")
-    assert ends(ASHA, history, run(3, {400: 0.5}, "running"))  # best of four on the first, of two on the second
+    assert ends(ASHA, history, run(3, {400: 0.5}, "running"))  # best of four at the first rung, of two at the second
 
 
 def test_a_training_at_its_end_is_left_alone() -> None:
@@ -109,7 +109,7 @@ def test_one_that_came_to_nothing_takes_no_place_and_is_none_of_those_that_came(
     lost = run(0, {100: 0.1}, state)
     assert not ends(ASHA, [lost, run(1, {100: 3.0}), run(2, {100: 4.0})], run(9, {100: 2.0}, "running"))
     assert ends(ASHA, [lost, run(1, {100: 3.0})], run(9, {100: 2.0}, "running"))  # the best of two
-    again = run(5, {}, "running", continues=0)  # tried once more it counts with what it had
+    again = run(5, {}, "running", continues=0)  # a trial that is tried again counts with its earlier loss
     assert ends(ASHA, [lost, again, run(1, {100: 3.0}), run(2, {100: 4.0})], run(9, {100: 2.0}, "running"))
 
 
@@ -121,7 +121,7 @@ def test_a_pruned_one_is_promoted_when_enough_worse_ones_came_to_its_rung() -> N
     assert find_promotable(ASHA, history, LONGEST) is None
     history += [run(4, {100: 5.0}), run(5, {100: 6.0}, "running")]
     assert find_promotable(ASHA, history, LONGEST) == 1
-    # A trial that is or was continued is not named again, however that ended.
+    # A trial that is or was continued is not proposed again, whatever the result.
     for state in ("running", "complete", "failed", "infeasible"):
         again = run(6, {} if state == "running" else {100: 2.0, 300: 1.0}, state, continues=1)
         assert find_promotable(ASHA, [*history, again], LONGEST) is None
@@ -129,7 +129,7 @@ def test_a_pruned_one_is_promoted_when_enough_worse_ones_came_to_its_rung() -> N
 
 def test_one_that_was_left_behind_two_rungs_at_once_has_to_be_among_the_best_of_both() -> None:
     history = [run(0, {400: 2.0}), run(1, {100: 1.0, 300: 3.0}, "complete"), run(2, {100: 1.5, 300: 4.0}, "complete")]
-    assert find_promotable(ASHA, history, LONGEST) is None  # best of three on the second, but not on the first
+    assert find_promotable(ASHA, history, LONGEST) is None  # best of three at the second rung, but not at the first
     history += [run(number, {100: 9.0}) for number in range(3, 9)]
     assert find_promotable(ASHA, history, LONGEST) == 0  # third of nine
 
@@ -145,7 +145,7 @@ def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> No
         assert not ends(ASHA, history, run(9, curve, "running", continues=1))
     behind = {50: 4.0, 120: 2.0, 200: 1.9, 300: 1.8}
     assert ends(ASHA, history, run(9, behind, "running", continues=1))
-    assert ends(ASHA, history, run(9, {300: 1.8}, "running", continues=1))  # only what is new was reported
+    assert ends(ASHA, history, run(9, {300: 1.8}, "running", continues=1))  # only new validations were reported
     assert not ends(ASHA, history, run(9, {**behind, 300: 0.2}, "running", continues=1))  # the best of four
 
 
@@ -153,11 +153,12 @@ def test_the_first_to_come_to_a_rung_are_promoted_once_there_are_enough() -> Non
     history = [run(0, {100: 3.0}), run(1, {100: 2.0})]
     assert (
         find_promotable(ASHA, [*history, run(2, {100: 4.0}, "running")], LONGEST) == 1
-    )  # one under way came there, too
-    assert find_promotable(ASHA, [*history, run(2, {50: 1.0}, "running")], LONGEST) is None  # not there yet
+    )  # a running trial reached the rung as well
+    # Trial 2 has not reached the rung.
+    assert find_promotable(ASHA, [*history, run(2, {50: 1.0}, "running")], LONGEST) is None
     assert (
         find_promotable(ASHA, [*history, run(2, {100: 1.0}, "complete")], LONGEST) is None
-    )  # the best went on at once
+    )  # the best one continued without a stop
 
 
 # Hyperband
@@ -174,7 +175,8 @@ def test_only_trainings_of_one_bracket_compete_and_the_last_prunes_nothing() -> 
     bad = {100: 9.0, 300: 9.0}
     assert ends(HYPERBAND, better, run(by_bracket[0][5], {100: 9.0}, "running"))
     worse = [run(number, {300: 9.5}) for number in by_bracket[1][:2]]
-    assert not ends(HYPERBAND, better + worse, run(by_bracket[1][5], bad, "running"))  # the best of its three
+    # The best of the three in its bracket.
+    assert not ends(HYPERBAND, better + worse, run(by_bracket[1][5], bad, "running"))
     assert ends(HYPERBAND, better + worse[:1], run(by_bracket[1][5], bad, "running"))
     second = [run(number, {100: 1.0, 300: 1.0}, "complete") for number in by_bracket[1][:5]]
     assert not ends(HYPERBAND, second, run(by_bracket[1][5], {100: 9.0}, "running"))
@@ -197,12 +199,12 @@ def test_a_promoted_training_stays_in_its_bracket() -> None:
 
 def test_the_median_reads_curves_between_their_validations() -> None:
     complete = [run(number, {90: 4.0, 190: 2.0, 900: 1.0}, "complete") for number in range(3)]
-    # At 140 rows the others were at 3.0, though none of them validated there.
+    # The others have an interpolated loss of 3.0 at 140 rows, although none of them validated there.
     assert ends(MEDIAN, complete, run(7, {140: 3.1}, "running"))
     assert not ends(MEDIAN, complete, run(7, {140: 2.9}, "running"))
     assert not ends(MEDIAN, complete, run(7, {70: 9.0, 95: 9.0}, "running"))  # before the first fraction
-    assert not ends(MEDIAN, complete[:2], run(7, {140: 9.0}, "running"))  # too few to know
-    # The best so far counts; at 600 rows the others were at 1.42.
+    assert not ends(MEDIAN, complete[:2], run(7, {140: 9.0}, "running"))  # too few trials to decide
+    # The best loss so far counts; at 600 rows the others have 1.42.
     assert not ends(MEDIAN, complete, run(7, {120: 1.3, 600: 9.0}, "running"))
     assert ends(MEDIAN, complete, run(7, {120: 2.5, 600: 1.5}, "running"))
 
@@ -215,14 +217,14 @@ def test_the_median_handles_nan() -> None:
     assert ends(MEDIAN, fine, run(7, {100: math.nan}, "running"))
 
 
-# When nothing else is left to be tried
+# Continuation when no new trial is left
 
 
 def test_the_most_promising_is_the_best_of_those_that_came_farthest() -> None:
     low = [run(0, {100: 0.5}), run(1, {100: 0.1})]
     assert find_most_promising(low) == 1
     far = [run(2, {100: 3.0, 300: 2.0}), run(3, {100: 3.0, 300: 1.5}), run(4, {100: 0.1, 300: 1.5})]
-    assert find_most_promising(low + far) == 3  # by its last loss, not its best; of equal ones the earlier
+    assert find_most_promising(low + far) == 3  # by the last loss, not the best one; of equal losses the earlier trial
     assert find_most_promising([*far[::-1], *low]) == 3
 
 
@@ -245,10 +247,11 @@ def test_nan_comes_last_among_those_that_came_as_far() -> None:
     broken = [run(0, {100: math.nan}), run(1, {100: math.inf}), run(2, {100: 9.0})]
     assert find_most_promising(broken) == 2
     assert find_most_promising(broken[:2]) == 0
-    assert find_most_promising([*broken, run(3, {100: 1.0, 300: math.nan})]) == 3  # farther all the same
+    # It was trained longer than the others.
+    assert find_most_promising([*broken, run(3, {100: 1.0, 300: math.nan})]) == 3
 
 
-# Words
+# Texts
 
 
 def test_descriptions() -> None:

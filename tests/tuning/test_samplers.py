@@ -1,4 +1,4 @@
-"""Proposals are a function of the history: they learn, avoid infeasible values, and never repeat."""
+"""Tests that proposals are a function of the history: they learn, avoid infeasible values, and never repeat."""
 
 import math
 import random
@@ -59,7 +59,7 @@ def test_seeds_of_neighbouring_trials_and_attempts_differ_and_fit_into_31_bits()
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
 @pytest.mark.parametrize("kind", ["tpe", "gp", "cmaes"])
 def test_directions_are_followed(kind: str, direction: str) -> None:
-    """The next trials are near the better of two groups of trials, one at low and one at high rates."""
+    """The history has trials at low and at high rates; the next trials are near the better ones."""
     space = space_of(RATE, DROPOUT)
     objectives = (SweepObjective(metric="accuracy", direction=direction),)
     source = random.Random(3)
@@ -89,7 +89,7 @@ def test_cma_es_moves_away_from_what_is_infeasible() -> None:
 
 
 def test_running_trials_are_kept_away_from() -> None:
-    """Eight workers ask without anything new: with what runs the proposals spread, without it they crowd."""
+    """Eight workers ask without new results: with running trials known, proposals spread; without, they cluster."""
     space = space_of(RATE, DROPOUT)
     finished = [trial(number, drawn(space, number)) for number in range(20)]
 
@@ -142,8 +142,8 @@ def test_the_first_trial_has_the_projects_own_values_where_the_space_has_them(ki
     assert first == expected
     outside = [
         {**current, "train.rank": 128},
-        {**current, "train.alpha": 16},  # not what the tie says
-        {**current, "train.adapter": "adalora"},  # now the target rank counts, and 8 is none of its values
+        {**current, "train.alpha": 16},  # does not equal the tie
+        {**current, "train.adapter": "adalora"},  # the target rank applies now, and 8 is not one of its values
         {key: value for key, value in current.items() if key != "train.dropout"},
     ]
     for other in outside:
@@ -155,7 +155,7 @@ def test_the_first_trial_has_the_projects_own_values_where_the_space_has_them(ki
 
 
 def test_the_estimator_learns_a_knob_that_only_some_trials_have() -> None:
-    """Only adalora with target rank 4 is good: late proposals are that."""
+    """Only adalora with target rank 4 gives good results, so late proposals must have these values."""
     space = space_of(CONDITIONAL, RATE)
 
     def outcome(number: int, values: dict[str, Any]) -> Trial:
@@ -203,7 +203,10 @@ def test_a_study_without_a_feasible_trial_moves_elsewhere(kind: str) -> None:
 
 
 def test_a_process_that_knows_no_figure_but_what_is_feasible() -> None:
-    """Accuracy is sought, all that fit were pruned: no figure says anything, and it keeps to what fits all the same."""
+    """The objective is accuracy, but all feasible trials were pruned, so no trial has a value.
+
+    The sampler still proposes feasible values.
+    """
     space = space_of(RATE, DROPOUT)
     history = []
     for number in range(16):

@@ -1,4 +1,4 @@
-"""The next step of a worker, with a real trial store in a real project. Tests set the results of trials."""
+"""Tests the next step of a worker, with a real trial store in a real project. Tests set the results of trials."""
 
 import math
 import time
@@ -24,9 +24,7 @@ from ratchet.tuning.trial import TrialTask
 
 RANDOM = SamplerSettings(kind="random")
 NEVER = PrunerSettings(kind="none")
-ASHA = PrunerSettings(
-    kind="asha", min_resource_fraction=0.25, reduction_factor=3
-)  # rungs at a quarter and three quarters
+ASHA = PrunerSettings(kind="asha", min_resource_fraction=0.25, reduction_factor=3)  # rungs at 0.25 and 0.75
 QUARTERS = (0.25, 0.5, 0.75)
 FOUR_POINTS = {
     "train.rank": SweepParameter(choices=(2, 4)),
@@ -44,7 +42,7 @@ def copied(tmp_path: Path) -> ProjectLayout:
 
 @pytest.fixture
 def begin(copied: ProjectLayout) -> Iterator[Begin]:
-    """Opens the study of the project, with these settings of the sweep."""
+    """Return a function that opens the study of the project, with these settings of the sweep."""
     with ExitStack() as stack:
 
         def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> TrialScheduler:
@@ -66,19 +64,19 @@ def _no_answers(settings: Settings, run_id: str, metrics: Sequence[str]) -> Mapp
 
 
 def work(search: TrialScheduler) -> TrialTask:
-    """The next trial, where there is one."""
+    """Return the next trial; the test fails if there is none."""
     found = search.next()
     assert isinstance(found, TrialTask), found
     return found
 
 
 def curve(search: TrialScheduler, losses: Sequence[float]) -> dict[int, float]:
-    """Losses at the quarters of the longest training."""
+    """Return the losses by row, at the quarters of the longest training."""
     return {math.ceil(share * search.longest_rows): loss for share, loss in zip(QUARTERS, losses, strict=False)}
 
 
 def end(search: TrialScheduler, given: TrialTask, state: str, losses: Sequence[float] = (), **fields: Any) -> Trial:
-    """End a trial with these losses at the quarters; returns its record in the study."""
+    """End a trial with these losses at the quarters; return its record in the study."""
     if state == "complete":
         fields = {"objectives": (losses[-1],), **fields}
     told = {"state": state, "curve": curve(search, losses), "ended": time.time(), **fields}
@@ -87,13 +85,13 @@ def end(search: TrialScheduler, given: TrialTask, state: str, losses: Sequence[f
 
 
 def judged(search: TrialScheduler, given: TrialTask, *losses: float) -> str | None:
-    """Verdict after validations with these losses."""
+    """Return the pruner's reason to end the trial after validations with these losses, or None."""
     assert given.decide_pruning is not None
     return given.decide_pruning(given.trial.model_copy(update={"curve": curve(search, losses)}))
 
 
 def left(search: TrialScheduler, *losses: float) -> list[Trial]:
-    """New trials, pruned with these losses at the first rung."""
+    """Start new trials, each pruned with one of these losses at the first rung."""
     found = []
     for loss in losses:
         given = work(search)
@@ -102,7 +100,7 @@ def left(search: TrialScheduler, *losses: float) -> list[Trial]:
     return found
 
 
-# The first, and how many
+# First trials, and their number
 
 
 def test_the_first_trial_has_the_values_of_the_project_and_is_the_run_of_its_settings(begin: Begin) -> None:
@@ -123,7 +121,7 @@ def test_no_more_trials_begin_than_the_budget_has(begin: Begin) -> None:
     given = [work(search) for _ in range(4)]
     assert len({one.trial.run_id for one in given}) == 4
     assert search.next() == "wait"
-    end(search, given[0], "failed", cause="bug", reason="it broke")  # no reason to try more than was wanted
+    end(search, given[0], "failed", cause="bug", reason="it broke")  # a failure does not raise the number of trials
     end(search, given[1], "infeasible", constraints={"memory": 0.5}, cause="too_large", reason="9 GiB")
     end(search, given[2], "complete", [2.0, 1.0])
     assert search.next() == "wait"
@@ -166,13 +164,13 @@ def test_a_promoted_trial_is_continued_before_anything_new_is_tried(begin: Begin
     assert given.trial.continues == best.number
     assert (given.trial.values, given.trial.run_id) == (best.values, best.run_id)
     assert final_round.count_trials(search.store.trials()) == 3
-    assert work(search).trial.continues is None  # named once
+    assert work(search).trial.continues is None  # the same trial is not promoted twice
     assert first.state == "pruned"
 
 
 @pytest.mark.parametrize("trials", [8, 3], ids=["more may begin", "no further may begin"])
 def test_a_promoted_one_is_judged_at_the_next_rung_and_not_again_at_its_own(begin: Begin, trials: int) -> None:
-    """It has won its place on the next rung, not on all of them."""
+    """The promotion applies to the next rung only, not to all later ones."""
     search = begin(trials=trials, pruner=ASHA)
     left(search, 3.0, 2.0, 4.0)
     given = work(search)
@@ -194,21 +192,21 @@ def test_the_curves_of_others_are_looked_at_when_it_is_judged(begin: Begin) -> N
     assert judged(search, given, 2.0) is not None
 
 
-# When nothing else is left
+# Continuation when no new trial is left
 
 
 def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(begin: Begin) -> None:
     search = begin(trials=4, pruner=ASHA, finalists=FinalistSettings(top_k=2))
     left(search, 3.0, 2.0, 4.0)
-    end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3: continues 1, and is pruned at the next rung
+    end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3 continues 1, and is pruned at the next rung
     left(search, 5.0)
     farthest, next_best = work(search), work(search)
     assert (farthest.trial.continues, next_best.trial.continues) == (3, 0)
     assert farthest.trial.run_id == search.store.trials()[1].run_id
-    assert search.next() == "wait"  # two are under way
+    assert search.next() == "wait"  # two trials are running
     end(search, farthest, "failed", cause="bug", reason="it broke")
     instead = work(search)
-    assert instead.trial.continues == 2  # not the one whose continuation failed
+    assert instead.trial.continues == 2  # not the trial whose continuation failed
     end(search, next_best, "complete", [3.0, 2.0, 1.0])
     assert search.next() == "wait"
     end(search, instead, "complete", [4.0, 3.0, 2.0])
@@ -260,7 +258,7 @@ def test_at_a_limit_nothing_is_promoted_and_one_is_completed(
     search = begin(trials=8, pruner=ASHA, finalists=FinalistSettings(top_k=3), **limit)
     for loss in (3.0, 2.0, 4.0):
         end(search, work(search), "pruned", [loss], cost=cost)
-    given = work(search)  # the rule would promote it; at the limit it is continued to its end
+    given = work(search)  # the rule promotes it; because of the limit it is continued to its end
     assert given.trial.continues == 1
     assert judged(search, given, 2.0, 9.0, 9.0) is None
     assert search.next() == "wait"
@@ -273,12 +271,12 @@ def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> N
     end(search, work(search), "complete", [2.0, 1.0], cost=TrainingCost(trained_tokens=900))
     end(search, work(search), "pruned", [3.0], cost=TrainingCost(trained_tokens=99))
     under_way = work(search)
-    assert under_way.trial.continues is None  # 999 of 1000
+    assert under_way.trial.continues is None  # 999 of 1000 tokens are used
     end(search, under_way, "pruned", [4.0], cost=TrainingCost(trained_tokens=1))
     assert search.next() == "over"
 
 
-# A space that is used up
+# An exhausted search space
 
 
 @pytest.mark.parametrize("kind", ["random", "grid", "tpe"])
@@ -299,7 +297,7 @@ def test_a_finite_space_is_used_up(begin: Begin, kind: str) -> None:
 def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
     search = begin(
         trials=9, pruner=PrunerSettings(kind="asha", min_resource_fraction=0.09, reduction_factor=8), space=FOUR_POINTS
-    )  # 0.09 and 0.72
+    )  # rungs at 0.09 and 0.72
     left(search, 3.0, 2.0, 4.0, 5.0)
     given = work(search)
     assert given.trial.continues == 1
@@ -308,7 +306,7 @@ def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
     assert search.next() == "over"
 
 
-# Values that are refused
+# Values that the settings refuse
 
 
 def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) -> None:
@@ -325,7 +323,8 @@ def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) 
     assert "adalora.target_rank: found 8; expected less than the initial rank (2)" in refused.reason
     assert [work(search).trial.number for _ in range(2)] == [2, 3]
     assert search.next() == "wait"
-    assert final_round.count_trials(search.store.trials()) == 4  # knowledge, and one of the trials
+    # Refused values inform the sampler and count as a trial.
+    assert final_round.count_trials(search.store.trials()) == 4
 
 
 @pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
@@ -334,7 +333,7 @@ def test_values_that_only_the_rows_refuse_are_tried_once(begin: Begin, kind: str
     sampler = SamplerSettings.model_validate({"kind": kind, "n_startup_trials": 1})
     search = begin(train={"batching": "packed"}, trials=9, pruner=NEVER, space=space, sampler=sampler)
     while isinstance(found := search.next(), TrialTask):
-        assert found.rows_per_step > found.settings.train.batch_size  # several rows to a pack
+        assert found.rows_per_step > found.settings.train.batch_size  # a pack holds several rows
         end(search, found, "complete", [1.0])
     told = {trial.values["train.pack_tokens"]: trial for trial in search.store.trials()}
     assert len(told) == len(search.store.trials()) == 3
@@ -353,7 +352,7 @@ def test_a_space_in_which_nothing_fits_stops_with_the_diagnosis(begin: Begin) ->
     assert "none of 6 trials was feasible" in search.store.notes()[final_round.STOPPED]
 
 
-# Stopped
+# Stopped studies
 
 
 def failed(search: TrialScheduler) -> Trial:
@@ -370,14 +369,15 @@ def test_a_study_stopped_by_failures_continues_when_it_is_started_again(begin: B
     assert search.next() == "wait"
     assert "2 trials failed for the same reason" in search.store.notes()[final_round.STOPPED]
     end(search, under_way, "pruned", [2.0, 1.9, 1.8])
-    assert search.next() == "over"  # nothing is continued to its end either: something is wrong
+    assert search.next() == "over"  # nothing is continued to its end either, because trials fail
     assert "2 trials failed" in _desk(search).resume_after_failures()
-    first = work(search)  # the cause is corrected: failed trials are trained before anything else
+    first = work(search)  # after a restart, failed trials run first
     assert (first.trial.number, first.trial.continues) == (6, 4)
     assert first.trial.run_id == search.store.trials()[4].run_id
     end(search, first, "complete", [9.0, 8.0, 7.0])
     assert failed(search).continues == 5
-    assert failed(search).continues is None  # not 5 for a third time; and of three failures two are forgiven
+    # Trial 5 is not tried a third time; the restart forgave two of three failures.
+    assert failed(search).continues is None
     assert search.next() == "over"
     assert "trials 7, 8" in search.store.notes()[final_round.STOPPED]
 
@@ -389,7 +389,7 @@ def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) 
     assert search.next() == "over"
     _desk(search).resume_after_failures()
     again = work(search)
-    assert again.trial.continues == 0  # though both trials of the budget have begun
+    assert again.trial.continues == 0  # although both trials of the budget have started
     assert judged(search, again, 2.0) is not None
     end(search, again, "pruned", [2.0])
     end(search, work(search), "pruned", [1.0])
@@ -434,7 +434,7 @@ def test_a_running_trial_is_taken_over_in_a_stopped_study(begin: Begin) -> None:
 
 
 def _desk(search: TrialScheduler) -> StudySession:
-    """As the command has it that is given again."""
+    """Build the session that a repeated command has."""
     return StudySession(
         search.layout, search.settings, search.store.storage, search.store, search.space,
         dict(search.store.identity),

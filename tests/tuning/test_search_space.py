@@ -1,4 +1,4 @@
-"""The search space: drawn values are in it, ties and conditions hold, and invalid spaces are refused with a reason."""
+"""Tests the search space: drawn values are in it, ties and conditions hold, and invalid spaces are refused."""
 
 import json
 import random
@@ -28,7 +28,7 @@ OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def project(space: str, train: str = "{}") -> Settings:
-    """Settings with this space, as params.yaml has it."""
+    """Parse settings with this space, as params.yaml has it."""
     return params_file.parse(f"train: {train}\nsweep:\n  space: {space}\n")
 
 
@@ -151,7 +151,7 @@ def test_where_the_other_knob_is_not_searched_ties_and_conditions_take_it_as_it_
         "train.alpha": 8.0,
         "train.warmup_ratio": 0.1,
     }
-    assert space.size() == 2 + 1 + 2  # rank 4 with a warm-up, rank 8 without, dora with one
+    assert space.size() == 2 + 1 + 2  # rank 4 with two warm-ups, rank 8 without, dora with two
 
 
 def test_a_condition_on_a_setting_that_is_not_searched_holds_always_or_never() -> None:
@@ -221,8 +221,8 @@ def test_values_of_another_space_are_known_for_what_they_are() -> None:
     values = json.loads(json.dumps(space.draw(last)))
     assert space.contains(values)
     assert not space.contains(values | {"train.rank": 65})
-    assert not space.contains(values | {"train.alpha": 64})  # another tie
-    assert not space.contains(values | {"train.adapter": "lora"})  # which has no target rank
+    assert not space.contains(values | {"train.alpha": 64})  # does not equal the tie
+    assert not space.contains(values | {"train.adapter": "lora"})  # lora has no target rank
     assert not space.contains({key: value for key, value in values.items() if key != "train.dropout"})
     assert not space.contains(values | {"train.warmup_ratio": 0.1})
 
@@ -246,7 +246,7 @@ def thousandths(low: int, high: int) -> st.SearchStrategy[float]:
 
 @st.composite
 def spaces(draw: st.DrawFn) -> Settings:
-    """Settings with a space of ranges, steps, choices, ties and conditions."""
+    """Draw settings with a space of ranges, steps, choices, ties and conditions."""
     low = draw(st.integers(1, 20))
     high = draw(st.integers(low, 30))
     shape = draw(st.sampled_from(["", ", log: true", f", step: {draw(st.integers(1, 9))}"]))
@@ -285,7 +285,7 @@ def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(proj
     assert space.contains(kept)
     assert all(space.dimension(name).contains(value) for name, value in space.select_drawn(kept).items())
     assert space.draw(partial(from_table, space.select_drawn(kept))) == values
-    optuna.trial.create_trial(  # Optuna checks that it may hold these values
+    optuna.trial.create_trial(  # Optuna checks that its distributions can hold these values
         value=0.0,
         params={name: encode_value(value) for name, value in space.select_drawn(kept).items()},
         distributions={name: to_distribution(space.dimension(name)) for name in space.select_drawn(kept)},

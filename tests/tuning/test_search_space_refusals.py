@@ -1,4 +1,4 @@
-"""Invalid search spaces: each is refused with the key in params.yaml, the value found, and the remedy."""
+"""Tests invalid search spaces: each is refused with the key in params.yaml, the value found, and the remedy."""
 
 import pytest
 
@@ -99,7 +99,7 @@ IF_DORA = "train.dropout: {low: 0, high: 0.1, when: {adapter: dora}}"
         (f"train.rank: {{low: 2, high: 8, log: true}}, {HALF}", "train.rank may be 3"),
         (f"train.rank: {{choices: [2, 4, 7]}}, {HALF}", "train.rank may be 7"),
         ("train.rank: {low: 2, high: 8, step: 2}, train.batch_size: {tie: rank / 4}", "train.rank may be 2"),
-        # The value of params.yaml, to which a conditional parameter falls back, must fit the tie as well.
+        # A conditional parameter falls back to the value in params.yaml, which must fit the tie as well.
         (
             "train.adapter: {choices: [lora, dora]}, train.rank: {choices: [3, 6], when: {adapter: lora}},"
             " train.batch_size: {tie: rank / 3}",

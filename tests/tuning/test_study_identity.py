@@ -1,4 +1,4 @@
-"""A study's identity: equal after a round trip through JSON, and changed only by settings that determine the trials."""
+"""Tests a study's identity: equal after a round trip through JSON, changed only by settings that determine trials."""
 
 import json
 from typing import Any

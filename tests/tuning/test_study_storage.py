@@ -1,4 +1,4 @@
-"""Both storages: one holder at a time, refused addresses, and servers that fail."""
+"""Tests both storages: one holder at a time, refused addresses, and servers that fail."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def _hold(layout: ProjectLayout, url: str | None, inside: Any) -> None:
 
 
 def _holder(layout: ProjectLayout, url: str | None, processes: Any) -> Any:
-    """A process that holds the storage until it is killed."""
+    """Start a process that holds the storage until it is killed."""
     inside = processes.SimpleQueue()
     process = processes.Process(target=_hold, args=(layout, url, inside), daemon=True)
     process.start()
@@ -87,7 +87,7 @@ def test_a_thread_may_lock_again_and_another_may_not(storage: StudyStorage, monk
 def test_who_is_interrupted_while_it_waits_holds_nothing(
     project: ProjectLayout, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Postgres may grant the lock at the moment in which a signal ends the wait for it."""
+    """Postgres may grant the lock at the moment when a signal ends the wait for it."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -111,7 +111,7 @@ def test_who_is_interrupted_while_it_waits_holds_nothing(
 
 
 def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Server, project: ProjectLayout) -> None:
-    from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
+    from optuna_dashboard import wsgi  # not at the top: processes that tests start would import it, in one second each
 
     url = postgres_server.database()
     storage = open_storage(project, url)
@@ -127,13 +127,13 @@ def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Serve
     [
         ("postgresql://me:secret@host/studies", "PGPASSWORD"),
         ("postgresql://me@host/studies?password=secret", "PGPASSWORD"),
-        ("postgresql://me@host", "no database"),
-        ("postgresql://me:secret@host:port/studies", "invalid address"),
+        ("postgresql://me@host", "has no database"),
+        ("postgresql://me:secret@host:port/studies", "invalid host or port"),
         ("sqlite:///secret.db", "8 workers"),
-        ("mysql+pymysql://me:secret@host/studies", "only Postgres"),
-        ("redis://:secret@host", "only Postgres"),
-        ("secret", "unknown kind of storage"),
-        ("", "unknown kind of storage"),
+        ("mysql+pymysql://me:secret@host/studies", "only PostgreSQL"),
+        ("redis://:secret@host", "only PostgreSQL"),
+        ("secret", "only PostgreSQL"),
+        ("", "only PostgreSQL"),
     ],
 )
 def test_an_invalid_address_is_refused_without_repeating_it(project: ProjectLayout, url: str, told: str) -> None:

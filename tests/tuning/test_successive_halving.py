@@ -1,4 +1,4 @@
-"""Successive halving for any curves: by its properties, against the paper's own algorithm, and against Optuna."""
+"""Tests successive halving for any curves: its properties, the paper's own algorithm, and Optuna."""
 
 import math
 import random
@@ -27,7 +27,8 @@ Curve = dict[int, float]
 
 LONGEST = 900
 ASHA = PrunerSettings(kind="asha", min_resource_fraction=0.11, reduction_factor=3)  # rungs at 99 and 297 rows
-HALVING = PrunerSettings(kind="asha", min_resource_fraction=0.03, reduction_factor=2)  # at 27, 54, 108, 216 and 432
+# Rungs at 27, 54, 108, 216 and 432 rows.
+HALVING = PrunerSettings(kind="asha", min_resource_fraction=0.03, reduction_factor=2)
 HYPERBAND = PrunerSettings(kind="hyperband", min_resource_fraction=0.11, reduction_factor=3)
 MEDIAN = PrunerSettings(kind="median", min_resource_fraction=0.11, n_startup_trials=3)
 
@@ -36,7 +37,7 @@ MEDIAN = PrunerSettings(kind="median", min_resource_fraction=0.11, n_startup_tri
 
 
 def test_rungs_grow_by_the_reduction_and_stop_where_nothing_would_be_saved() -> None:
-    assert compute_rungs(0.11, 3, 900) == (99, 297)  # not 891: that training is as good as done
+    assert compute_rungs(0.11, 3, 900) == (99, 297)  # no rung at 891, because a training is almost complete there
     assert compute_rungs(0.2, 3, 1000) == (200, 600)
     assert compute_rungs(0.25, 2, 1000) == (250, 500)
     assert compute_rungs(0.01, 4, 1000) == (10, 40, 160, 640)
@@ -45,19 +46,20 @@ def test_rungs_grow_by_the_reduction_and_stop_where_nothing_would_be_saved() -> 
 
 def test_rungs_are_where_they_are_meant_to_be_whatever_floating_point_makes_of_it() -> None:
     assert compute_rungs(0.05, 3, 15_000) == (750, 2250, 6750)
-    assert compute_rungs(0.1, 3, 1000) == (100, 300)  # 0.1 x 3 x 3 and 0.3 x 3 lie on different sides of 0.9
+    # In floating point, 0.1 x 3 x 3 and 0.3 x 3 are on different sides of 0.9.
+    assert compute_rungs(0.1, 3, 1000) == (100, 300)
     assert compute_rungs(0.3, 3, 1000) == (300,)
     better = [Trial(number=n, values={}, run_id=str(n), state="complete", curve={2250: 1.0}) for n in range(3)]
     own = Trial(number=3, values={}, run_id="3", state="running", curve={768: 0.5, 2250: 2.0})
     assert decide_pruning(PrunerSettings(), better, own, 15_000) is not None
 
 
-# For any curves
+# Properties for any curves
 
 
 @st.composite
 def studies(draw: st.DrawFn) -> list[Curve]:
-    """Final curves of some trainings, in the order in which they begin; ties, infinities and odd rows among them."""
+    """Draw the complete curves of some trainings in order of their start, with ties, infinities and irregular rows."""
     losses = st.one_of(st.floats(0, 5), st.sampled_from([1.0, 2.0, math.inf, math.nan]))
     every = st.sampled_from([25, 60, 100, 150, 320])
     found = []
@@ -68,7 +70,7 @@ def studies(draw: st.DrawFn) -> list[Curve]:
 
 
 def simulated(pruner: PrunerSettings, curves: Sequence[Curve]) -> list[Trial]:
-    """One worker: promotable trials first, then new ones; each is judged after each validation."""
+    """Simulate one worker: it runs promotable trials first, then new ones, and judges each after each validation."""
     history: list[Trial] = []
     waiting = list(range(len(curves)))
     while True:
@@ -97,13 +99,13 @@ def ladders(pruner: PrunerSettings, field: list[TrialLineage]) -> list[Hyperband
 
 
 def reached(curve: Curve, rung: float) -> float | None:
-    """The loss that counts on this rung; None: not there yet."""
+    """Return the loss that counts at this rung; None if the curve does not reach it."""
     loss = next((loss for rows, loss in sorted(curve.items()) if rows >= rung), None)
     return None if loss is None else loss if math.isfinite(loss) else math.inf
 
 
 def best_of(ladder: HyperbandBracket, rung: float) -> list[int]:
-    """The first trials of those that are continued from a rung in the end: floor(n / reduction) of all n on it."""
+    """Return the first trials of the lineages that finally continue from a rung: the best floor(n / reduction) of n."""
     there = sorted((loss, line.first) for line in ladder.field if (loss := reached(line.curve, rung)) is not None)
     return [first for _, first in there[: len(there) // ladder.reduction]]
 
@@ -119,7 +121,8 @@ def test_the_best_of_every_rung_are_continued_and_none_twice(curves: list[Curve]
     for line in field:
         states = [one.state for one in line.trials]
         assert states[:-1] == ["pruned"] * (len(states) - 1)
-        assert all(max(one.curve) < max(next_one.curve) for one, next_one in pairwise(line.trials))  # each gets further
+        # Each trial trains longer than the one before.
+        assert all(max(one.curve) < max(next_one.curve) for one, next_one in pairwise(line.trials))
     for ladder in ladders(pruner, field):
         chosen = {rung: best_of(ladder, rung) for rung in ladder.rungs}
         for line in ladder.field:
@@ -130,11 +133,11 @@ def test_the_best_of_every_rung_are_continued_and_none_twice(curves: list[Curve]
                 assert any(line.first not in chosen[rung] for rung in here), "left, and among the best"
 
 
-# Against the paper
+# Comparison with the paper
 
 
 def algorithm_2(curves: Sequence[Curve], levels: Sequence[float], reduction: int) -> list[tuple[int, float]]:
-    """Asynchronous successive halving as Li et al. 2020 write it: one worker's jobs, as training and rung."""
+    """Run asynchronous successive halving of Li et al. 2020; return one worker's jobs as training and rung."""
     told: dict[float, dict[int, float]] = {rung: {} for rung in levels}
     promoted: dict[float, set[int]] = {rung: set() for rung in levels}
     jobs: list[tuple[int, float]] = []
@@ -160,7 +163,7 @@ def algorithm_2(curves: Sequence[Curve], levels: Sequence[float], reduction: int
 
 
 def jobs_of(history: Sequence[Trial], levels: Sequence[float]) -> list[tuple[int, float]]:
-    """The same of a study: every rung that a trial came to and that its training had not come to before."""
+    """Return the jobs of a study: every rung that a trial reached and that its training had not reached before."""
     jobs: list[tuple[int, float]] = []
     for trial in history:
         new = [rung for rung in levels if reached(trial.curve, rung) is not None]
@@ -184,7 +187,7 @@ def random_curves(seed: int, count: int, every: int = 50) -> list[Curve]:
     ],
 )
 def test_one_worker_does_the_jobs_of_the_paper_in_its_order(pruner: PrunerSettings, seed: int) -> None:
-    """Going on at once with one that is promoted when it comes is what the paper's worker does next anyway."""
+    """A trial that is promoted at its rung continues at once; the paper's worker would choose the same next job."""
     curves = random_curves(seed, 40, every=10)
     levels = (*compute_rungs(pruner.min_resource_fraction, pruner.reduction_factor, LONGEST), LONGEST)
     expected = algorithm_2(curves, levels, pruner.reduction_factor)
@@ -192,7 +195,7 @@ def test_one_worker_does_the_jobs_of_the_paper_in_its_order(pruner: PrunerSettin
     assert Counter(rung for _, rung in expected)[levels[1]] >= 40 // pruner.reduction_factor
 
 
-# Against Optuna
+# Comparison with Optuna
 
 
 def optunas(pruner: optuna.pruners.BasePruner) -> optuna.Study:
@@ -204,9 +207,10 @@ def optunas(pruner: optuna.pruners.BasePruner) -> optuna.Study:
 def decisions(
     ours: PrunerSettings, theirs: optuna.pruners.BasePruner, curves: list[Curve]
 ) -> list[tuple[bool, bool, int]]:
-    """A study led by Optuna's pruner, which promotes none: its decision, ours, and how many came to the rung by then.
+    """Run a study with Optuna's pruner, which promotes no trial.
 
-    Asked is at each validation before the end; that number is 0 where no rung was reached.
+    Return its decision, ours, and how many trials had reached the rung, for each validation before the end. The number
+    is 0 where the trial reached no rung.
     """
     study, found = optunas(theirs), []
     history: list[Trial] = []
@@ -232,7 +236,7 @@ def decisions(
 
 
 def _among(pruner: PrunerSettings, history: list[Trial]) -> int:
-    """How many came to the rung that the last one of them has just reached."""
+    """Return how many trials reached the rung that the last one has just reached; 0 if it reached none."""
     curve = history[-1].curve
     *_, before, last = (0, *curve)
     for ladder in ladders(pruner, group_by_lineage(history)):
@@ -247,7 +251,8 @@ def _among(pruner: PrunerSettings, history: list[Trial]) -> int:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        # Optuna has one more rung, at 891 rows; the only validation behind it is the end, where nothing is pruned.
+        # Optuna has an additional rung at 891 rows. Only the final validation comes after it, and no trial is pruned
+        # there.
         (ASHA, optuna.pruners.SuccessiveHalvingPruner(min_resource=99, reduction_factor=3)),
         (HYPERBAND, optuna.pruners.HyperbandPruner(min_resource=99, max_resource=LONGEST, reduction_factor=3)),
     ],
@@ -256,7 +261,7 @@ def _among(pruner: PrunerSettings, history: list[Trial]) -> int:
 def test_where_enough_came_to_a_rung_we_decide_as_optuna_does(
     ours: PrunerSettings, theirs: optuna.pruners.BasePruner, seed: int
 ) -> None:
-    """With fewer, Optuna continues the best, because it cannot come back to it; we leave them all, and can."""
+    """With fewer trials, Optuna continues the best, because it cannot resume it; we stop all, because we can."""
     found = decisions(ours, theirs, random_curves(seed, 40))
     enough = [(their, our) for their, our, among in found if among >= ours.reduction_factor]
     assert all(their == our for their, our in enough)

@@ -1,4 +1,4 @@
-"""Limits of a sweep: when it starts no further trial, and when it stops."""
+"""Tests the limits of a sweep: when it starts no further trial, and when it stops."""
 
 from typing import Any
 
@@ -30,7 +30,8 @@ def test_hours_and_tokens_of_a_continued_trial_count_once() -> None:
     first = trial(0, "pruned", tokens=100, seconds=1800.0)
     again = trial(2, continues=0, tokens=250, seconds=5400.0)
     assert final_round.sum_costs([first, trial(1, tokens=300, seconds=3600.0), again]) == (pytest.approx(2.5), 550)
-    begun = trial(1, "running", continues=0, tokens=0, seconds=0.0)  # the costs of the earlier one count until it ends
+    # The costs of the earlier trial count until this one ends.
+    begun = trial(1, "running", continues=0, tokens=0, seconds=0.0)
     assert final_round.sum_costs([first, begun]) == (0.5, 100)
 
 

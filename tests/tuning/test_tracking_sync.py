@@ -1,4 +1,4 @@
-"""The sync sends everything to MLflow exactly once, and its failures do not affect the sweep."""
+"""Tests that the sync sends everything to MLflow exactly once, and that its failures do not affect the sweep."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ from tracking_sync_cases import (
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds. Only a sync that does not work needs the whole minute."""
+    """Wait until a condition holds, for at most 60 s; only a broken sync needs that long."""
     deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come"
@@ -58,7 +58,7 @@ def test_settled_trials_are_never_sent_again_and_a_complete_training_is_finished
         study.train(number := study.begin(), 1, 5)
         study.end(number, state)
     assert started(study).close(60)
-    assert shown(study, 2) == ("FINISHED", "failed")  # its training has sealed a result
+    assert shown(study, 2) == ("FINISHED", "failed")  # its training sealed a result
     asked: list[str] = []
     seen: list[RunCallback] = []
     settled = MlflowSweepTracker.completed_trials
@@ -95,7 +95,7 @@ def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
         study.train(study.begin(), 1, 5)
         until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
     study.runs[0].journal.append("interrupted", step=5)
-    study.runs[0].close()  # its worker has released it; the other one's is elsewhere, and continues
+    study.runs[0].close()  # this worker has released its run; the other run is on another machine and continues
     assert sync.close(60)
     assert [shown(study, number)[0] for number in range(2)] == ["KILLED", "RUNNING"]
     again = started(study)
@@ -161,7 +161,7 @@ def test_closing_waits_no_longer_than_it_may(study: Study, capsys: pytest.Captur
     stuck, freed = threading.Event(), threading.Event()
 
     class Stuck:
-        """MLflow that does not answer."""
+        """An MLflow callback that does not return."""
 
         name = "stuck"
 

@@ -1,4 +1,4 @@
-"""The outcome of a trial's run, read from its journal."""
+"""Tests the outcome of a trial's run, read from its journal."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def ready(journal: Journal, start: int = 0) -> None:
 
 
 def failed(paths: RunPaths, cause: str, text: str, **more: int) -> Journal:
-    """The open journal of a run in which an attempt failed."""
+    """Write the journal of a run in which an attempt failed; return it open."""
     journal = Journal(paths.journal, 1)
     journal.append("attempt_started", pid=1, code_version="x")
     journal.append("worker_error", failure_class=cause, text=text, **more)

@@ -1,4 +1,4 @@
-"""The trial store on both storages: it has every trial, whichever process is killed and when."""
+"""Tests the trial store on both storages: it has every trial, whichever process is killed and when."""
 
 import json
 import os
@@ -40,18 +40,18 @@ from trial_store_cases import (
 
 
 def elsewhere(worker: SweepWorker, pid: int = 4711) -> SweepWorker:
-    """A worker on another machine: whether its process lives cannot be seen here."""
+    """Return a worker on another machine; this machine cannot see whether its process is alive."""
     return SweepWorker("node7", "another boot", pid, worker.started)
 
 
 def frozen(store: TrialStore, number: int = 0) -> optuna.trial.FrozenTrial:
-    """The trial as Optuna and its dashboard see it."""
+    """Return the trial as Optuna and its dashboard see it."""
     study = optuna.load_study(study_name=store.study, storage=store.storage.optuna)
     return study.get_trials(deepcopy=False)[number]
 
 
 def reopened(store: TrialStore, project: ProjectLayout, url: str | None) -> tuple[StudyStorage, TrialStore]:
-    """Storage and register as another process opens them."""
+    """Open the storage and the trial store as another process does."""
     storage = open_storage(project, url)
     return storage, opened(storage, settings())
 
@@ -129,7 +129,7 @@ def test_a_trial_that_is_over_is_added_in_one_piece(store: TrialStore, here: Swe
     assert store.add(refused, select_searched(SearchSpace.from_settings(settings()), refused.values)) == 2
     assert store.trials()[2] == refused.model_copy(update={"number": 2})
     assert frozen(store, 2).constraints == {"memory": 1.0}
-    # An earlier version wrote a further field.
+    # An earlier version wrote an additional field.
     attributes = frozen(store, 1).user_attrs
     older = create_trial(
         state=TrialState.COMPLETE, values=list(done.objectives), intermediate_values={70: 1.0},
@@ -185,7 +185,7 @@ def test_a_trial_whose_process_ended_is_taken_at_once(store: TrialStore, here: S
     taken = store.take_over(here, LONG)
     assert taken is not None
     assert (taken.number, [take.worker for take in taken.executions]) == (0, [lives.name, here.name])
-    assert store.take_over(here, LONG) is None  # it has a holder, who lives
+    assert store.take_over(here, LONG) is None  # the trial has a holder that is alive
     with pytest.raises(TrialLeaseLostError, match=rf"trial 0: {here.name} holds it now"):
         store.finish(0, ended(), lives)
     store.finish(0, ended(), here)
@@ -207,13 +207,13 @@ def test_a_reused_process_id_and_a_zombie_are_gone(here: SweepWorker) -> None:
 
 
 def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(store: TrialStore, here: SweepWorker) -> None:
-    """Two machines: the other one's process cannot be seen, its counter can."""
+    """The other worker is on another machine: its process cannot be seen, but its counter can."""
     other = elsewhere(here)
     begin(store, other)
-    assert store.take_over(here, 0.2) is None  # seen for the first time
+    assert store.take_over(here, 0.2) is None  # the first look cannot tell
     time.sleep(0.3)
     store.renew(0, other)
-    assert store.take_over(here, 0.2) is None  # it gave a sign since
+    assert store.take_over(here, 0.2) is None  # the holder renewed the trial since then
     assert store.take_over(here, LONG) is None
     time.sleep(0.3)
     taken = store.take_over(here, 0.2)
@@ -243,7 +243,7 @@ def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(store: TrialSto
 
 
 def test_a_late_renewal_changes_nothing(store: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder was stopped between looking and writing."""
+    """The holder was stopped between its read and its write."""
     other = elsewhere(here)
     begin(store, other)
     store.take_over(here, 0.0)
@@ -292,7 +292,7 @@ def test_notes_are_kept_with_the_study(store: TrialStore, project: ProjectLayout
 
 
 def test_the_same_study_is_found_again(store: TrialStore, storage: StudyStorage) -> None:
-    again = opened(storage, settings(trials=99, max_hours=3))  # no part of what a study is
+    again = opened(storage, settings(trials=99, max_hours=3))  # these settings do not belong to the identity of a study
     assert again.study == store.study == "sweep"
     assert again.versions["optuna"] == optuna.__version__
     assert set(again.versions) == {"optuna", "cmaes", "ratchet"}
@@ -337,15 +337,18 @@ def test_a_fork_takes_over_the_trials_inside_the_new_space(
     assert [frozen(forked, number).user_attrs["from"] for number in range(6)] == [
         ["sweep", n] for n in (0, 1, 2, 3, 5, 9)
     ]
-    assert [trial.number for trial in store.trials()] == list(range(10))  # the old one is as it was
-    # From now on each is found by its identity, with or without a fork.
+    assert [trial.number for trial in store.trials()] == list(range(10))  # the old study is unchanged
+    # After the fork, each study is found by its identity, with or without `fork`.
     assert opened(storage, settings(NARROW, sampler=SamplerSettings(kind="random"))).study == "sweep.2"
     assert opened(storage, settings(), fork=True).study == "sweep"
     assert begin(forked, here) == 6
 
 
 def test_a_fork_knows_what_a_setting_was_that_was_not_searched(storage: StudyStorage, here: SweepWorker) -> None:
-    """Fixed then, searched now: it had one value. Searched then, fixed now: only who had this value counts."""
+    """A setting that was fixed and is now searched had one value.
+
+    For a setting that was searched and is now fixed, only trials with the current value count.
+    """
     now = settings().train.rank
     one = settings({"train.rank": SweepParameter(choices=(now, 2 * now))})
     first = opened(storage, one)
@@ -376,7 +379,7 @@ def test_a_fork_takes_nothing_that_cannot_be_compared(
 def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_program_is_kept(
     storage: StudyStorage,
 ) -> None:
-    """A study without an identity has one objective or two; the next one wants what it wants."""
+    """An unfinished study has no identity, so its number of objectives does not bind the next study."""
     first = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
     two = settings(
         objectives=(ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="memory_bytes")),
@@ -399,7 +402,8 @@ def test_a_study_of_a_newer_version_is_left_alone(store: TrialStore, storage: St
 def test_changes_by_another_program_are_reported(store: TrialStore, storage: StudyStorage, here: SweepWorker) -> None:
     begin(store, here)
     study = storage.optuna.get_study_id_from_name("sweep")
-    storage.optuna.set_trial_state_values(frozen(store)._trial_id, TrialState.FAIL)  # by hand, in the dashboard
+    # Ended by hand, as in the dashboard.
+    storage.optuna.set_trial_state_values(frozen(store)._trial_id, TrialState.FAIL)
     (trial,) = store.trials()
     assert (trial.state, trial.reason) == ("failed", "ended by another program")
     foreign = create_trial(value=1.0, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
@@ -409,7 +413,7 @@ def test_changes_by_another_program_are_reported(store: TrialStore, storage: Stu
 
 
 def test_many_trials_are_read_in_no_time(store: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are over are turned into records once."""
+    """Finished trials are converted to records only once."""
     free = select_searched(SearchSpace.from_settings(settings()), values())
     for _ in range(30):
         store.add(ended(), free)

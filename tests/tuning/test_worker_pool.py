@@ -1,4 +1,4 @@
-"""The worker pool with real processes that die, stop and fail, and are started again."""
+"""Tests the worker pool with real processes that die, stop and fail, and are started again."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def test_those_that_are_killed_on_purpose_are_no_fault_of_theirs(team: Callable[
 
 
 class Lossy(LocalWorkerLauncher):
-    """Nodes that vanish with whatever is started on them."""
+    """Launches workers on nodes that are lost."""
 
     max_losses = 2
 

@@ -18,7 +18,7 @@ HELP = "verify the champion, test it, and make it current in a directory that a 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory that a server reads; made if missing")
     parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")

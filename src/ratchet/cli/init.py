@@ -16,7 +16,7 @@ HELP = "create a project directory around your data"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a new or empty directory")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet"
     )

@@ -103,11 +103,23 @@ MODEL_COMMANDS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
 of 5 s and with 70 MiB less memory."""
 
 
+class VersionAction(argparse.Action):
+    """Prints the version. It is read only on demand, because reading it takes a tenth of the time of `--help`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the version and exit."""
+        from importlib.metadata import version
+
+        print(f"ratchet {version('ratchet-llm')}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
     )
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="show Ratchet's version and exit")
     parser.add_argument(
         "--project", type=Path, default=Path(), metavar="DIR", help="project directory (default: the current one)"
     )

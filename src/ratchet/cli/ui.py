@@ -11,7 +11,7 @@ HELP = "open the MLflow UI of this project's store, on 127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--port", type=int, default=5000, help="port of the server (default: 5000)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,9 @@ HELP = "check every byte of sealed directories, runs or whole projects, and sign
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="a sealed directory, a run, a promoted model or a project"
+    )
     parser.add_argument(
         "--public-key", type=Path, metavar="FILE",
         help="PEM file of the key that must have signed (default: any key in keys.json)",

@@ -1,13 +1,12 @@
 """Section `evaluate` of params.yaml: the measurements on the test rows, which are the same for every model."""
 
-import difflib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet import http_client
-from ratchet.config.extensions import list_extensions
+from ratchet.config.extensions import make_name_validator
 from ratchet.config.fields import (
     Count,
     Name,
@@ -24,14 +23,6 @@ ModelFormat = Literal["adapter", "merged"]
 Opponent = Literal["base", "champion", "anchor"]
 BUILTIN_METRICS = ("token_f1", "bleu", "rouge", "chrf", "length")
 Price = Annotated[NotNegative | None, BeforeValidator(parse_number)]
-
-
-def _require_known_metric(name: str) -> str:
-    if name not in BUILTIN_METRICS and name not in (known := list_extensions("ratchet.metrics")):
-        near = difflib.get_close_matches(name, [*BUILTIN_METRICS, *known], n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "install the package that registers it in ratchet.metrics"
-        raise ValueError(f"unknown metric; {hint}; built in: {', '.join(BUILTIN_METRICS)}")
-    return name
 
 
 def _require_increasing(value: Any) -> Any:
@@ -121,7 +112,8 @@ class Evaluate(Section):
     seed: Count = 0
     """Seed of sampling and of the bootstrap intervals of corpus metrics."""
     metrics: Annotated[
-        tuple[Annotated[Name, AfterValidator(_require_known_metric)], ...], BeforeValidator(convert_to_tuple)
+        tuple[Annotated[Name, make_name_validator("ratchet.metrics", BUILTIN_METRICS)], ...],
+        BeforeValidator(convert_to_tuple),
     ] = ()
     """More metrics of generated answers: token_f1, bleu, rouge, chrf, length, or a metric of an installed package."""
     answer_format: Name | None = None

@@ -14,9 +14,13 @@ and a project names it (`evaluate.metrics: [keyword_share]`). Groups and the sig
 """
 
 import difflib
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
+from pydantic import AfterValidator, ValidationInfo
+
+from ratchet.config.fields import CHECK_ENVIRONMENT
 from ratchet.errors import SettingsError
 
 Group = Literal["ratchet.metrics", "ratchet.filters", "ratchet.rewards", "ratchet.callbacks"]
@@ -38,17 +42,36 @@ def load_extension(group: Group, name: str, setting: str) -> Any:
     Raises:
         SettingsError: no package registers the name, or the import fails.
     """
-    known = list_extensions(group)
-    if name not in known:
-        matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {matches[0]}?" if matches else f"installed: {', '.join(sorted(known)) or 'none'}"
-        raise SettingsError(f"{setting}: found {name!r}, which no installed package registers in {group}; {hint}")
+    if problem := _find_name_problem(group, name):
+        raise SettingsError(f"{setting}: found {name!r}; {problem}")
+    entry = list_extensions(group)[name]
     try:
-        return known[name].load()
+        return entry.load()
     except Exception as error:
         raise SettingsError(
-            f"{setting}: {name} ({known[name].value}) cannot be imported: {type(error).__name__}: {error}"
+            f"{setting}: {name} ({entry.value}) cannot be imported: {type(error).__name__}: {error}"
         ) from error
+
+
+def make_name_validator(group: Group, builtin: Collection[str] = ()) -> AfterValidator:
+    """Return a validator of names in params.yaml: each must be built in or installed."""
+
+    def validate(name: str, info: ValidationInfo) -> str:
+        if (info.context or {}).get(CHECK_ENVIRONMENT) and (problem := _find_name_problem(group, name, builtin)):
+            raise ValueError(problem)
+        return name
+
+    return AfterValidator(validate)
+
+
+def _find_name_problem(group: Group, name: str, builtin: Collection[str] = ()) -> str:
+    """Return why no extension has this name, with the nearest name; empty if one has it."""
+    known = [*builtin, *sorted(list_extensions(group))]
+    if name in known:
+        return ""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}" if known else "none is installed"
+    return f"expected a name that an installed package registers in {group}; {hint}"
 
 
 def describe_extension(group: Group, name: str) -> str:

@@ -13,6 +13,11 @@ from ratchet.config.units import parse_bytes
 from ratchet.errors import SettingsError
 from ratchet.redaction import contains_secret
 
+CHECK_ENVIRONMENT = "check_environment"
+"""Key of pydantic's validation context. If true, settings are also checked against this machine: names of extensions,
+libraries and folder of `machine.replica`. Only the loader of params.yaml sets it: a running training reads its stored
+settings too, and must not fail because the machine has changed."""
+
 
 class Section(BaseModel):
     """A section of params.yaml: frozen, without unknown keys or silent conversions.

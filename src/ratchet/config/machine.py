@@ -11,10 +11,11 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from ratchet.config.extensions import make_name_validator
 from ratchet.config.fields import (
+    CHECK_ENVIRONMENT,
     Count,
     Name,
-    Names,
     NotNegative,
     OptionalPositiveCount,
     Positive,
@@ -30,10 +31,13 @@ from ratchet.config.fields import (
 
 MIN_LOG_BYTES = 4096
 """Enough for one record with its fields."""
-CHECK_ENVIRONMENT = "check_environment"
-"""Key of pydantic's validation context. If true, `machine.replica` is also checked against this machine: installed
-libraries, and files in place of folders. Only the loader of params.yaml sets it: a running training reads its stored
-settings too, and must not fail because the replica's disk has changed."""
+
+UNUSABLE_STUDY_DATABASES = {
+    "sqlite": "SQLite locks the whole file for each writer; 5 of 8 workers on one file died of it",
+    "mysql": "only PostgreSQL is tested",
+    "redis": "only PostgreSQL is tested, and Redis may lose stored data",
+}
+"""Reasons against other databases of studies, by scheme of the address."""
 
 S3_SCHEMES = ("s3", "s3a")
 LOCAL_SCHEMES = ("", "file", "local")
@@ -51,6 +55,27 @@ _LIBRARIES_OF_FSSPEC = {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotoc
 """Optional libraries that fsspec's own implementations import. Other implementations are a library themselves."""
 STAT_TIMEOUT_S = 2.0
 """Longest wait for a disk that is asked whether a path is a file. A network disk may not answer at all."""
+
+
+def find_study_storage_problem(url: str) -> str:
+    """Return why an address cannot be that of a study database; empty if it can. The text has no part of the address
+    but its scheme, because the rest may be a password."""
+    expected = "expected postgresql://USER@HOST:PORT/DATABASE, or null for a journal in experiments/sweeps"
+    scheme = url.partition(":")[0].lower()
+    if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
+        reason = UNUSABLE_STUDY_DATABASES.get(scheme.partition("+")[0], "only PostgreSQL is supported")
+        return f"{expected}; {reason}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (raises ValueError for an invalid port)
+    except ValueError:
+        return f"invalid host or port; {expected}"
+    if parts.password is not None or "password=" in parts.query:
+        return (
+            "expected an address without a password, because params.yaml is committed to git; remove it (and change "
+            "it), and set it in the environment variable PGPASSWORD or in ~/.pgpass"
+        )
+    return "" if parts.path.strip("/") else f"the address has no database; {expected}"
 
 
 def find_replica_problem(url: str) -> str:
@@ -155,9 +180,9 @@ def _check_interval(value: Any) -> Any:
     return value
 
 
-def _check_database_address(value: Any) -> Any:
-    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*:[^/@]*@", value):
-        raise ValueError("expected an address without a password; put the password into PGPASSWORD or ~/.pgpass")
+def _check_study_storage(value: Any) -> Any:
+    if isinstance(value, str) and (problem := find_study_storage_problem(value)):
+        raise ValueError(problem)
     return value
 
 
@@ -301,7 +326,7 @@ class Machine(Section):
     """Restarts in a row without a newly saved step before the supervisor gives up."""
     restart_delay_s: NotNegative = 1.0
     """Delay before a restart, in seconds. It doubles while there is no progress."""
-    study_storage: Annotated[str | None, BeforeValidator(_check_database_address)] = None
+    study_storage: Annotated[str | None, BeforeValidator(_check_study_storage)] = None
     """Database of Optuna studies, such as postgresql://user@host/name. null: a journal in experiments/sweeps."""
     lease_timeout_s: Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)] = 60.0
     """After this time without a heartbeat, in seconds, another machine takes over a trial or a replicated run."""
@@ -325,7 +350,9 @@ class Machine(Section):
     """File for node_exporter's textfile collector with the same metrics: an absolute path NAME.prom. null: none."""
     metrics_scrape_wait_s: NotNegative = 20.0
     """Maximum wait for a last scrape at the end of a run, in seconds, if scrapes came at such intervals. 0: no wait."""
-    callbacks: Names = ()
+    callbacks: Annotated[
+        tuple[Annotated[Name, make_name_validator("ratchet.callbacks")], ...], BeforeValidator(convert_to_tuple)
+    ] = ()
     """Callbacks of installed packages (entry points ratchet.callbacks). They receive the journal of each training."""
     webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(convert_to_tuple)] = get_args(WebhookEvent)
     """Events to post as Slack-compatible JSON to RATCHET_WEBHOOK_URL (an environment variable, as it is a secret)."""

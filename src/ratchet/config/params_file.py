@@ -14,11 +14,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
+from ruamel.yaml.reader import ReaderError
 
 from ratchet.config.export import AdditionalAdapterSettings
-from ratchet.config.fields import Section, parse_number
+from ratchet.config.fields import CHECK_ENVIRONMENT, Section, parse_number
 from ratchet.config.gate import RULES, MustImproveRule
-from ratchet.config.machine import CHECK_ENVIRONMENT
 from ratchet.config.prepare import ColumnSettings, SourceSettings
 from ratchet.config.promote import HookSettings
 from ratchet.config.settings import Settings
@@ -27,7 +27,7 @@ from ratchet.errors import SettingsError
 from ratchet.redaction import redact
 
 COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
-"""Options that override a setting. Messages name the option, not the setting."""
+"""Options that override a setting. Messages name both."""
 FOUND_CHARACTERS = 60
 """A longer value is shortened in messages."""
 COMMENT_COLUMNS = 118
@@ -72,6 +72,11 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise SettingsError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except ReaderError as error:
+        number = text[: error.position].count("\n") + 1
+        raise SettingsError(
+            f"{name}:{number}: found character U+{ord(text[error.position]):04X}, which YAML does not allow; remove it"
+        ) from None
     except YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
@@ -81,6 +86,8 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
     for key, value in overrides.items():
+        if not key:
+            raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
         _override(plain, key, value)
     try:
         return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
@@ -151,7 +158,8 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
 
 
 def _format_override_problem(key: str, item: dict[str, Any]) -> str:
-    name = COMMAND_LINE_OPTIONS.get(key, f"override {key}")
+    option = COMMAND_LINE_OPTIONS.get(key)
+    name = f"{option} ({key})" if option else f"override {key}"
     return _format_complaint(name, [str(part) for part in item["loc"]], item)
 
 
@@ -159,11 +167,7 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     """Return a line with the setting, the value found and the value expected."""
     kind = item["type"]
     if kind == "extra_forbidden":
-        known = _list_known_keys(keys[:-1])
-        matches = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        text = (
-            f"unknown setting; did you mean {matches[0]}?" if matches else f"unknown setting; known: {', '.join(known)}"
-        )
+        text = f"unknown setting; {_suggest_key(keys)}"
     elif kind == "union_tag_not_found":
         names = [get_args(rule.model_fields["rule"].annotation)[0] for rule in RULES]
         path, text = f"{path}.rule", f"missing; expected one of: {', '.join(names)}"
@@ -179,6 +183,33 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
         expected = _clean_message(item) if kind == "value_error" else f"expected {_describe_expected(item)}"
         text = f"{found}; {expected}"
     return f"{path}: {text}"
+
+
+def _suggest_key(keys: list[str]) -> str:
+    """Return a hint for an unknown key: a section that has it, the nearest name in the same section, or all names."""
+    *path, key = keys
+    known = _list_known_keys(path)
+    if "." in key and key in _list_setting_names():
+        section, _, name = key.rpartition(".")
+        return f"write {name} below {section}, without the dot"
+    elsewhere = sorted((n for n in _list_setting_names() if n.endswith(f".{key}")), key=lambda name: name.count("."))
+    if elsewhere and not path:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}"
+
+
+@functools.cache
+def _list_setting_names() -> tuple[str, ...]:
+    """Return the dotted names of all settings that every project has."""
+
+    def walk(section: type[Section], prefix: str) -> Iterator[str]:
+        for name, field in section.model_fields.items():
+            yield prefix + name
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                yield from walk(field.annotation, f"{prefix}{name}.")
+
+    return tuple(walk(Settings, ""))
 
 
 def _format_found(value: Any) -> str:

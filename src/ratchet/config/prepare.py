@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ratchet.config.extensions import make_name_validator
 from ratchet.config.fields import (
     Count,
     Fraction,
@@ -11,6 +12,7 @@ from ratchet.config.fields import (
     Names,
     PositiveCount,
     Section,
+    convert_to_tuple,
     parse_count,
     parse_number,
     wrap_single_value,
@@ -210,7 +212,9 @@ class Prepare(Section):
     """Answers to train on: all or the last, unless flagged `train: false` or `weight: 0`; or only flagged ones."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: kept, or merged into the first user turn (for templates that refuse them)."""
-    filters: Names = ()
+    filters: Annotated[
+        tuple[Annotated[Name, make_name_validator("ratchet.filters")], ...], BeforeValidator(convert_to_tuple)
+    ] = ()
     """Filters of installed packages (entry points ratchet.filters): a row that one gives a reason for is dropped."""
     extra_fields: Names = ()
     """Fields of the records to keep with their row, such as categories for evaluate.slice_by. Never trained on."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ratchet.config.extensions import make_name_validator
 from ratchet.config.fields import (
     Name,
     Names,
@@ -27,7 +28,7 @@ class RewardSettings(Section):
 
     command: Names = ()
     """Program and arguments, run in the project directory. Empty: no reward."""
-    function: Name | None = None
+    function: Annotated[Name, make_name_validator("ratchet.rewards")] | None = None
     """Reward of an installed package (entry points ratchet.rewards), in place of command. null: none."""
     min_score: Number | None = None
     """Drop answers with a lower score. null: none."""

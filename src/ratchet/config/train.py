@@ -1,6 +1,7 @@
 """Section `train` of params.yaml: quantization, adapter, optimizer and schedule of the training."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -246,9 +247,15 @@ def _find_conflict(train: Train) -> str | None:
             "adapter_dtype: with float16, AdamW's first step gives NaN (its epsilon rounds to 0); set bfloat16 or "
             "float32"
         )
-    if train.adapter == "adalora":
-        return _find_adalora_conflict(train)
-    return None
+    if isinstance(train.target_modules, str):
+        try:
+            re.compile(train.target_modules)
+        except re.error as error:
+            return (
+                f"target_modules: found {train.target_modules!r}; expected attention, mlp, all, a list of module "
+                f"names, or a regular expression ({error})"
+            )
+    return _find_adalora_conflict(train) if train.adapter == "adalora" else None
 
 
 def _find_adalora_conflict(train: Train) -> str | None:

@@ -160,3 +160,8 @@ class RefusedConversation:
     reason: str
     """`refused` (by the template or the tokenizer) or `control_token`."""
     detail: str
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which some servers send and UTF-8 cannot encode, by the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

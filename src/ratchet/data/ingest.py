@@ -33,7 +33,13 @@ from ratchet.data.conversation import (
 )
 from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
 from ratchet.data.readers import type_name
-from ratchet.data.schema_detection import NAMES_SHOWN, PassthroughFields, find_text_flaw, format_field_value
+from ratchet.data.schema_detection import (
+    MAX_KNOWN_NAMES,
+    NAMES_SHOWN,
+    PassthroughFields,
+    find_text_flaw,
+    format_field_value,
+)
 from ratchet.data.splits import SplitAssigner
 from ratchet.data.token_files import PreparedRow, PreparedRowSpool
 from ratchet.data.tokenization import ConversationEncoder
@@ -67,9 +73,6 @@ LABEL = "label"
 
 MAX_CATEGORIES = 1000
 """Maximum number of different values of a field that is used as a category."""
-
-_MAX_KNOWN_NAMES = 1000
-"""Maximum number of field names in memory, because a file may have any number of different keys."""
 
 
 class RowIngestion:
@@ -155,8 +158,14 @@ class RowIngestion:
                 raise SettingsError(
                     f"prepare.filters: {name} failed at {row.where}: {type(error).__name__}: {error}"
                 ) from error
-            if reason is not None:
-                return f"{name}: {reason}"
+            if reason is None:
+                continue
+            if not isinstance(reason, str) or not reason.strip():
+                raise SettingsError(
+                    f"prepare.filters: {name} returned {reason!r} at {row.where}; expected a reason as text, or None "
+                    "to keep the row"
+                )
+            return f"{name}: {reason}"
         return None
 
     def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
@@ -417,7 +426,7 @@ class CategoryBalancer:
         """Return the reason why a row has no category; None if the row has a category."""
         if self._by is None or self._by_label:
             return None
-        if len(self._known_names) < _MAX_KNOWN_NAMES:
+        if len(self._known_names) < MAX_KNOWN_NAMES:
             self._known_names.update(dict.fromkeys(map(str, row.fields)))
         value = row.fields.get(self._by)
         self._field_seen |= self._by in row.fields

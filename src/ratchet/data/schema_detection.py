@@ -48,7 +48,7 @@ _MAX_COLUMNS_SHOWN = 20
 
 NAMES_SHOWN = 20
 """Maximum number of field names in an error message."""
-_MAX_KNOWN_NAMES = 1000
+MAX_KNOWN_NAMES = 1000
 """Maximum number of field names in memory, because a file may have any number of different keys."""
 
 _ROLES = {
@@ -613,7 +613,7 @@ class PassthroughFields:
         if not self.missing:
             return "{}"
         self._rows += 1
-        if len(self._known_names) < _MAX_KNOWN_NAMES:
+        if len(self._known_names) < MAX_KNOWN_NAMES:
             self._known_names.update(dict.fromkeys(map(str, row.fields)))
         values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
         for name, value in values.items():

@@ -16,10 +16,11 @@ from ratchet.models import adapters, base_model, loading, oom
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.evaluation import ModelRole
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile
+from ratchet.storage.records.training import TrainReport
 
 ADAPTER = "adapter"
 """Folder of a promoted model with the adapter that it was merged from."""

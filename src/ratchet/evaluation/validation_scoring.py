@@ -26,7 +26,7 @@ from ratchet.models import adapters, base_model, loading, oom, scoring
 from ratchet.runs.directory import RESULT, RunPaths, RunSpec, storage_errors
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     GENERATED_METRICS,
@@ -37,6 +37,7 @@ from ratchet.storage.records.evaluation import (
     load_validation_scores,
     validation_scores_path,
 )
+from ratchet.storage.records.training import TrainReport
 
 EXACT, TOKEN_F1 = "exact_match", "token_f1"
 _ANSWER_METRICS: tuple[str, ...] = ("token_f1",)

@@ -19,9 +19,10 @@ from ratchet.registry import pickle_scan
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import Progress
+from ratchet.storage.records.training import TrainReport
 
 
 def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:

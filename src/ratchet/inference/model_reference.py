@@ -12,9 +12,10 @@ from ratchet.models.runtimes.openai_client import OpenAiEndpoint
 from ratchet.registry import ledger, model_store
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile
+from ratchet.storage.records.training import TrainReport
 
 MODEL_NAMES = (
     "base, adapter, merged, champion, v3 (a promoted version), a directory, a .gguf file, or http(s)://HOST[#MODEL]"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.generate import Generate
+from ratchet.data.conversation import replace_surrogates
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream, BackendCallbacks, GenerationRequest
 from ratchet.inference.spec import (
@@ -12,7 +13,6 @@ from ratchet.inference.spec import (
     GenerationAnswer,
     GenerationStart,
     ReasoningSplitter,
-    replace_surrogates,
 )
 from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes.llama_server import LlamaClient

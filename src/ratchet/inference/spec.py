@@ -274,8 +274,3 @@ def split_reasoning(text: str, tags: Sequence[str], starts_in_reasoning: bool = 
     reasoning = "".join(piece for is_reasoning, piece in pieces if is_reasoning).strip()
     answer = "".join(piece for is_reasoning, piece in pieces if not is_reasoning).strip()
     return ReasoningParts(reasoning if has_reasoning else None, answer)
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace unpaired surrogates, which some servers send and UTF-8 cannot encode, by the replacement character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

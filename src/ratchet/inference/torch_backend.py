@@ -13,7 +13,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ratchet.config.generate import Generate
 from ratchet.data import tokenization
 from ratchet.data.chat_template import ControlTokens
-from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, RefusedConversation
+from ratchet.data.conversation import (
+    IGNORE_INDEX,
+    Conversation,
+    EncodedConversation,
+    RefusedConversation,
+    replace_surrogates,
+)
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream, BackendCallbacks, GenerationRequest
 from ratchet.inference.prompts import Prompt
@@ -23,7 +29,6 @@ from ratchet.inference.spec import (
     GenerationStart,
     Kind,
     ReasoningSplitter,
-    replace_surrogates,
 )
 from ratchet.models import adapters, base_model, loading, oom, scoring
 from ratchet.models.decoding import decoder as decoding

@@ -117,10 +117,9 @@ def fingerprint(path: Path, include_code: bool = False) -> dict[str, str]:
 def verify_files(path: Path, expected: dict[str, str]) -> None:
     """Compare the model's files with the pinned digests. Raises BaseModelError naming the first file that differs."""
     actual = fingerprint(path, include_code=any(name.endswith(".py") for name in expected))
-    for name in sorted(actual.keys() | expected.keys()):
-        if actual.get(name) != expected.get(name):
-            state = "missing" if name not in actual else "new" if name not in expected else "changed"
-            raise BaseModelError(f"{path / name}: {state} since the base was pinned; run `dvc repro base`")
+    if difference := digests.find_first_difference(expected, actual):
+        name, state = difference
+        raise BaseModelError(f"{path / name}: {state} since the base was pinned; run `dvc repro base`")
 
 
 # Files of a model directory.

@@ -12,8 +12,8 @@ from statistics import median
 
 from ratchet.config.export import Export
 from ratchet.config.train import Train
-from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, TrainReport
 
 _METHODS = {
     "lora": "LoRA (Hu et al. 2021)",

@@ -56,13 +56,12 @@ def require_files(path: Path, expected: dict[str, str]) -> None:
         BaseModelError: a file differs, is missing, or is new.
     """
     actual = digest_files(path)
-    for name in sorted(actual.keys() | expected.keys()):
-        if actual.get(name) != expected.get(name):
-            state = "missing" if name not in actual else "new" if name not in expected else "changed"
-            raise BaseModelError(
-                f"{KEY}: {path / name}: {state} since the start of this run, which cannot resume with another teacher; "
-                "restore the file, or start a new run"
-            )
+    if difference := digests.find_first_difference(expected, actual):
+        name, state = difference
+        raise BaseModelError(
+            f"{KEY}: {path / name}: {state} since the start of this run, which cannot resume with another teacher; "
+            "restore the file, or start a new run"
+        )
 
 
 def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tuple[Train, str | None]:

@@ -30,9 +30,10 @@ from ratchet.config.settings import Settings
 from ratchet.storage import digests, files
 from ratchet.storage.digests import DISTRIBUTION, code_version
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import BaseScan, ModelLineage
+from ratchet.storage.records.training import TrainReport
 
 SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
 """Sections of params.yaml that affect the model. `machine` and `promote` do not affect it, and the hooks in `promote`

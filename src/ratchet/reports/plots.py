@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from ratchet.reports.verdict_page import ReliabilityDiagramBin
 from ratchet.runs.journal import JournalReader, ReplayFilter
 from ratchet.storage.records.training import (
     AdapterAnalysis,
@@ -22,6 +21,9 @@ from ratchet.storage.records.training import (
     QuantizationReport,
     parse_module_name,
 )
+
+if TYPE_CHECKING:  # a supervisor imports this module, and verdict_page imports scipy, which takes 0.7 s
+    from ratchet.reports.verdict_page import ReliabilityDiagramBin
 
 DPI = 120
 CELL_INCHES = 0.28
@@ -364,7 +366,7 @@ def draw_precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path 
     figure.savefig(target, format="png", dpi=DPI)
 
 
-def draw_reliability(bars: Sequence[ReliabilityDiagramBin], error: float, target: Path | IO[bytes]) -> None:
+def draw_reliability(bars: Sequence["ReliabilityDiagramBin"], error: float, target: Path | IO[bytes]) -> None:
     """Draw the accuracy of the most likely label by its probability, and the number of prompts per bin below.
 
     Args:

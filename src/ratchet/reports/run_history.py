@@ -26,8 +26,8 @@ from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent, parse_line
 from ratchet.runs.status import RunProgress
 from ratchet.storage import digests
-from ratchet.storage.records.base import Record, TrainReport
-from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast, TrainReport
 
 BLOCK_BYTES = 1 << 23
 """Bytes that each reader parses at a time. Peak memory is a small multiple of this size."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from ratchet.config.units import choose_unit, format_bytes
 from ratchet.storage import html
 from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, tag
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.training import (
     AdapterAnalysis,
     MemoryForecast,
     ModuleAnalysis,
     StepPart,
     TrainingProfile,
+    TrainReport,
     parse_module_name,
 )
 

@@ -26,7 +26,8 @@ from ratchet.runs.journal import Journal, read_last_event
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import RUNS_VARIABLE
-from ratchet.storage.records.base import BaseCard, Record, TrainReport, find_differing_keys, flatten
+from ratchet.storage.records.base import BaseCard, Record, find_differing_keys, flatten
+from ratchet.storage.records.training import TrainReport
 
 FORMAT = 2
 """Format of a run directory. A directory of format 1 has no format.json; its checkpoints have no identity.json and are

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from ratchet.runs import status
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader, ReplayFilter
-from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.training import TrainReport
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,14 +14,14 @@ from typing import TextIO
 
 from ratchet.config.settings import Settings
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
-from ratchet.data.conversation import Conversation, Message
+from ratchet.data.conversation import Conversation, Message, replace_surrogates
 from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
 from ratchet.inference import model_reference
 from ratchet.inference.backend import AnswerEnd, GenerationBackend, GenerationRequest
 from ratchet.inference.backend_factory import open_backend
 from ratchet.inference.prompts import Prompt
-from ratchet.inference.spec import replace_surrogates, split_reasoning
+from ratchet.inference.spec import split_reasoning
 from ratchet.runs.signals import list_stop_signals
 from ratchet.stages.generate import ENDS, create_notice_callbacks
 from ratchet.stages.project import Project

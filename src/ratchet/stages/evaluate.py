@@ -24,7 +24,7 @@ from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.base import BaseCard, Record, TrainReport
+from ratchet.storage.records.base import BaseCard, Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     ROWS,
@@ -43,7 +43,7 @@ from ratchet.storage.records.evaluation import (
 )
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import read_champion
-from ratchet.storage.records.training import QuantizationReport
+from ratchet.storage.records.training import QuantizationReport, TrainReport
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 

@@ -98,7 +98,9 @@ def _parse_columns(prompt: str | None, response: str | None) -> ColumnSettings:
     """Build the settings for `--prompt` and `--response`. Raises SettingsError unless both or neither are given."""
     columns = (prompt, response)
     if (None in columns or prompt == response or "" in columns) and columns != (None, None):
-        raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns, or neither")
+        raise SettingsError(
+            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
+        )
     return ColumnSettings(prompt=prompt, response=response)
 
 

@@ -18,8 +18,9 @@ from ratchet.runs.replication.store import RunObjectNames
 from ratchet.stages.status import ReplicaRunStatus, build_replica_status
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import Record, TrainReport
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.training import TrainReport
 
 
 class ResetTarget(Record):

@@ -23,7 +23,7 @@ from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import Record, TrainReport
+from ratchet.storage.records.base import Record
 from ratchet.storage.records.training import (
     MIN_PROFILE_STEPS,
     PAGE,
@@ -32,6 +32,7 @@ from ratchet.storage.records.training import (
     AdapterAnalysis,
     MemoryForecast,
     TrainingProfile,
+    TrainReport,
     require_steps,
 )
 from ratchet.training.run_spec import build_launch, build_run_spec

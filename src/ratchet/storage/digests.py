@@ -86,3 +86,15 @@ def _git(root: Path, *arguments: str) -> str:
     """Return the output of git; empty if git fails."""
     result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     return result.stdout.strip()
+
+
+def find_first_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple[str, str] | None:
+    """Compare digests of files by name, and return the first file that differs.
+
+    Returns:
+        Its name and `missing`, `new` or `changed`; None if all files are equal.
+    """
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            return name, "missing" if name not in actual else "new" if name not in expected else "changed"
+    return None

@@ -28,8 +28,8 @@ from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal, JournalEvent
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import digests, files
-from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.training import AdapterAnalysis
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.training import AdapterAnalysis, TrainReport
 from ratchet.training import analysis, checkpoint, distillation, distributed, memory_monitor, optimizer, step_timer
 from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader

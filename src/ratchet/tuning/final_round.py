@@ -126,7 +126,7 @@ def eligible_trials(trials: Iterable[Trial]) -> list[Trial]:
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> list[Trial]:
     """Return the trials that no other trial dominates, by number."""
     candidates = eligible_trials(trials)
-    values = {trial.number: _minimized_values(trial, objectives) for trial in candidates}
+    values = {trial.number: trial.minimized_objectives(objectives) for trial in candidates}
     return [
         trial for trial in candidates if not any(_dominates(other, values[trial.number]) for other in values.values())
     ]
@@ -138,21 +138,13 @@ def best_trials(trials: Iterable[Trial], objectives: Sequence[SweepObjective], c
     Of equal trials, the earlier one is better.
     """
     candidates = pareto_front(trials, objectives) if len(objectives) > 1 else eligible_trials(trials)
-    return sorted(candidates, key=lambda trial: (_minimized_values(trial, objectives)[0], trial.number))[:count]
+    return sorted(candidates, key=lambda trial: (trial.minimized_objectives(objectives)[0], trial.number))[:count]
 
 
 def leader_numbers(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) -> tuple[int, ...]:
     """Return the number of the best trial; with several objectives, the numbers of the Pareto front."""
     leaders = pareto_front(trials, objectives) if len(objectives) > 1 else best_trials(trials, objectives, 1)
     return tuple(trial.number for trial in leaders)
-
-
-def _minimized_values(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Return the objectives with a sign so that less is better."""
-    return tuple(
-        -value if objective.direction == "maximize" else value
-        for value, objective in zip(trial.objectives, objectives, strict=True)
-    )
 
 
 def _dominates(first: Sequence[float], second: Sequence[float]) -> bool:

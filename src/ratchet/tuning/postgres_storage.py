@@ -16,9 +16,10 @@ import psycopg
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
+from ratchet.config.machine import find_study_storage_problem
 from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, StorageError
 from ratchet.tuning.leases import SweepWorker
 
@@ -33,39 +34,13 @@ _SESSION = {
 }
 FAILURES = (StorageInternalError, SQLAlchemyError, psycopg.Error)
 """Exceptions that Optuna's storage raises if the server does not answer."""
-_OTHERS = {
-    "sqlite": "SQLite locks the whole file for each writer; 5 of 8 workers on one file died of it",
-    "mysql": "only Postgres is tested",
-    "redis": "only Postgres is tested, and Redis may lose stored data",
-}
-"""Reasons against other databases."""
 
 
 def parse_address(url: str) -> URL:
     """Parse `machine.study_storage`. Raises SettingsError if it is invalid; messages do not contain the password."""
-    scheme = url.partition(":")[0].lower()
-    if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
-        reason = _OTHERS.get(scheme.partition("+")[0], "unknown kind of storage")
-        raise SettingsError(
-            f"params.yaml: machine.study_storage: {scheme}: {reason}; expected postgresql://USER@HOST/DATABASE, or "
-            "null for a journal in experiments/sweeps, which needs no server and serves all workers of one machine"
-        )
-    try:
-        address = make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
-    except (ArgumentError, ValueError):
-        raise SettingsError(
-            "params.yaml: machine.study_storage: invalid address; expected postgresql://USER@HOST:PORT/DATABASE"
-        ) from None
-    if address.password is not None or "password" in address.query:
-        raise SettingsError(
-            "params.yaml: machine.study_storage: found a password in the address, but params.yaml is committed to git; "
-            "remove it (and change it), and set it in the environment variable PGPASSWORD or in ~/.pgpass"
-        )
-    if not address.database:
-        raise SettingsError(
-            "params.yaml: machine.study_storage: found no database; expected postgresql://USER@HOST/DATABASE"
-        )
-    return address
+    if problem := find_study_storage_problem(url):
+        raise SettingsError(f"params.yaml: machine.study_storage: {problem}")
+    return make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
 
 
 def format_address(address: URL) -> str:

@@ -23,7 +23,6 @@ from ratchet.tuning.samplers import (
     create_empty_study,
     group_by_lineage,
     is_infeasible,
-    minimized_objectives,
     replace_non_finite,
 )
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
@@ -91,7 +90,7 @@ def compute_importances(
 def _completed_losses(objectives: Sequence[SweepObjective], history: Sequence[Trial]) -> list[tuple[Trial, float]]:
     decisive = [line.decisive for line in group_by_lineage(history)]
     complete = [trial for trial in decisive if trial.state == "complete" and not is_infeasible(trial)]
-    return [(trial, minimized_objectives(trial, objectives)[0]) for trial in complete]
+    return [(trial, trial.minimized_objectives(objectives)[0]) for trial in complete]
 
 
 def _first_losses(history: Sequence[Trial]) -> list[tuple[Trial, float]]:

@@ -281,12 +281,6 @@ def replace_non_finite(curve: Mapping[int, float]) -> dict[int, float]:
     return {rows: value if math.isfinite(value) else WORST for rows, value in curve.items()}
 
 
-def minimized_objectives(trial: Trial, objectives: Sequence[SweepObjective]) -> tuple[float, ...]:
-    """Return the objectives of a complete trial with a sign so that less is better."""
-    pairs = zip(trial.objectives, objectives, strict=True)
-    return tuple(value if objective.direction == "minimize" else -value for value, objective in pairs)
-
-
 def is_infeasible(trial: Trial) -> bool:
     """Return whether the trial is infeasible, or complete with an objective that is not finite."""
     is_not_finite = trial.state == "complete" and not all(map(math.isfinite, trial.objectives))
@@ -359,7 +353,7 @@ def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) 
     if is_infeasible(line.decisive):
         return {"state": TrialState.PRUNED, "constraints": constraint_violations(line.decisive)}
     if line.decisive.state == "complete":
-        return {"state": TrialState.COMPLETE, "values": minimized_objectives(line.decisive, objectives)}
+        return {"state": TrialState.COMPLETE, "values": line.decisive.minimized_objectives(objectives)}
     return {
         "state": TrialState.PRUNED,
         "intermediate_values": replace_non_finite(line.curve) if len(objectives) == 1 else {},
@@ -375,7 +369,7 @@ def _final_objectives(line: TrialLineage, objectives: Sequence[SweepObjective]) 
     if is_infeasible(line.decisive):
         return None
     if line.decisive.state == "complete":
-        return minimized_objectives(line.decisive, objectives)
+        return line.decisive.minimized_objectives(objectives)
     is_loss = [(objective.metric, objective.direction) for objective in objectives] == [("validation_loss", "minimize")]
     last = next(reversed(line.curve.values()), math.nan)
     return (last,) if is_loss and math.isfinite(last) else None
@@ -462,6 +456,6 @@ def _ranking_key(line: TrialLineage, objectives: Sequence[SweepObjective]) -> tu
     if is_infeasible(line.decisive):
         return (2.0, sum(constraint_violations(line.decisive).values()), 0.0)
     if line.decisive.state == "complete":
-        return (0.0, minimized_objectives(line.decisive, objectives)[0], 0.0)
+        return (0.0, line.decisive.minimized_objectives(objectives)[0], 0.0)
     rows, loss = next(reversed(replace_non_finite(line.curve).items()), (0, 0.0))
     return (1.0, -float(rows), loss)

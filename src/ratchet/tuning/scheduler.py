@@ -28,7 +28,6 @@ from ratchet.runs.supervisor import supervise
 from ratchet.storage.digests import code_version
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     VALIDATION_METRICS,
@@ -39,6 +38,7 @@ from ratchet.storage.records.evaluation import (
     load_validation_scores,
 )
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial
+from ratchet.storage.records.training import TrainReport
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.leases import SweepWorker

@@ -35,8 +35,8 @@ from ratchet.storage import digests
 from ratchet.storage.digests import code_version
 from ratchet.storage.files import MANIFEST
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.base import TrainReport
 from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.storage.records.training import TrainReport
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import retry_storage

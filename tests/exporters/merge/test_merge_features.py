@@ -1,4 +1,4 @@
-"""Several adapters, weights, a subset of modules, tied heads, and adapters made with peft alone."""
+"""Tests several adapters, weights, a subset of modules, tied heads, and adapters made with peft alone."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A base with a LoRA and a DoRA adapter."""
+    """Write a base with a LoRA and a DoRA adapter."""
     folder = tmp_path_factory.mktemp("two")
     base = small.write_base(folder / "base", "llama")
     one = small.write_adapter(folder / "one", base, small.settings())
@@ -52,7 +52,7 @@ def test_adapters_are_summed_with_their_weights(two: tuple[Path, Path, Path], tm
         expected = before[name] + 0.5 * (first[name] - before[name]) - 2.0 * (second[name] - before[name])
         torch.testing.assert_close(both[name], expected, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(both[name], before[name], atol=1e-2)
-    assert torch.equal(second[DOWN], before[DOWN])  # the second knows q_proj only
+    assert torch.equal(second[DOWN], before[DOWN])  # the second adapter changes q_proj only
     assert found.changed == 14
     _, zero, _ = small.merge(small.recipe(base, WeightedAdapter(one, 0.0)), tmp_path / "zero")
     assert all(torch.equal(zero[name], tensor) for name, tensor in before.items())
@@ -94,7 +94,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_close_names(
 def test_a_head_that_differs_from_the_embeddings_is_untied(
     kind: str, target: str, merge_base: str, tmp_path: Path
 ) -> None:
-    """Ratchet's adapters leave tied embeddings unchanged, but peft's may not."""
+    """Ratchet's adapters leave tied embeddings unchanged, but peft's may change them."""
     base = small.write_base(tmp_path / "base", "llama-tied")
     if kind == "full":
         words: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": [target]}
@@ -112,7 +112,7 @@ def test_a_head_that_differs_from_the_embeddings_is_untied(
 
 @pytest.mark.parametrize("stored", ["head", "both", "apart"])
 def test_files_may_store_a_tied_head_in_several_ways(stored: str, tmp_path: Path) -> None:
-    """The config says tied; the files may have either name, both, or, wrongly, two different tensors."""
+    """The config declares tied weights; the files may have either name, both, or, wrongly, two different tensors."""
     base = small.write_base(tmp_path / "base", "llama-tied", shard_bytes=10_000_000)
     tensors = load_file(base / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -139,7 +139,7 @@ def test_files_may_store_a_tied_head_in_several_ways(stored: str, tmp_path: Path
 )
 def test_rows_of_new_tokens_are_merged(family: str, size: int, merge_base: str, tmp_path: Path) -> None:
     base = small.write_base(tmp_path / "base", family)
-    small.write_tokenizer(base, size)  # 94: two rows of padding become those of the tokens; 96: two are added
+    small.write_tokenizer(base, size)  # 94: the tokens reuse two rows of padding; 96: two rows are added
     about = small.card(added_tokens=("<one>", "<two>"))
     chosen = small.settings(quantization="nf4")
     wanted = small.adapted(tmp_path / "adapter", base, chosen, about, merge_base=merge_base)
@@ -167,7 +167,7 @@ def test_new_rows_that_are_not_merged_are_initialized_as_in_training(tmp_path: P
         assert torch.equal(tensors["model.embed_tokens.weight"], untrained.model.embed_tokens.weight)
 
 
-# ------------------------------------------------------------------------------------------- adapters made elsewhere
+# ---------------------------------------------------------------------------------------- adapters made with peft alone
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_fully_trained_modules_are_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(halves["lm_head.weight"], (before["lm_head.weight"] + tensors["lm_head.weight"]) / 2)
 
 
-# ----------------------------------------------------------------------------------------------------------- as a whole
+# --------------------------------------------------------------------------------------------------- whole-model merges
 
 
 @pytest.mark.parametrize(

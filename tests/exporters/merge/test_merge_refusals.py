@@ -1,4 +1,4 @@
-"""Refusals before any weight of the base is read, their messages, and a full disk."""
+"""Tests refusals before any weight of the base is read, their messages, and a full disk."""
 
 import errno
 import shutil
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def place(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """A base and an adapter that may be damaged."""
+    """Copy a base and an adapter, which the test may damage."""
     for path in made:
         shutil.copytree(path, tmp_path / path.name)
     return tmp_path / "base", tmp_path / "adapter"
@@ -38,7 +38,10 @@ def place(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def refused(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Plan a recipe and return the message of its refusal; reading a weight of the base fails the test."""
+    """Return a function that plans a recipe and returns the message of its refusal.
+
+    Reading a weight of the base fails the test.
+    """
 
     def read(*_: object) -> None:
         raise AssertionError("a weight was read")
@@ -163,7 +166,7 @@ def test_invalid_recipes(place: tuple[Path, Path], refused: Any) -> None:
 
 
 def test_a_disk_that_becomes_full(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller removes the scratch folder; the error is the operating system's."""
+    """The operating system's error is raised; the caller removes the scratch folder."""
     written: list[Path] = []
 
     def full(operation: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Merging shard by shard writes the trained model bit for bit, for every kind of model."""
+"""Tests that merging shard by shard writes the trained model bit for bit, for every kind of model."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_every_kind_of_adapter(kind: str, family: str, tmp_path: Path) -> None:
     if kind != "bfloat16":
         check(wanted, tmp_path / "merged")
         return
-    _, tensors, _ = small.merge(wanted, tmp_path / "merged")  # logits of bfloat16 are no measure
+    _, tensors, _ = small.merge(wanted, tmp_path / "merged")  # bfloat16 logits are too coarse to compare
     for name, expected in plain_merge.merged(small.trained(wanted)).items():
         assert torch.equal(tensors[name], expected), name
 
@@ -91,7 +91,7 @@ def test_every_4_bit_storage_format(stored_as: str, storage: str, tmp_path: Path
 
 
 def quantised_base(folder: Path, family: str, dtype: torch.dtype) -> Path:
-    """A base quantized from weights of this type, in several files."""
+    """Write a base quantized from weights of this type, in several files."""
     plain = small.write_base(folder / "plain", family)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     held = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=dtype)
@@ -132,7 +132,7 @@ def test_sums_are_rounded_once_and_the_config_names_the_type(tmp_path: Path) -> 
 
 
 def test_merged_into_the_original_base_it_is_another_model(tmp_path: Path) -> None:
-    """This is why the trained weights are the default: an adapter compensates for rounded weights."""
+    """The trained weights are the default for this reason: an adapter compensates for rounded weights."""
     base = small.write_base(tmp_path / "base", "llama")
     wanted = small.adapted(tmp_path / "adapter", base, small.settings(quantization="nf4"))
     live = small.logits(small.trained(wanted))
@@ -152,7 +152,7 @@ def test_equal_inputs_give_equal_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["without", "with"])
 def test_a_checkpoint_without_the_prefix_of_its_class(prefix: str, tmp_path: Path) -> None:
-    """GPT-2's checkpoint on the hub names its tensors like those of the body alone."""
+    """GPT-2's checkpoint on the hub names its tensors like those of the bare body."""
     base = small.write_base(tmp_path / "base", "gpt2", shard_bytes=10_000_000)
     if prefix == "without":
         tensors = load_file(base / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The writer of safetensors files: the library reads them back, and their sizes are predicted."""
+"""Tests the writer of safetensors files: the library reads them back, and their sizes are predicted."""
 
 import json
 import weakref

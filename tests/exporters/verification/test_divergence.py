@@ -1,4 +1,4 @@
-"""Distances between distributions equal their definitions."""
+"""Tests that distances between distributions equal their definitions."""
 
 import math
 import tracemalloc

@@ -1,4 +1,4 @@
-"""The check of a merge: correct merges pass in every family; wrong ones are refused, and the wrong module is named."""
+"""Tests the check of a merge: correct merges pass in every family; for wrong ones, the error names the module."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ TARGETS: dict[str, Any] = {"mamba": {"target_modules": ["in_proj", "x_proj"]}}
 
 
 class Made:
-    """A base, an adapter, the recording of both, and the merged model."""
+    """Holds a base, an adapter, the recording of both, and the merged model."""
 
     def __init__(self, folder: Path, family: str, chosen: Train, strength: float = 0.2, **changes: Any) -> None:
         self.base = write_base(folder / "base", family, **changes)
@@ -42,7 +42,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture
 def llama(made_once: Made) -> Made:
-    """The same with a copy of the merged model, which the test may damage."""
+    """Return the same with a copy of the merged model, which the test may damage."""
     own = copy.copy(made_once)
     own.merged = copy.deepcopy(made_once.merged)
     return own
@@ -69,7 +69,7 @@ def test_a_merge_in_half_precision_passes_within_its_rounding(family: str, dtype
     made = Made(tmp_path, family, settings(quantization="nf4"), strength=0.05)
     found = layers.check_merge(made.recording, made.merged.to(dtype), dtype)
     assert found.tolerance == pytest.approx(layers.SUM_TOLERANCE + 4 * torch.finfo(dtype).eps)
-    # It is measured: in the tolerance of float32 it would not have passed.
+    # The difference is real: it would exceed the tolerance of float32.
     assert found.worst[0].max_difference > layers.SUM_TOLERANCE * found.worst[0].scale
     with torch.no_grad():
         name, leaf = next(
@@ -136,7 +136,7 @@ def test_a_merge_that_equals_the_base_is_refused(quantization: str, tmp_path: Pa
 
 
 def test_a_wrong_scaling_is_refused(tmp_path: Path) -> None:
-    """rsLoRA's alpha / sqrt(rank) taken for alpha / rank: half of the update."""
+    """The merge reads rsLoRA's alpha / sqrt(rank) as alpha / rank, which halves the update."""
     made = Made(tmp_path, "llama", settings(use_rslora=True))
     config = made.adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"use_rslora": true', '"use_rslora": false'))
@@ -160,7 +160,7 @@ def test_errors_in_fused_experts_are_found_by_their_layer(tmp_path: Path) -> Non
 
 
 def test_a_layer_is_compared_with_the_change_that_it_makes(tmp_path: Path) -> None:
-    """Features a thousand times as large as the others, as in large models, hide no error."""
+    """Features a thousand times as large as the others, as in large models, do not hide an error."""
     made = Made(tmp_path, "mixtral", settings(target_modules=["experts.down_proj"]))
     with torch.no_grad():
         for model in (plain := made.merged, adapted := made.adapted()):
@@ -217,6 +217,6 @@ def test_training_in_bfloat16_is_checked_in_float32(quantization: str, tmp_path:
     assert layers.check_merge(sharp, made.merged, torch.float32).tolerance == layers.SUM_TOLERANCE
     with torch.no_grad():
         made.merged.model.layers[0].mlp.down_proj.weight *= 1.005
-    layers.check_merge(made.recording, made.merged, torch.float32)  # lost in the rounding of bfloat16
+    layers.check_merge(made.recording, made.merged, torch.float32)  # the rounding of bfloat16 hides the error
     with pytest.raises(DamagedFileError, match=r"model\.layers\.0\.mlp\.down_proj differs"):
         layers.check_merge(sharp, made.merged, torch.float32)

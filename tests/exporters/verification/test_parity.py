@@ -1,4 +1,4 @@
-"""Probe inputs chosen from prepared rows, and formats verified with them, in a tiny project."""
+"""Tests probe inputs chosen from prepared rows, and formats verified with them, in a tiny project."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def exact(expected: Sequence[str], answers: Sequence[str]) -> list[float]:
 
 @dataclass(frozen=True)
 class Project:
-    """A project with an adapter, and its probe inputs."""
+    """Holds a project with an adapter, and its probe inputs."""
 
     layout: Any
     recipe: MergeRecipe
@@ -174,7 +174,7 @@ def test_a_model_in_memory_implements_the_runtime(project: Project, adapted: Mod
     prompt = found.prompts[0]
     answer = runtime.generate(prompt, 8, found.end_ids)
     ids = list(prompt)
-    for token in answer:  # without a cache, from the whole row each time
+    for token in answer:  # without a cache: each pass reads the whole row
         assert int(runtime.log_probabilities(ids, [len(ids) - 1])[0].argmax()) == token
         ids.append(token)
     assert len(answer) == 8 or answer[-1] in found.end_ids
@@ -195,7 +195,7 @@ def test_the_same_model_shows_no_difference(project: Project, adapted: Model) ->
 
 
 class Spoilt(TorchRuntime):
-    """A runtime with other tokens and other outputs."""
+    """A runtime that returns other tokens and other outputs."""
 
     def token_ids(self, text: str) -> list[int]:
         return [*super().token_ids(text), *([5] if "1" in text else [])]
@@ -249,14 +249,14 @@ def test_a_merge_is_measured_against_the_trained_model(project: Project, adapted
     assert kl["dequantized"][1] <= 1e-4
     assert kl["dequantized"][0] <= 1e-10
     assert all(a > 10 * b for a, b in zip(kl["original"], kl["dequantized"], strict=True))
-    with pytest.raises(DamagedFileError, match="differs by"):  # the other's reference
+    with pytest.raises(DamagedFileError, match="differs by"):  # the reference is of the other base
         merged_model.measure_merge(
             "original", merged_in_memory(project, original), torch.float32, trained, recording, asked
         )
 
 
 def merged_in_memory(project: Project, model: Model) -> Model:
-    """peft's own merge into the weights of `model`, in float32."""
+    """Merge into the weights of `model` with peft, in float32."""
     quantised = any(isinstance(module, Linear4bit) for module in model.modules())
     chosen = project.recipe.train.model_copy(update={} if quantised else {"quantization": "none"})
     return merged_by_peft(project.recipe.base, project.layout.adapter, chosen)

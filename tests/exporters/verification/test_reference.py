@@ -1,4 +1,4 @@
-"""Base + adapters as peft computes them, with weights and on some modules, equal sums written by hand."""
+"""Tests that base + adapters, with weights and on some modules, equal sums computed here from peft's own merges."""
 
 import copy
 import warnings
@@ -38,7 +38,7 @@ def with_tokenizer(base: Path) -> Path:
 def adapters(
     folder: Path, base: Path, kinds: Sequence[Train], seed: int = 0, strength: float = 0.2
 ) -> list[WeightedAdapter]:
-    """Two adapters of these kinds, with the weights of these tests."""
+    """Write two adapters of these kinds; return them with the weights of these tests."""
     return [
         WeightedAdapter(write_adapter(folder / f"adapter{n}", base, kind, seed=seed + n, strength=strength), weight)
         for n, (kind, weight) in enumerate(zip(kinds, WEIGHTS, strict=True))
@@ -61,7 +61,7 @@ def logits(model: Model) -> Tensor:
 
 
 def summed(base: Path, chosen: Train, parts: Sequence[WeightedAdapter]) -> Model:
-    """W + sum w_i (merged_i - W) for every tensor, where each merged_i is peft's own merge of one adapter."""
+    """Compute W + sum w_i (merged_i - W) for every tensor, where merged_i is peft's own merge of one adapter."""
     (base.parent / "none").mkdir(exist_ok=True)
     nothing = base.parent / "none" / "adapter"
     if not nothing.exists():
@@ -182,7 +182,7 @@ def test_rows_of_the_same_tokens_are_added(family: str, tmp_path: Path) -> None:
 
 
 def made_elsewhere(base: Path, folder: Path, seed: int, chosen: Train | None = None, **more: Any) -> Path:
-    """An adapter made with peft alone."""
+    """Write an adapter with peft alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie")
         model = get_peft_model(
@@ -274,7 +274,7 @@ def test_saved_modules_of_other_shapes_cannot_be_weighted(tmp_path: Path) -> Non
 def test_the_merge_equals_what_peft_computes(
     compute_dtype: Literal["float32", "bfloat16"], merge_base: MergeBase, tmp_path: Path
 ) -> None:
-    """peft's forward passes and sums over files share no code and give the same numbers."""
+    """Forward passes of peft and sums over files share no code, but must give the same numbers."""
     base = with_tokenizer(write_base(tmp_path / "base", "llama"))
     chosen = settings(quantization="nf4", compute_dtype=compute_dtype)
     parts = adapters(tmp_path, base, [settings(adapter="dora"), settings(use_rslora=True)], strength=0.1)

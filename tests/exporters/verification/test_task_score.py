@@ -1,4 +1,4 @@
-"""Scores of answers and of base + adapter's answers, and the interval of their difference."""
+"""Tests scores of answers and of base + adapter's answers, and the interval of their difference."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def test_binary_scores_use_the_score_interval() -> None:
     found = score_task(ParityTask("accuracy", expected, exact), answers(*(["yes"] * 80 + ["no"] * 20)), reference)
     assert (found.metric, found.rows, found.value, found.reference) == ("accuracy", 100, 0.8, 0.9)
     assert found.difference == pytest.approx(-0.1)
-    # Tango (1998), eq. 5, two-sided 95 %, of 10 lost and none gained in 100: -.174 ... -.055.
+    # Tango (1998), eq. 5: the two-sided 95 % interval of 10 lost and 0 gained in 100 is -0.174 to -0.055.
     assert (round(found.low, 3), round(found.high, 3)) == (-0.174, -0.055)
     assert found.same_answers == 0.9
 

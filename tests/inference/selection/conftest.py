@@ -9,10 +9,10 @@ import generations
 
 @pytest.fixture(autouse=True)
 def quiet_commands(calm: None) -> None:
-    """Commands run in this process: their signal handlers end with the test."""
+    """Commands run in this process, so `calm` resets their signal handlers after the test."""
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base that is made once; tests leave it as it is."""
+    """Write a base once; the tests do not change it."""
     return generations.chat_directory(tmp_path_factory.mktemp("base") / "model")

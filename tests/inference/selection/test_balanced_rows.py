@@ -1,4 +1,4 @@
-"""prepare.balance: equal numbers of training rows, independent of other rows."""
+"""Tests prepare.balance: equal numbers of training rows, independent of other rows."""
 
 import random
 from collections import Counter
@@ -62,7 +62,7 @@ def project(model: Path, tmp_path: Path) -> MakeProject:
 
 
 def train_rows(layout: ProjectLayout) -> Counter[str]:
-    """Prompts of training rows, as often as each comes."""
+    """Count the training rows of each prompt."""
     return Counter(
         Conversation.from_json(text).prompt for text in token_files.open_split(layout.data, "train")["conversation"]
     )

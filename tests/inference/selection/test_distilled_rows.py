@@ -1,4 +1,4 @@
-"""Stage prepare with teacher answers: they are trained on and never used for evaluation."""
+"""Tests stage prepare with teacher answers: they are trained on and never used for evaluation."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ NEW = 60
 
 
 def rows() -> list[dict[str, Any]]:
-    """Rows with true answers; four areas, a day each."""
+    """Build rows with true answers, from four areas and 28 days."""
     return [
         {"id": f"old {n}", "prompt": f"old question {n} of its own kind {n * 7}", "response": f"truth {n}",
          "area": "abcd"[n % 4], "day": f"2026-01-{1 + n % 28:02}", "user": f"u{n % 30}"}
@@ -53,7 +53,7 @@ MakeProject = Callable[..., tuple[ProjectLayout, Settings]]
 
 @pytest.fixture
 def project(model: Path, tmp_path: Path) -> MakeProject:
-    """A project with true rows, and a teacher's answers to the same prompts and to new ones."""
+    """Return a function that makes a project with true rows, and teacher answers to the same and to new prompts."""
 
     def make(**knobs: Any) -> tuple[ProjectLayout, Settings]:
         settings = settings_of(model, **knobs)
@@ -76,7 +76,7 @@ def project(model: Path, tmp_path: Path) -> MakeProject:
 
 
 def answers(layout: ProjectLayout) -> dict[str, dict[str, str]]:
-    """Answer by prompt (what the user says last), of each split."""
+    """Map each prompt and answer (`prompt > answer`) to the answer, for each split."""
     found: dict[str, dict[str, str]] = {}
     for split in SPLITS:
         texts = token_files.open_split(layout.data, split)["conversation"][:]

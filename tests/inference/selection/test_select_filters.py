@@ -1,4 +1,4 @@
-"""`ratchet select`: every filter removes the expected answers and counts them."""
+"""Tests `ratchet select`: every filter removes the expected answers and counts them."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ QUESTIONS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumera
 
 @pytest.fixture
 def chosen(tmp_path: Path) -> Made:
-    """What is chosen of made up answers: rows, filters that left something out, and the card."""
+    """Return a function that selects from made-up answers; it returns rows, counts by filter, and the card."""
 
     def run(
         answers: Callable[[str, int], made.Said], prompts: Rows = QUESTIONS, samples: int = 1, **knobs: Any
@@ -99,7 +99,7 @@ def test_finish_length_and_format_filters(chosen: Made) -> None:
             ],
             {"answer_format": "labels", "labels": ["wet", "hot"], "min_probability": 0.7},
             "q0 q2 q3", {"probability": 1},
-        ),  # e / (e + 1) = .73; sqrt(e) / (sqrt(e) + 1) = .62
+        ),  # e / (e + 1) = 0.73; sqrt(e) / (sqrt(e) + 1) = 0.62
         (["a", "a\0b", "c", "d"], {}, "q0 q2 q3", {"invalid_text": 1}),
     ],
     ids=["cut answers", "whole answer matches", "JSON", "labels", "probability among labels", "no text of a file"],

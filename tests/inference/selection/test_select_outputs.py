@@ -1,4 +1,4 @@
-"""`ratchet select`: several generations, existing or changed outputs, missing prompts."""
+"""Tests `ratchet select`: several generations, existing or changed outputs, missing prompts."""
 
 import errno
 import json

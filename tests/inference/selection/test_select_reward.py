@@ -1,4 +1,4 @@
-"""The user's reward program: its input, and every way in which it can fail."""
+"""Tests the user's reward program: its input, and every way in which it can fail."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def layout(tmp_path: Path) -> ProjectLayout:
 
 @pytest.fixture
 def scored(layout: ProjectLayout, tmp_path: Path) -> Scored:
-    """Rows that are chosen with a program of this text."""
+    """Return a function that selects rows with a reward program of this text."""
 
     def run(
         program: str, command: tuple[str, ...] = (sys.executable, "score.py"), **knobs: Any
@@ -156,13 +156,13 @@ def test_a_child_that_holds_the_pipes_does_not_block(scored: Scored, layout: Pro
     )
     try:
         assert len(scored(program, timeout_s=50.0)) == 3
-        assert Path(f"/proc/{(layout.root / 'pid').read_text()}").exists()  # nobody waited for it
+        assert Path(f"/proc/{(layout.root / 'pid').read_text()}").exists()  # Ratchet did not wait for the child
     finally:
         os.kill(int((layout.root / "pid").read_text()), signal.SIGKILL)
 
 
 def test_children_of_the_program_are_killed(scored: Scored, layout: ProjectLayout) -> None:
-    """A child that goes on would hold the machine."""
+    """A child that keeps running would occupy the machine."""
     program = READ + (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"

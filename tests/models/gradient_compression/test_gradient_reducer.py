@@ -36,7 +36,7 @@ def compression(**settings: Any) -> GradientCompressionSettings:
 
 
 def sums_of_one_step(rank: int) -> list[tuple[Tensor, int]]:
-    """For each way: the first sum, and what this rank sent for it, in bytes."""
+    """Return, for each method, the first sum, and the bytes that this rank sent for it."""
     found = []
     for settings in WAYS:
         given = parameters()
@@ -51,10 +51,12 @@ def first_sums(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def bounds(world: int, settings: dict[str, Any], steps: Tensor) -> Tensor:
-    """How far each number of a first sum may lie from the exact one. `steps`: magnitudes of all ranks, (rank, number).
+    """Return the error bound of each number of a first sum.
 
-    Whole: a rounding an addition. 16 bits: one of each number, one an addition, one of a division by 3; float16 rounds
-    small numbers to multiples of 2^-24 of a bucket's scale. int8: half a scale of each rank, and half one of the sum's.
+    `steps` holds the magnitudes of all ranks, as (rank, number). Uncompressed sums round once per addition. With 16
+    bits, each number is rounded once, and so are each addition and a division by 3; float16 rounds small numbers to
+    multiples of 2^-24 of a bucket's scale. With int8, the error is half a scale of each rank plus half a scale of the
+    sum.
     """
     added = steps.sum(0)
     match settings["method"]:
@@ -69,7 +71,7 @@ def bounds(world: int, settings: dict[str, Any], steps: Tensor) -> Tensor:
 
 
 def largest_of_blocks(numbers: Tensor, block: int = 16) -> Tensor:
-    """For each number the largest of those that share its scale; each bucket begins a new block."""
+    """Return, for each number, the largest of the numbers that share its scale; each bucket begins a new block."""
     return torch.cat(
         [
             torch.cat([part.max().expand(len(part)) for part in bucket.split(block)])
@@ -107,7 +109,7 @@ def test_topk_sends_the_largest_numbers_of_each_rank_in_16_bits(first_sums: tupl
 
 
 def low_rank(rank: int, sent_dtype: torch.dtype) -> list[float]:
-    """Relative error of PowerSGD's first three sums of gradients that have rank 2."""
+    """Return the relative errors of PowerSGD's first three sums of gradients of rank 2."""
     given = parameters([(30, 50), (50, 30), (30, 50)])
     method = PowerSgdCompressor(dist.group.WORLD, 2, sent_dtype)
     (bucket,) = build_buckets([parameter for _, parameter in given], 10**6)
@@ -132,7 +134,10 @@ def low_rank(rank: int, sent_dtype: torch.dtype) -> list[float]:
 def test_powersgd_adds_up_matrices_of_its_rank_to_rounding(
     tmp_path: Path, sent_dtype: torch.dtype, bound: float
 ) -> None:
-    """Rounding to 8 bits is fed back, and comes upon what the rank has no room for."""
+    """Error feedback adds rounding errors of bfloat16 (8 significant bits) to the next gradient.
+
+    The errors do not have low rank, so PowerSGD cannot send them exactly; the bound for bfloat16 allows this.
+    """
     for errors in on_ranks(2, tmp_path, low_rank, sent_dtype):
         assert max(errors) < bound
 
@@ -143,15 +148,18 @@ def test_sent_bytes_are_a_fraction_of_uncompressed_gradients(first_sums: tuple[i
     sent = [bytes_sent for _, bytes_sent in ranks[0]]
     assert sent[0] == pytest.approx(2 * (world - 1) / world * 4 * count, abs=len(sizes_of_buckets()))
     assert sent[1] == pytest.approx(sent[0] / 2, abs=len(sizes_of_buckets()))
-    # A byte a number and 4 for each 16; shares are whole blocks.
+    # One byte per number and 4 bytes per 16 numbers; each rank's share is a whole number of blocks.
     assert sent[0] * 1.25 / 4 <= sent[3] <= sent[0] * 1.25 / 4 + 2 * world * 20 * len(sizes_of_buckets())
-    # A bit a number, and two bytes for each that is kept.
+    # One bit per number, and two bytes for each number that is kept.
     assert sent[4] == sum((world - 1) * (-(-size // 8) + 2 * -(-size // 10)) for size in sizes_of_buckets())
     assert sent[5] < sent[6] < sent[0]
 
 
 def resumed(rank: int, uncompressed_sums: int) -> list[tuple[bool, bool, int]]:
-    """For each way: whether sums and the last state are those of twelve steps in one go, and the state's size."""
+    """Return, for each method, whether twelve steps with restarts give the same sums and the same last state.
+
+    The reference is a run without restarts. The third value is the size of the state.
+    """
     found = []
     for settings in COMPRESSED:
         given = parameters()
@@ -179,7 +187,10 @@ def test_resume_from_a_state_gives_same_sums(tmp_path: Path, uncompressed_sums: 
 
 
 def handed_over(rank: int, states: list[list[dict[str, Tensor]]]) -> list[tuple[Tensor, Any, Any]]:
-    """For each way: the sum of one step after `states` of another number of ranks, and the states around it."""
+    """Return, for each method, the sum of one step after restoring `states` of another number of ranks.
+
+    The other values are the states before and after that step.
+    """
     found = []
     for settings, of_ranks in zip(REMEMBERING, states, strict=True):
         given = parameters()
@@ -220,7 +231,7 @@ def test_a_single_rank_gets_the_unsent_parts_of_all(twelve_steps: Callable[[int]
 
 
 def computed_twice(rank: int) -> list[Any]:
-    """For each way a step that is made again, one with NaN on a single rank, and the state before and after each."""
+    """Return, for each method, a repeated step and a step with NaN on one rank, with the states before and after."""
     found = []
     for settings in COMPRESSED:
         given = parameters()
@@ -255,7 +266,10 @@ def test_a_skipped_step_leaves_the_state_unchanged(tmp_path: Path) -> None:
 
 
 def zero_first(rank: int, of_rank: int) -> tuple[float, bool]:
-    """How far the total of sums is from that of gradients when the first gradient was zero, as of a LoRA's A."""
+    """Return the relative error of 200 sums after a first gradient of zero, as LoRA's A has.
+
+    The second value tells whether the first sum is zero.
+    """
     given = parameters([(16, 60)])
     wire = wire_of(given, method="powersgd", rank=of_rank, bucket_bytes=10**6)
     wire.sum()
@@ -277,7 +291,7 @@ def test_powersgd_learns_a_matrix_whose_first_gradient_was_zero(tmp_path: Path, 
 
 
 def small_numbers(rank: int) -> Tensor:
-    """Sums in float16 of numbers that float16 does not have."""
+    """Return sums in float16 of numbers that are too small for float16."""
     given = parameters([(64,)])
     wire = wire_of(given, method="fp16")
     given[0][1].grad = torch.linspace(1e-9, 1e-8, 64) * (rank + 1)
@@ -291,7 +305,7 @@ def test_float16_has_a_scale_that_ranks_agree_on(tmp_path: Path) -> None:
 
 
 def partly_missing(rank: int) -> tuple[Tensor, Tensor]:
-    """A sum where this rank has no gradient of one parameter, and no rank one of the other."""
+    """Return a sum in which this rank lacks the gradient of one parameter, and all ranks lack that of the other."""
     one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
     wire = wire_of([("one", one), ("other", other)])
     one.grad = torch.ones(3) if rank else None
@@ -308,7 +322,7 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) ->
 
 
 def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
+    """Return a small model's gradients under DistributedDataParallel, without a hook and with each of our hooks."""
     found = []
     for method in (
         None,
@@ -325,9 +339,9 @@ def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def beside_torchs(rank: int) -> list[float]:
-    """How far five sums of PowerSGD are from those of torch's hook that begins with the same Q."""
+    """Return the relative differences of five sums of PowerSGD from those of torch's hook with the same initial Q."""
     given = parameters([(20, 30), (15, 40), (40, 12)])
-    method = PowerSgdCompressor(dist.group.WORLD, 3, sent_dtype=torch.float32)  # as torch's
+    method = PowerSgdCompressor(dist.group.WORLD, 3, sent_dtype=torch.float32)  # torch's hook sends float32
     (mine,), (bucket,) = (build_buckets([parameter for _, parameter in given], 10**6) for _ in range(2))
     theirs = PowerSGDState(dist.group.WORLD, 3, start_powerSGD_iter=2, min_compression_rate=1)
     theirs.iter = 2
@@ -346,7 +360,7 @@ def beside_torchs(rank: int) -> list[float]:
         total = powerSGD_hook(theirs, bucket).wait() * 2
         found.append(float((mine.buffer() - total).norm() / total.norm()))
     dist.barrier()
-    time.sleep(0.2)  # torch's threads still hold the group, and the process ends if they are the last who do
+    time.sleep(0.2)  # torch's threads still use the group; if they release it last, the process ends
     return found
 
 
@@ -411,7 +425,7 @@ def test_without_compression_there_is_no_state_and_no_warning() -> None:
 
 
 class Group:
-    """As much of a process group as a Wire asks for before it sends anything."""
+    """A process group with the methods that a Wire calls before it sends anything."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -9,6 +9,6 @@ import tiny_gguf
 
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as a GGUF file; tests leave it as it is."""
+    """Write a tiny model as a GGUF file; tests do not change it."""
     directory = tiny_gguf.directory(tmp_path_factory.mktemp("gguf") / "hf")
     return tiny_gguf.write(directory, directory.parent / "model.gguf")

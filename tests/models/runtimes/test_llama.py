@@ -29,7 +29,7 @@ ROW = [int(one) for one in torch.randint(4, 300, (40,), generator=torch.Generato
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # <|endoftext|> is likely: llama.cpp would end there
+    # <|endoftext|> is made likely, because llama.cpp would end there.
     return tiny_gguf.directory(tmp_path_factory.mktemp("llama") / "hf", louder={END_OF_TEXT: 3.0})
 
 
@@ -92,7 +92,7 @@ def test_generation_is_greedy_and_ends_at_the_given_tokens(
 
 
 def test_our_ends_count_and_those_of_llama_cpp_do_not(runtime: LlamaRuntime) -> None:
-    assert END_OF_TEXT in runtime.generate(ROW[:5], 70, [END_OF_TURN])  # where llama.cpp itself would end
+    assert END_OF_TEXT in runtime.generate(ROW[:5], 70, [END_OF_TURN])  # llama.cpp itself would end there
     free = runtime.generate(ROW[:5], 30, [])
     word = next(one for one in free if one not in (END_OF_TEXT, END_OF_TURN))
     assert runtime.generate(ROW[:5], 30, [word]) == free[: free.index(word) + 1]
@@ -199,7 +199,7 @@ def test_the_openai_compatible_endpoint_answers_anybody_on_this_machine(path: Pa
         connection.close()
     assert 0 < len(reply.ids) <= 6
     assert response.status == 200
-    assert response.getheader("Access-Control-Allow-Origin") == ""  # no web page may
+    assert response.getheader("Access-Control-Allow-Origin") == ""  # no web page may read the answer
 
 
 def test_the_runtime_needs_neither_torch_nor_transformers() -> None:

@@ -22,7 +22,7 @@ SOON_S = 30.0
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -30,7 +30,7 @@ def lives(pid: int) -> bool:
 
 
 def wait(for_it: Callable[[], bool]) -> bool:
-    """Whether something comes true within a time that only a hang exceeds."""
+    """Wait until the condition is true, for at most SOON_S seconds; only a hang takes longer."""
     deadline_s = time.monotonic() + SOON_S
     while not (there := for_it()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def test_a_server_is_of_this_machine_alone_and_ends_with_the_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets no secret, asks no proxy, and names no path."""
+    """The server gets no secret, uses no proxy, and names no path."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -137,7 +137,7 @@ def test_one_that_is_not_ready_in_time_is_ended(path: Path, monkeypatch: pytest.
 
 def test_killed_in_the_middle_of_a_request(path: Path) -> None:
     with llama_server.start_server(path, 1, 256) as server:
-        server.process.send_signal(signal.SIGSTOP)  # so that the request is under way, for ever
+        server.process.send_signal(signal.SIGSTOP)  # the request never ends
         raised: list[BaseException] = []
 
         def ask() -> None:

@@ -27,7 +27,7 @@ TEXTS = ("<|turn|>Where is my order?<eos>", "  two  spaces\n\ttab", "3.14159 kg"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Directory of a model, and of its export."""
+    """Return the directory of a model and that of its export."""
     root = tmp_path_factory.mktemp("runtime")
     source = save("llama", root / "hf", num_hidden_layers=1, initializer_range=0.5)
     onnx_writer.write_onnx(source, root / "onnx", "fp32", lambda *_: None)

@@ -24,13 +24,13 @@ def endpoint(url: str, patience: Patience = SHORT, model: str | None = None) -> 
 def asked_once(
     script: Script, patience: Patience = SHORT, sampling: SamplingOptions = LIMIT
 ) -> tuple[ChatReply, Server]:
-    """What a server of this script answers, and what it got."""
+    """Send one request to a server that follows this script; return the reply and the server."""
     with served(script) as server:
         return endpoint(server.url, patience).ask(HELLO, sampling), server
 
 
 def after(*first: Said) -> Script:
-    """These in turn, then an answer."""
+    """Return a script that gives these replies in turn, then an answer."""
     return lambda _, number: first[number] if number < len(first) else chat("at last")
 
 
@@ -48,7 +48,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RATCHET_ENDPOINT_KEY", raising=False)
 
 
-# ------------------------------------------------------------------------------------------------ what is sent and read
+# ------------------------------------------------------------------------------------------------- requests and replies
 
 
 def test_an_answer_with_all_that_a_server_tells() -> None:
@@ -95,7 +95,7 @@ def test_many_at_once_no_more_than_wanted_and_each_with_its_place() -> None:
 
     def script(body: JSON, number: int) -> Said:
         if number < 3:
-            together.wait(20)  # three are there at one time, or this fails
+            together.wait(20)  # this fails unless three requests are open at the same time
         return echo(body, number)
 
     with served(script) as server:
@@ -119,7 +119,7 @@ def test_chats_are_taken_from_their_source_as_they_are_sent() -> None:
         answers.close()
 
 
-# ------------------------------------------------------------------------------------------------------- which model
+# -------------------------------------------------------------------------------------------------- choice of the model
 
 
 def test_the_only_model_is_used_and_a_configured_one_must_exist() -> None:
@@ -139,7 +139,7 @@ def test_a_server_without_a_model_list_needs_a_name() -> None:
             endpoint(server.url).get_model()
 
 
-# -------------------------------------------------------------------------------------------------------- tried again
+# -------------------------------------------------------------------------------------------------------------- retries
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_refused_connection_is_an_error() -> None:
         url = server.url
     with pytest.raises(EndpointError, match="ConnectionRefusedError") as caught:
         endpoint(url).ask(HELLO, LIMIT)
-    assert "kept" not in str(caught.value)  # nothing was begun
+    assert "kept" not in str(caught.value)  # no answer was begun
     assert str(caught.value).endswith("(machine.endpoint.max_attempts); check the server")
 
 
@@ -205,7 +205,7 @@ def test_replies_before_an_error_are_yielded_first() -> None:
     assert found == [0, 1, 2, 3, 4]
 
 
-# ---------------------------------------------------------------------------------------------------- refused at once
+# ----------------------------------------------------------------------------------------------- refusals without retry
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_unsupported_parameters_are_dropped_and_noted() -> None:
     assert server.got[-1]["max_completion_tokens"] == 16
 
 
-# ------------------------------------------------------------------------------------------------------------- the key
+# -------------------------------------------------------------------------------------------------------------- API key
 
 
 def test_the_key_is_sent_and_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_valid_addresses_are_accepted(address: str) -> None:
     assert http_client.find_endpoint_problem(address) is None
 
 
-# ------------------------------------------------------------------------------------------------------------- stopped
+# --------------------------------------------------------------------------------------------------------- cancellation
 
 
 def test_stopping_cancels_pending_requests() -> None:

@@ -31,7 +31,7 @@ def test_greedy_and_seeded_answers_repeat_with_their_log_probability(endpoint: O
         first, second = (endpoint.ask(QUESTION, sampling) for _ in range(2))
         assert (first.text, first.finish, first.tokens) == (second.text, second.finish, second.tokens)
         assert first.tokens and first.prompt_tokens
-        # the second finds the prompt in the server's cache, which rounds sums otherwise
+        # The second request finds the prompt in the server's cache, which rounds sums differently.
         assert first.mean_log_probability == pytest.approx(second.mean_log_probability, abs=1e-4)
         assert first.mean_log_probability is not None and first.mean_log_probability < 0
     assert endpoint.notes == []

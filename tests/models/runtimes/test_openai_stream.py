@@ -34,7 +34,7 @@ def test_pieces_are_streamed_with_separate_reasoning() -> None:
     with served(lambda body, number: streamed("It", " is", " wet.", reasoning=("Hm", "m."), hold_s=0.01)) as server:
         pieces = OpenAiEndpoint(server.url, QUICK).stream(QUESTION)
         first = list(islice(pieces, 2))
-        assert first == [ChatDelta("Hm", True), ChatDelta("m.", True)]  # while the rest is not said yet
+        assert first == [ChatDelta("Hm", True), ChatDelta("m.", True)]  # the server has not sent the rest yet
         found = [*first, *pieces]
         assert server.got[0]["stream"] is True
     assert [one for one in found if isinstance(one, ChatDelta)][2:] == [
@@ -128,7 +128,7 @@ def test_refusals_are_errors_or_replies() -> None:
 
 
 def test_a_closed_iterator_cancels_the_answer() -> None:
-    said = replace(streamed("wet", " and"), hold_s=0.01, after="comments")  # does not end by itself
+    said = replace(streamed("wet", " and"), hold_s=0.01, after="comments")  # the stream does not end by itself
     with served(lambda body, number: said) as server:
         pieces = OpenAiEndpoint(server.url, QUICK).stream(QUESTION)
         assert next(pieces) == ChatDelta("wet", False)
@@ -136,7 +136,7 @@ def test_a_closed_iterator_cancels_the_answer() -> None:
         deadline_s = time.monotonic() + 30
         while server.here and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert server.here == 0  # writing to it has failed
+        assert server.here == 0  # the server failed to write to the closed connection
 
 
 def test_the_context_length_is_read_from_the_model_entry() -> None:

@@ -1,4 +1,7 @@
-"""`--watch` follows the champion through promotions, rollbacks and damage, until SIGTERM; and hooks can do the same."""
+"""Tests `--watch`: it follows the champion through promotions, rollbacks and damage until SIGTERM.
+
+Also tests that a hook can deploy.
+"""
 
 import errno
 import json
@@ -52,7 +55,7 @@ WAIT_S = 60.0
 
 
 class Watching:
-    """A watch in its own process, and its output."""
+    """Runs a watch in its own process, and reads its output."""
 
     def __init__(self, project: ProjectLayout, served: Path) -> None:
         command = [sys.executable, "-c", CODE, str(project.root), str(served)]
@@ -68,7 +71,7 @@ class Watching:
                 self._lines.put(line)
 
     def said(self) -> str:
-        """The next line; a watch that says nothing fails the test instead of holding it up."""
+        """Return the next line; a silent watch fails the test after WAIT_S seconds."""
         return self._lines.get(timeout=WAIT_S)
 
     def end(self) -> None:
@@ -116,7 +119,7 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
     while "version 1 " not in (line := watching.said()):
         assert "watching" in line or "no champion" in line
     whole = project.promotions.read_bytes()
-    files.write_atomic(project.promotions, whole[:-20])  # as a pull that is not through may leave it
+    files.write_atomic(project.promotions, whole[:-20])  # an incomplete file, as an unfinished pull may leave it
     assert "promotions.jsonl:1: not an entry" in watching.said()
     files.write_atomic(project.promotions, whole)
     assert "already" in watching.said()
@@ -134,7 +137,7 @@ def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, 
 
 
 def test_transient_failures_are_retried(project: ProjectLayout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is reported once, and retried without a new promotion."""
+    """The watch reports a full disk once, and retries without a new promotion."""
     promote_fake_model(project, "a")
     attempts, results, problems = list[object](), list[DeployResult](), list[str]()
     real_deploy = stage.deploy

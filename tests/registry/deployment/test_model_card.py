@@ -1,4 +1,4 @@
-"""README.md of a promoted model: origin, measurements of each format, and no path or time."""
+"""Tests README.md of a promoted model: origin, measurements of each format, and no path or time."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def written(
 
 
 def cells(text: str, first: str) -> list[str]:
-    """The table row that begins with this cell."""
+    """Return the cells of the table row that begins with this cell."""
     [row] = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 

@@ -1,4 +1,4 @@
-"""Files for servers: Ollama's template equals Jinja's, commands listen on loopback, MLflow's model loads."""
+"""Tests files for servers: Ollama's template equals Jinja's, commands listen on loopback, MLflow's model loads."""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Real servers on the files of a release: verified answers and ties pass, others are refused, no server is left."""
+"""Tests real servers on the files of a release: verified answers and ties pass, others are refused.
+
+Also tests that no server keeps running.
+"""
 
 import json
 import signal
@@ -29,7 +32,7 @@ def test_another_model_is_refused(export: Path, verified: dict[str, ExportArtifa
 
 
 def changed(one: ExportArtifact, **about: Any) -> ExportArtifact:
-    """The same artifact with another first probe."""
+    """Return the artifact with these fields of its first probe changed."""
     first, *others = one.probes
     return one.model_copy(update={"probes": (first.model_copy(update=about), *others)})
 
@@ -94,21 +97,21 @@ def test_a_model_with_other_answers_is_not_deployed(
 
 
 def running(needle: bytes) -> list[int]:
-    """Processes with this text in their command line."""
+    """Return the ids of processes with this text in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if needle in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return found
 
 
 def test_kill_during_smoke_test_leaves_no_server(
     project: ProjectLayout, export: Path, verified: dict[str, ExportArtifact], tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of a smoke test: the server ends, `current` is untouched, and repeating finishes."""
+    """After a SIGKILL in a smoke test, the server ends, `current` is unchanged, and a repeated deployment succeeds."""
     served = tmp_path / "served"
     kept(project, export, {"hf": verified["hf"], "gguf/f32": verified["gguf/f32"]})
     code = (

@@ -1,6 +1,6 @@
-"""Signatures through sigstore without its servers: refusals and their messages.
+"""Tests signatures through sigstore without its servers: refusals and their messages.
 
-A signature that its public instance made needs its servers to be made, so none is made here.
+A signature of sigstore's public instance needs its servers, so no test makes one.
 """
 
 import base64
@@ -22,11 +22,11 @@ WHO, ISSUER = "ann@example.org", "https://accounts.example.org"
 def nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SIGSTORE_ID_TOKEN", "GITHUB_ACTIONS", "GITLAB_CI", "CIRCLECI", "BUILDKITE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # sigstore keeps its roots of trust below it
+    monkeypatch.setenv("HOME", str(tmp_path))  # sigstore keeps its trust roots in this directory
 
 
 def token(**claims: object) -> str:
-    """An unsigned token; only sigstore's authority would check the signature."""
+    """Return a token with an invalid signature; only sigstore's authority would check it."""
     now = int(time.time())
     plain = {"aud": "sigstore", "iss": ISSUER, "sub": WHO, "email": WHO, "iat": now, "exp": now + 600}
     parts = [{"alg": "HS256", "typ": "JWT"}, plain | claims]
@@ -73,7 +73,7 @@ def test_without_sigstores_servers_nothing_is_written(
     keys.trust_identity(project, WHO, ISSUER)
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", token())
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # refuses connections, with or without a network
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # this address refuses connections, with or without a network
     folder = signed_folder.make(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"promote\.signing: sigstore did not sign .* or sign with a key"):
         signature.sign_folder(folder, signature.load_identity_signer(project))
@@ -82,7 +82,7 @@ def test_without_sigstores_servers_nothing_is_written(
 
 @pytest.mark.parametrize("certificate", ["", "AAAA", "MIIB"])
 def test_an_invalid_certificate_is_damage(project: ProjectLayout, tmp_path: Path, certificate: str) -> None:
-    """The signature of a key, changed to contain a certificate."""
+    """The test replaces the key in a signature by a certificate."""
     folder = signed_folder.make(tmp_path / "model")
     signature.sign_folder(folder, keys.load_signer(project))
     keys.trust_identity(project, WHO, ISSUER)

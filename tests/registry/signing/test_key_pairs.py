@@ -1,4 +1,4 @@
-"""Key pairs: created once, readable by their owner alone, and only trusted keys sign."""
+"""Tests key pairs: they are created once, readable by their owner alone, and only trusted keys sign."""
 
 import json
 import stat
@@ -23,7 +23,7 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def private_file(
     path: Path, password: bytes | None = None, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None
 ) -> Path:
-    """A private key in the format of other tools."""
+    """Write a private key in the format of other tools."""
     how = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     private = key or ec.generate_private_key(ec.SECP256R1())
     form = serialization.PrivateFormat.PKCS8

@@ -1,4 +1,4 @@
-"""Signatures: the files they cover, their keys, and errors of either."""
+"""Tests signatures: the files they cover, their keys, and errors of either."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from ratchet.storage.layout import ProjectLayout
 
 @pytest.fixture
 def signed(project: ProjectLayout, tmp_path: Path) -> Path:
-    """A folder that the project's key signed."""
+    """Return a folder that the project's key signed."""
     folder = signed_folder.make(tmp_path / "model")
     signature.sign_folder(folder, keys.load_signer(project))
     return folder
@@ -34,7 +34,7 @@ def test_a_signature_is_trusted_lists_all_files_and_does_not_depend_on_the_folde
     found = signature.check_signature(signed, project)
     assert found.signer == keys.own_fingerprint(project)
     assert set(found.files) == {"gruß.txt", "hf-notes.txt", "hf/manifest.json", "hf/model one.safetensors"}
-    files.seal_directory(signed, "model")  # the seal's manifest is written afterwards, and is not covered
+    files.seal_directory(signed, "model")  # the manifest is written after the signature, which does not cover it
     assert signature.check_signature(signed, project) == found
     other = signed_folder.make(tmp_path / ".partial-other-123")
     signature.sign_folder(other, keys.load_signer(project))
@@ -161,7 +161,7 @@ def test_unknown_revoked_and_missing_signatures_are_not_damage(
 
 
 def test_a_signature_is_not_valid_for_another_key(project: ProjectLayout, signed: Path) -> None:
-    """A signature that claims to be of a trusted key, but was made by another."""
+    """The signature names a trusted key, but another key made it."""
     trusted = keys.own_fingerprint(project)
     keys.revoke_trust(project, str(trusted), "lost")
     keys.create_key_pair(project)
@@ -177,7 +177,7 @@ def test_verified_digests_are_not_computed_again(project: ProjectLayout, signed:
     flip(signed / "hf-notes.txt")
     assert (
         signature.verify_folder(signed, keys.read_keyring(project.keyring), known).state == "trusted"
-    )  # the caller vouched for it
+    )  # the caller knows the digest of this file
     known["hf-notes.txt"] = "0" * 64
     assert signature.verify_folder(signed, keys.read_keyring(project.keyring), known).state == "damaged"
 

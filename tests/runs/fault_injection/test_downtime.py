@@ -1,4 +1,4 @@
-"""Recoveries and lost steps of a trial, and the times of faults, defined by progress."""
+"""Tests of recoveries and lost steps of a fault trial, and of fault times, which are defined by progress."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ CLOCK = BaselineTiming(first_step_s=10.0, steps_s={1: 10.0, 2: 12.0, 3: 14.0, 4:
 
 
 class Told:
-    """A journal that is written, and a chronicle that reads it at the time that we say."""
+    """Writes a journal, and a timeline that reads the journal at times that the test chooses."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "journal.jsonl"

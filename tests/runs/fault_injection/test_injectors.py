@@ -1,4 +1,4 @@
-"""Damage is determined by a seed, matches its description, and hits only our own processes."""
+"""Injected damage follows from the seed, matches its description, and affects only processes and files of the run."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ NAMES = ("manifest.json", "optimizer.safetensors", "state.json", "trainable.safe
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    """A run with three checkpoints and a journal."""
+    """Create a run with three checkpoints and a journal."""
     paths = RunPaths(tmp_path / "abc")
     for step in (2, 4, 6):
         paths.checkpoint(step).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Every difference between two trainings is found: files, numbers, steps."""
+"""Every difference between two trainings is found in files, numbers and steps."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def validation(number: int, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[str], ProjectLayout]:
-    """A finished training, as far as its outcome goes."""
+    """Return a function that creates a project with the files and the journal of a finished training."""
 
     def made(name: str) -> ProjectLayout:
         layout = ProjectLayout(tmp_path / name)

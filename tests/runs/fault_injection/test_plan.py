@@ -1,4 +1,4 @@
-"""Plans are pure: the faults follow from the seed and cover every category."""
+"""A fault plan is a pure function of its seed, and its faults cover every category."""
 
 from collections import Counter
 from dataclasses import replace

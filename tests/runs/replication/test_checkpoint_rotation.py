@@ -44,7 +44,7 @@ def note(paths: RunPaths, *durable: int, in_flight: int | None = None) -> None:
 
 
 def saved(run: RunDirectory, *steps: int) -> AsyncCheckpointer:
-    """A saver that has sealed these and keeps one."""
+    """Save checkpoints of these steps with a writer that keeps one checkpoint; return the writer."""
     saver = AsyncCheckpointer(run.paths, run.journal, snapshots.identity(), 1, TrainState())
     for step in steps:
         saver.submit(snapshots.snapshot(step), 0.0)

@@ -1,4 +1,4 @@
-"""Garbage collection in a replica, and recovery from a removal by another process."""
+"""Tests of garbage collection in a replica, and of recovery when another process removes an object."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Leases: claims of threads, of stopped or killed processes, and of silent holders."""
+"""Tests of leases: claims by threads, by stopped or killed processes, and by holders that do not report."""
 
 import signal
 import subprocess
@@ -40,7 +40,8 @@ print("lost", lease.lost_reason(), flush=True)
 
 
 def after(polls: int) -> Callable[[], bool]:
-    """A request to stop after so many polls: a lease that is not taken by then waits for a holder."""
+    """Return a function that requests a stop from its call number `polls` + 1 on. A lease that is not acquired by
+    then waits for its holder."""
     left = iter(range(polls))
     return lambda: next(left, None) is None
 

@@ -1,4 +1,4 @@
-"""A run that several machines train together, of which one uploads it."""
+"""Tests of a run that several machines train together; one of them uploads it."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`ratchet train` with a replica that only the user can correct: one message, exit 2, no run."""
+"""`ratchet train` refuses a replica that only the user can correct: one message, exit code 2, and no run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,8 @@ WRONG = {
 
 @pytest.fixture
 def refused(tmp_path: Path, calm: None, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """Output of `ratchet train` with a replica that it refuses."""
+    """Return a function that runs `ratchet train` with this replica, checks that it is refused, and returns the
+    output."""
 
     def train(url: str) -> str:
         settings = tiny_project.SETTINGS
@@ -89,6 +90,6 @@ def test_status_and_reset_name_a_refused_replica(
     assert "credentials are missing, wrong, expired" in capsys.readouterr().err
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    monkeypatch.chdir(project.root.parent)  # not in a project
+    monkeypatch.chdir(project.root.parent)  # the current directory is not in a project
     assert main(["status", "--replica", replica.url]) == 2
     assert "credentials are missing" in capsys.readouterr().err

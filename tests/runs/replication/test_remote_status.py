@@ -1,4 +1,4 @@
-"""Status and removal of runs in a replica, from its content and by the command line."""
+"""Tests of the status and the removal of runs in a replica, by its content and by the CLI."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def store(url: str) -> ReplicaStore:
 
 
 def told(store: ReplicaStore, token: int, start: int, *events: tuple[str, float, dict[str, Any]]) -> int:
-    """Put a piece of journal into the replica; returns where it ends."""
+    """Upload a segment of the journal; return the offset of its end."""
     content = b"".join(JournalEvent(kind, t, 1, data).line() for kind, t, data in events)
     store.write(RunObjectNames(RUN).journal(token, start, start + len(content)), content)
     return start + len(content)
@@ -56,7 +56,8 @@ def step(number: int, t: float) -> tuple[str, float, dict[str, Any]]:
 
 
 def filled(store: ReplicaStore, state: State = "holding") -> None:
-    """Two machines: the first did 3 steps and is gone, the second went on from step 2 and has come to 4."""
+    """Write the objects of two machines: the first trained 3 steps and stopped; the second resumed after step 2 and
+    has reached step 4."""
     names, now = RunObjectNames(RUN), time.time()
     store.write(names.spec, b"{}")
     t = now - 100
@@ -101,7 +102,7 @@ def test_a_run_is_described_from_its_replica_alone(store: ReplicaStore) -> None:
 def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: ReplicaStore) -> None:
     filled(store)
     names = RunObjectNames(RUN)
-    store.write(names.checkpoint(1, 9), ReplicaManifest("checkpoint", 9, {}).as_bytes())  # by one that did not know
+    store.write(names.checkpoint(1, 9), ReplicaManifest("checkpoint", 9, {}).as_bytes())  # its writer lost the lease
     told(store, 1, 10_000, step(9, time.time()))
     found = remote_status.read_remote_run(store, RUN)
     assert found.state.durable == (2, 4)
@@ -124,7 +125,7 @@ def test_all_runs_are_listed_each_on_a_line(
 
 def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: ReplicaStore) -> None:
     filled(store, "released")
-    told(store, 2, 20_000, step(5, time.time()))  # the result came before its checkpoint
+    told(store, 2, 20_000, step(5, time.time()))  # the result arrived before its checkpoint
     store.write(RunObjectNames(RUN).result(1), b"garbled")
     store.write(RunObjectNames(RUN).result(2), ReplicaManifest("result", 5, {}).as_bytes())
     assert remote_status.summarize_run(remote_status.read_remote_run(store, RUN)).startswith(f"run {RUN}: finished")
@@ -221,7 +222,7 @@ def remove(url: str, run: str | None = RUN) -> str:
 
 @pytest.mark.parametrize("state", ["released", "holding"])
 def test_an_idle_run_is_removed_and_others_stay(store: ReplicaStore, url: str, state: State) -> None:
-    filled(store, state)  # `holding`: its machine is gone, and the claim has to run out
+    filled(store, state)  # `holding`: the machine does not respond, so its claim must expire
     store.write(RunObjectNames(OTHER).spec, b"{}")
     text = remove(url, "a1b")
     assert "step        4 of 40" in text

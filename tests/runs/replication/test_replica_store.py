@@ -1,4 +1,4 @@
-"""The contract of a store, on every backend: directory, object store, and file systems of fsspec."""
+"""Contract tests of the replica store on every backend: directory, object store and fsspec file systems."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ SIZES = (0, 1, 70_000, 8 << 20, (16 << 20) + 3)
 
 @dataclass
 class Place:
-    """A replica, and a way to ask what is there past the store."""
+    """Address of a replica, with functions that access its files without the store."""
 
     url: str
     files: Callable[[], dict[str, bytes]]
@@ -74,11 +74,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             yield folder(root, str(root))
         case "file":
             yield folder(root, f"file://{root}")
-        case "renaming":  # as with SFTP: a file system of fsspec on which things are written aside and renamed
+        case "renaming":  # an fsspec file system that writes aside and renames, as SFTP does
             root.mkdir()
             monkeypatch.setattr("ratchet.config.machine.LOCAL_SCHEMES", ())
             yield folder(root, f"local://{root}")
-        case "memory":  # stands in for the stores in which an object is there complete or not at all
+        case "memory":  # stands for stores in which an object is complete or absent
             yield in_memory()
         case kind:
             server = request.getfixturevalue("s3_environment")

@@ -1,4 +1,4 @@
-"""A run that moves from machine to machine through its replica."""
+"""Tests of a run that moves from machine to machine through its replica."""
 
 import json
 from pathlib import Path
@@ -69,14 +69,14 @@ def test_the_same_machine_resumes_at_once_from_its_own_disk_when_that_is_further
     first.wait_until_replicated()
     first.vanish()
     again = Node(tmp_path, "first")
-    again.save(4)  # sealed, and never copied: the process died before
+    again.save(4)  # sealed but not uploaded before the process died
     told: list[bool] = []
 
     def stopping() -> bool:
         told.append(True)
         return len(told) > 2
 
-    again.replicator.acquire(stopping)  # the process that had the directory's lock is gone: no wait
+    again.replicator.acquire(stopping)  # the process that held the lock of the directory is gone, so there is no wait
     assert again.paths.checkpoint_steps() == [2, 4]
     again.wait_until_replicated()
     assert store(tmp_path).read(NAMES.checkpoint(2, 4)) is not None
@@ -332,10 +332,10 @@ def test_a_checkpoint_that_is_sealed_again_is_copied_again(tmp_path: Path, node:
     first.save(2)
     first.save(4)
     first.wait_until_replicated()
-    first.save(4, best=2)  # stopped before its validation, and sealed again with it
+    first.save(4, best=2)  # stopped before its validation, and sealed again after it
     first.wait_until_replicated()
     assert manifests.read_replica_manifest(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
-    first.save(6)  # and the objects of the new seal are not removed as unneeded
+    first.save(6)  # the objects of the second seal are not removed as unused
     first.wait_until_replicated()
     made = contents(first.paths.checkpoint(4))
     first.close()

@@ -1,4 +1,4 @@
-"""Restoring a run directory from its replica: progress, stop requests, no leftovers."""
+"""Tests of restoring a run directory from its replica: progress, stop requests and no leftovers."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ from ratchet.storage.layout import ProjectLayout
 
 
 def trained(root: Path, name: str, *steps: int) -> Node:
-    """A machine that has copied these steps and left."""
+    """Train and upload these steps on a machine, then close it."""
     one = Node(root, name, settings(root)).acquire()
     for step in steps:
         one.save(step)
@@ -26,11 +26,11 @@ def trained(root: Path, name: str, *steps: int) -> Node:
 
 
 def aside(node: Node) -> set[str]:
-    """Names of what was set aside."""
+    """Return the names of the files that restoring set aside."""
     return {path.name for path in node.paths.root.rglob("superseded-*")}
 
 
-# ------------------------------------------------------------------------------------------------------ on the way
+# -------------------------------------------------------------------------------------------------- during the transfer
 
 
 def test_progress_of_a_fetch_is_reported(
@@ -84,7 +84,7 @@ def test_a_hanging_call_ends_on_a_request_to_stop() -> None:
 def test_one_set_of_what_was_here_is_kept(tmp_path: Path) -> None:
     trained(tmp_path, "first", 2)
     first = Node(tmp_path, "first", settings(tmp_path)).acquire()
-    first.save(4)  # is not waited for
+    first.save(4)  # is not uploaded
     first.vanish()
     trained(tmp_path, "second", 6)
     back = trained(tmp_path, "first")

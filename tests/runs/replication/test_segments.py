@@ -1,4 +1,4 @@
-"""A journal in pieces of several holders: few pieces, joined without gaps."""
+"""Tests of a journal in segments of several holders: few segments, joined without gaps."""
 
 import random
 import re
@@ -77,7 +77,7 @@ def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, sto
     copy_of(path, store, 3, first).copy()
     whole = path.read_bytes()
     assert manifests.recover_journal(store, NAMES).content == whole
-    # The first one comes back, and writes what is not part of the run any more.
+    # The first machine returns and writes a segment that no longer belongs to the run.
     store.write(NAMES.journal(1, first, first + 4), b"odd\n")
     assert manifests.recover_journal(store, NAMES).content == whole
     assert manifests.recover_journal(store, NAMES).origin == (3, len(whole))
@@ -135,7 +135,7 @@ def steps(*told: tuple[int, float]) -> bytes:
 
 
 def continued(tmp_path: Path, store: ReplicaStore, here: bytes) -> bytes:
-    """The replica's journal after a machine with another journal became the holder and wrote one more step."""
+    """Return the replica's journal after a machine with another journal became the holder and wrote one more step."""
     path = tmp_path / "journal"
     path.write_bytes(here)
     begins = manifests.join_journal(path, store, NAMES)

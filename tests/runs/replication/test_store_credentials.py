@@ -1,4 +1,4 @@
-"""Bucket, credentials and clock: reported at the start, waited for later, never printed."""
+"""Tests of bucket, credentials and clock: problems are reported at the start, awaited later, and never printed."""
 
 import threading
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_credentials_that_expire_are_read_again(replica: Replica, monkeypatch: p
 def test_credentials_are_in_no_message(
     replica: Replica, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not even where the server repeats them."""
+    """Messages hide credentials even if the server returns them in its answer."""
     name, path, entry = replica.file(60_000)
     store, told = replica.store(ONCE), []
     calls: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""A store behind a bad network: it confirms only what arrived, loses nothing, and catches up."""
+"""A store behind a faulty network confirms only objects that arrived, loses nothing, and catches up."""
 
 import hashlib
 import threading
@@ -9,7 +9,7 @@ from behind_proxy import FAULTS, ONCE, Replica
 from ratchet.errors import ReplicaError
 
 SAME = {"skewed", "bucket-gone-for-a-while"}
-"""Those that are as `expired` to small objects."""
+"""Faults that are equal to `expired` for small objects."""
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - SAME))

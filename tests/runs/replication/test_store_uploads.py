@@ -1,4 +1,4 @@
-"""Multipart uploads: parts that arrived are not sent again, and are verified."""
+"""A multipart upload does not send parts again that arrived, and verifies the object."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_an_outage_in_mid_upload_costs_no_part_that_has_arrived(replica: Replica
     def second_part(request: Request) -> bool:
         if "partNumber=2" in request.target and not second.is_set():
             second.set()
-            proxy.down = True  # before its answer
+            proxy.down = True  # the connection fails before the answer
         return False
 
     proxy.inject(Fault("status", None, second_part))
@@ -71,7 +71,7 @@ def test_an_upload_that_the_service_has_forgotten_begins_again(replica: Replica)
             return True
         return False
 
-    # Answered for moto, which has 500 for parts of an upload that it does not know.
+    # The test answers in place of moto, which returns 500 for parts of an unknown upload.
     replica.proxy.inject(Fault("status", 1, second_part, status=404, code="NoSuchUpload"))
     assert replica.store().send(name, path, entry) == 3 * PART_BYTES, "the first part was sent twice"
     assert aborted.is_set()
@@ -79,7 +79,8 @@ def test_an_upload_that_the_service_has_forgotten_begins_again(replica: Replica)
 
 
 def test_a_service_that_verifies_checksums_is_asked_not_read_back(replica: Replica) -> None:
-    """Where ETags are no MD5 sums (here: replaced on the way), its SHA-256 counts, for it refuses wrong ones."""
+    """If ETags are not MD5 sums (here the proxy replaces them), the SHA-256 of the service counts, because the
+    service refuses wrong bytes."""
     replica.proxy.verifies = True
     replica.proxy.opaque_tags = True
     name, path, entry = replica.file(60_000)
@@ -99,7 +100,7 @@ def test_a_service_of_which_nothing_is_known_is_read_back(replica: Replica) -> N
     assert [request for request in replica.proxy.seen if reads(request)]
     assert not [
         request for request in replica.proxy.seen if "expect" in request.headers
-    ]  # some servers never answer it
+    ]  # some servers never answer `Expect`
 
 
 def test_an_upload_that_cannot_be_finished_is_given_up_for_a_new_one(replica: Replica) -> None:

@@ -1,4 +1,5 @@
-"""A run in a replica, read repeatedly: nothing is read twice, and another holder's journal is read from the start."""
+"""Tests of a run in a replica that is read repeatedly: nothing is read twice, and the journal of another holder is
+read from the start."""
 
 import json
 import time
@@ -20,7 +21,7 @@ NAMES = RunObjectNames(RUN)
 
 
 class Counted(ReplicaStore):
-    """A folder that says how many bytes of journals were read."""
+    """Replica store that counts the journal bytes that were read."""
 
     journal_bytes = 0
 
@@ -69,7 +70,8 @@ def test_only_what_is_new_is_read_however_often_pieces_are_put_together(tmp_path
         seen += [event.data["step"] for event in run.new_events]
     assert seen == list(range(1, 201))
     assert run.view.progress.step == 200
-    # Pieces that are put together hold what was read before; without following, 40 looks would read 20 times as much.
+    # Merged segments contain bytes that were read before. Without incremental reading, 40 reads would transfer 20 times
+    # the journal.
     assert store.journal_bytes < 5 * path.stat().st_size
     read = store.journal_bytes
     run.refresh()
@@ -85,7 +87,7 @@ def test_the_whole_run_is_read_again_after_a_change_of_holder(tmp_path: Path, st
     run = RemoteRunSource(store, RUN)
     run.refresh()
     length = len(lines(range(1, 5)))
-    holder(store, 2, "holding", (1, length))  # it had got four steps, and continues from there
+    holder(store, 2, "holding", (1, length))  # this machine had received four steps and continues from there
     append(second, range(1, 7))
     JournalUploader(second, store, NAMES, 2, JournalStart((1, length), length)).copy()
     run.refresh()
@@ -98,7 +100,7 @@ def test_who_holds_a_run_and_reports_trains_it(store: Counted) -> None:
     holder(store, 1, "holding")
     run = RemoteRunSource(store, RUN)
     run.refresh()
-    assert not run.sidecar.running  # its claim is old, and it has not reported
+    assert not run.sidecar.running  # its claim is old and it has not reported
     reports(store, 1, time.time() - 20)
     run.refresh()
     assert run.sidecar.running

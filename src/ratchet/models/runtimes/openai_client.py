@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from ratchet import http_client
 from ratchet.config.machine import EndpointSettings
+from ratchet.data.conversation import replace_surrogates
 from ratchet.errors import EndpointError, SettingsError
 
 MAX_MESSAGE_CHARACTERS = 300
@@ -134,8 +135,8 @@ def read_reply(body: bytes, tries: int) -> ChatReply:
     usage = document.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     return ChatReply(
-        text=_replace_surrogates(text or ""),
-        reasoning=_replace_surrogates(reasoning) if reasoning else None,
+        text=replace_surrogates(text or ""),
+        reasoning=replace_surrogates(reasoning) if reasoning else None,
         finish=shorten_for_message(finish),
         prompt_tokens=_valid_token_count(counts.get("prompt_tokens")),
         tokens=_valid_token_count(counts.get("completion_tokens")),
@@ -188,11 +189,6 @@ def shorten_for_message(text: str) -> str:
 
 def _body_excerpt(body: bytes) -> str:
     return shorten_for_message(body[: 2 * MAX_MESSAGE_CHARACTERS].decode("utf-8", "replace")) or "an empty response"
-
-
-def _replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON may contain but UTF-8 cannot."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _valid_token_count(value: Any) -> int | None:

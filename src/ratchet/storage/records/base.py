@@ -82,30 +82,6 @@ class BaseCard(Record):
     """Names of stored tensors that the model class does not use; they are not loaded."""
 
 
-class TrainReport(Record):
-    """Result of training. Deterministic: equal inputs give equal reports, also after interruptions."""
-
-    run_id: str
-    adapter_digest: str
-    base_digest: str
-    data_digest: str
-    steps: int
-    """Number of optimizer steps; fewer than planned if training stopped early."""
-    planned_steps: int
-    best_step: int
-    kept_step: int
-    """Step whose weights are the adapter."""
-    validation_loss: dict[int, float]
-    """Loss in nats per answer token, by step of the validation."""
-    final_train_loss: float
-    trained_tokens: int
-    input_tokens: int
-    trainable_parameters: int
-    total_parameters: int
-    quantized_parameters: int = 0
-    """Number of weights of the base that were stored in 4 bits."""
-
-
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as JSON lines, atomically."""
     files.write_atomic(path, "".join(map(to_json_line, rows)))

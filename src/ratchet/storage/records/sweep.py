@@ -1,6 +1,7 @@
 """Results of a sweep: trials, finalists, winner. Unlike records of stages, these records contain times and machine
 names."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -83,6 +84,11 @@ class Trial(Record):
     def is_over(self) -> bool:
         """Whether the trial has ended."""
         return self.state != "running"
+
+    def minimized_objectives(self, objectives: Sequence["SweepObjective"]) -> tuple[float, ...]:
+        """Return the objectives of a complete trial with a sign so that less is better."""
+        pairs = zip(self.objectives, objectives, strict=True)
+        return tuple(value if objective.direction == "minimize" else -value for value, objective in pairs)
 
 
 class ParameterAxis(Record):

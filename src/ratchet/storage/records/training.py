@@ -32,6 +32,30 @@ entropy, with the gradient of the head. backward: gradient of the body. optimize
 the state for a checkpoint. evaluation: one validation. waiting: time in between (journal, guards)."""
 
 
+class TrainReport(Record):
+    """Result of training. Deterministic: equal inputs give equal reports, also after interruptions."""
+
+    run_id: str
+    adapter_digest: str
+    base_digest: str
+    data_digest: str
+    steps: int
+    """Number of optimizer steps; fewer than planned if training stopped early."""
+    planned_steps: int
+    best_step: int
+    kept_step: int
+    """Step whose weights are the adapter."""
+    validation_loss: dict[int, float]
+    """Loss in nats per answer token, by step of the validation."""
+    final_train_loss: float
+    trained_tokens: int
+    input_tokens: int
+    trainable_parameters: int
+    total_parameters: int
+    quantized_parameters: int = 0
+    """Number of weights of the base that were stored in 4 bits."""
+
+
 class ModuleLocation(NamedTuple):
     """Position of a module in the model."""
 

@@ -27,8 +27,9 @@ from ratchet.runs.log import print_message
 from ratchet.runs.status import MemoryStatus
 from ratchet.runs.tracking_payload import MetricPoint, MetricPointExtractor, collect_parameters, read_final_status
 from ratchet.storage import digests
-from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.training import TrainReport
 from ratchet.tracking.mlflow.experiments import (
     ATTEMPTS_TAG,
     HOST_TAG,
