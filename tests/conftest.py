@@ -5,7 +5,6 @@ process, and only when a test requests them: the fixtures import the modules of 
 """
 
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
@@ -81,9 +80,9 @@ def tracked_project(project: ProjectLayout, mlflow_template: Path) -> ProjectLay
 def processes() -> Any:
     """Return a multiprocessing context for processes that a test may kill. Its fork server has imported MLflow, so a
     process starts in tenths of a second instead of 4 s."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mlflow.store.tracking.sqlalchemy_store", "ratchet.tracking.mlflow.client"])
-    return context
+    from fork_server import fork_server_context
+
+    return fork_server_context()
 
 
 @pytest.fixture

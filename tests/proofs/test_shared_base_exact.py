@@ -1,6 +1,5 @@
 """Proves rows R9, R14 and R19 for a base that ranks share: sharing changes only the memory."""
 
-import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import tiny_project
+from fork_server import fork_server_context
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -147,8 +147,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
 def test_each_rank_keeps_its_share(prepared: Path, mixture: Path, kind: str, world: int, quantization: str) -> None:
     base = mixture if kind == "mixture" else ProjectLayout(prepared).base / "model"
-    context, port = multiprocessing.get_context("forkserver"), free_port()
-    with context.Pool(world) as pool:
+    port = free_port()
+    with fork_server_context().Pool(world) as pool:
         asked = [pool.apply_async(_beside, (rank, world, port, base, quantization)) for rank in range(world)]
         found = [one.get(PATIENCE_S) for one in asked]
     assert sum(one.kept for one in found) == found[0].total, "together they have all of it, each part once"

@@ -1,6 +1,5 @@
 """Ranks for tests: separate processes that communicate over gloo, and their results."""
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fork_server import fork_server_context
 from ratchet.config.train import GradientCompressionSettings
 from ratchet.models.gradient_compression import GradientReducer
 
@@ -21,11 +21,9 @@ SECONDS = 120
 def on_ranks(world: int, folder: Path, work: Callable[..., Any], *given: Any) -> list[Any]:
     """Run `work(rank, *given)` in each of `world` processes of one group and return the results. Raises the first
     exception of a rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ratchet.models.gradient_compression"])
     meeting = folder / f"meeting-{work.__name__}-{len(list(folder.iterdir()))}"
     # Each process takes one task, because no process is free before all processes have joined the group.
-    with context.Pool(world) as pool:
+    with fork_server_context().Pool(world) as pool:
         asked = [pool.apply_async(_in_group, (rank, world, str(meeting), work, *given)) for rank in range(world)]
         results = [one.get(SECONDS) for one in asked]
         # The processes exit on their own. A signal would have to wait for the SIGTERM handler of coverage.py.
