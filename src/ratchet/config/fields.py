@@ -1,6 +1,7 @@
 """Building blocks of the settings: the frozen base class of sections, and number types that accept YAML's spellings."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -54,6 +55,7 @@ class Section(BaseModel):
         return descriptions
 
 
+@functools.cache
 def _read_descriptions(section: type[Section]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     descriptions: dict[str, str] = {}

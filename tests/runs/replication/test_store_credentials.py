@@ -1,7 +1,9 @@
 """Tests of bucket, credentials and clock: problems are reported at the start, awaited later, and never printed."""
 
+import io
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -62,9 +64,17 @@ def test_credentials_that_expire_are_read_again(replica: Replica, monkeypatch: p
     assert replica.holds(name) == entry[0]
 
 
-def test_credentials_are_in_no_message(
-    replica: Replica, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Return the text of all log records, those of the storage libraries included."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger().addHandler(handler)
+    yield stream
+    logging.getLogger().removeHandler(handler)
+
+
+def test_credentials_are_in_no_message(replica: Replica, log: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
     """Messages hide credentials even if the server returns them in its answer."""
     name, path, entry = replica.file(60_000)
     store, told = replica.store(ONCE), []
@@ -94,5 +104,5 @@ def test_credentials_are_in_no_message(
         replica.proxy.heal()
     assert len(told) > 50
     out = capfd.readouterr()
-    everything = "\n".join([*told, caplog.text, out.out, out.err])
+    everything = "\n".join([*told, log.getvalue(), out.out, out.err])
     assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in everything]
