@@ -94,6 +94,7 @@ class Stage:
         )
 
     def set(self, **changes: object) -> None:
+        assert changes.keys() <= type(self.machine).model_fields.keys(), "model_copy accepts unknown names"
         self.machine = self.machine.model_copy(update=changes)
 
     def play(self, *acts: str, version: str = "1") -> None:
@@ -291,7 +292,7 @@ def test_worker_that_is_stopped_while_loading_counts_as_stopped(stage: Stage) ->
 
 
 def test_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
-    stage.set(retry_delay_s=50)
+    stage.set(restart_delay_s=50)
     message = "a checkpoint of step 4 is saved"
     stopped(stage, "checkpoint(4); kill()", message, lambda: stage.events("worker_exited"))
     assert len(stage.events("attempt_started")) == 1
