@@ -5,8 +5,8 @@
 
 All quick modes together take about half an hour on two idle cores. The planned time of each benchmark is printed, and a
 benchmark that takes three times as long is killed. After a failure or a missed target all others still run. The exit
-code is 0 only if every row of every benchmark is ok and all quick modes took at most half an hour. A benchmark reports
-peers that are not installed.
+code is 0 only if every row of every benchmark is ok and all quick modes took at most half an hour; it is 2, before
+anything runs, if the document lacks a region. A benchmark reports peers that are not installed.
 
 In the document only regions between `<!-- measured: NAME -->` and `<!-- end -->` are written, each as soon as its
 benchmark has ended.

@@ -5,19 +5,22 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from ratchet.cli.main import main
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
+from ratchet.extras import DISTRIBUTION, EXTRAS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ratchet"
@@ -28,7 +31,7 @@ LAYERS = [
     "training", "quality_gate", "models", "runs", "data", "storage", "config", "errors",
 ]  # fmt: skip
 """Layers from top to bottom. A package may import itself and the packages after it in this list."""
-BESIDE_ERRORS = {"http_client", "redaction"}
+BESIDE_ERRORS = {"extras", "http_client", "redaction"}
 """Modules of the lowest layer, in addition to `errors`."""
 FORBIDDEN = {
     "torch": {"runs", "tuning", "registry", "tracking", "quality_gate", "data", "storage", "config"},
@@ -41,7 +44,18 @@ DECLARED_AS = {
     "lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml",
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
 }  # fmt: skip
-USED_INDIRECTLY = {"accelerate", "dvc", "onnxscript", "s3fs"}
+USED_INDIRECTLY = {"dvc", "onnxscript"}
+BROUGHT_BY = {
+    "alembic": "mlflow",
+    "numpy": "scikit-learn",
+    "packageurl-python": "cyclonedx-python-lib",
+    "packaging": "transformers",
+    "pandas": "mlflow",
+    "scipy": "scikit-learn",
+    "sqlalchemy": "mlflow",
+    "tokenizers": "transformers",
+}
+"""Libraries that are imported and not declared, with the declared one that depends on them."""
 
 EMPTY_WORDS = {"manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "core", "processor"}
 
@@ -171,15 +185,36 @@ def test_libraries_stay_out_of_packages_that_must_not_need_them() -> None:
     assert problems == []
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def distributions(texts: Sequence[str]) -> set[str]:
+    """Return the names of required distributions, without Ratchet's own extras."""
+    return {name for text in texts if (name := Requirement(text).name) != DISTRIBUTION}
+
+
 def test_outside_libraries_are_the_declared_dependencies() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared, extra = (
-        {re.split(r"[^A-Za-z0-9._-]", text)[0] for text in texts}
-        for texts in (project["dependencies"], project["optional-dependencies"]["ray"])
-    )
-    imported = {DECLARED_AS.get(x, x.replace("_", "-")) for name in MODULES for x, _ in outside(name)}
-    assert imported - declared == extra, "imported, not declared"
-    assert declared - imported == USED_INDIRECTLY, "declared, not imported"
+    declared = distributions(PROJECT["dependencies"])
+    optional = distributions([text for extra in EXTRAS for text in PROJECT["optional-dependencies"][extra]])
+    modules = {library for name in MODULES for library, _ in outside(name)}
+    imported = {DECLARED_AS.get(module, module.replace("_", "-")) for module in modules}
+    assert imported - declared - optional == set(BROUGHT_BY), "imported, not declared"
+    assert (declared | optional) - imported == USED_INDIRECTLY, "declared, not imported"
+    assert len(declared) <= 25
+
+
+@pytest.mark.parametrize(("library", "source"), BROUGHT_BY.items())
+def test_undeclared_libraries_are_dependencies_of_declared_ones(library: str, source: str) -> None:
+    assert source in distributions(PROJECT["dependencies"])
+    required = [Requirement(text) for text in requires(source) or []]
+    assert library in {found.name.lower() for found in required if found.marker is None or found.marker.evaluate()}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_installs_the_libraries_that_messages_promise(extra: str) -> None:
+    own = distributions(PROJECT["optional-dependencies"][extra])
+    names = {DECLARED_AS.get(module, module.replace("_", "-")) for module in EXTRAS[extra]}
+    assert names == own
 
 
 def test_the_command_of_the_distribution_exists() -> None:
@@ -205,23 +240,22 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
     ids=["command line", "status", "starts of workers", "runs", "stages"],
 )
 def test_supervisor_and_status_load_neither_torch_nor_mlflow(modules: list[str]) -> None:
-    code = f"import sys, {', '.join(modules)}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert find_loaded(modules, HEAVY) == []
 
 
 def test_a_supervisor_imports_no_numerical_library() -> None:
-    modules = "ratchet.stages.train, ratchet.stages.callbacks, ratchet.console.callback"
-    code = f"import sys, {modules}\nprint(*({{'numpy', 'scipy', 'matplotlib', 'pandas', 'torch'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    modules = ["ratchet.stages.train", "ratchet.stages.callbacks", "ratchet.console.callback"]
+    assert find_loaded(modules, ("numpy", "scipy", "matplotlib", "pandas", "torch")) == []
 
 
 def test_help_waits_for_no_settings() -> None:
-    unwanted = {"pydantic", "ruamel", "ratchet.config.settings"}
-    code = f"import sys, ratchet.cli.main\nprint(*({unwanted!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert find_loaded(["ratchet.cli.main"], ("pydantic", "ruamel", "ratchet.config.settings")) == []
+
+
+def find_loaded(modules: Sequence[str], unwanted: Sequence[str]) -> list[str]:
+    """Return which of the unwanted modules a new process has loaded after it imported `modules`."""
+    code = f"import sys, {', '.join(modules)}\nprint(*(name for name in {unwanted!r} if name in sys.modules))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 def names_given(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import SettingsError
+from ratchet.extras import explained_imports
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs import directory
 from ratchet.runs.callbacks import RunCallback
@@ -40,6 +41,7 @@ Overrides = Mapping[str, Any]
 set_library_defaults()
 
 
+@explained_imports()
 def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
     from ratchet.stages import base as stage
@@ -47,6 +49,7 @@ def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     return stage.base(project, on_progress)
 
 
+@explained_imports()
 def prepare(project: Project) -> DatasetCard:
     """Turn source files into split, templated, tokenized rows. Raises DataError, SettingsError, BaseModelError."""
     from ratchet.stages import prepare as stage
@@ -54,6 +57,7 @@ def prepare(project: Project) -> DatasetCard:
     return stage.prepare(project)
 
 
+@explained_imports()
 def train(
     project: Project,
     overrides: Overrides | None = None,
@@ -98,6 +102,7 @@ def _override_training(project: Project, overrides: Overrides | None) -> Project
     return project
 
 
+@explained_imports()
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
     """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
     from ratchet.stages import evaluate as stage
@@ -105,6 +110,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
     return stage.evaluate(project, on_progress).report
 
 
+@explained_imports()
 def export(project: Project) -> ModelBundle:
     """Merge the adapter, write every format, run each of them and compare. Raises DataError, DamagedFileError."""
     from ratchet.stages import export as stage
@@ -112,6 +118,7 @@ def export(project: Project) -> ModelBundle:
     return stage.export(project)
 
 
+@explained_imports()
 def gate(project: Project) -> Verdict:
     """Decide whether the model may be promoted: PROMOTE, HOLD, REJECT or INVALID. Raises DataError."""
     from ratchet.stages import gate as stage
@@ -119,6 +126,7 @@ def gate(project: Project) -> Verdict:
     return stage.gate(project)
 
 
+@explained_imports()
 def sweep(
     project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
 ) -> SweepReport:
@@ -141,6 +149,7 @@ def sweep(
     return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
+@explained_imports()
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError."""
     from ratchet.stages import sweep as stage
@@ -148,6 +157,7 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     return stage.adopt_trial(project, trial)
 
 
+@explained_imports()
 def generate(
     project: Project, prompts: str | Path, output: str | Path, model: str = "adapter",
     on_progress: Progress = ignore_progress,
@@ -170,6 +180,7 @@ def generate(
     return stage.generate(project, Path(prompts), Path(output), model, on_progress)
 
 
+@explained_imports()
 def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
     """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
@@ -177,6 +188,7 @@ def compare(project: Project, names: Sequence[str], output: str | Path | None = 
     return stage.compare(project, names, None if output is None else Path(output))
 
 
+@explained_imports()
 def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
     """Register the exported model and make it champion. Repeating the call changes nothing.
 
@@ -194,6 +206,7 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
     return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
 
 
+@explained_imports()
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
     """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
     from ratchet.stages import promote as stage

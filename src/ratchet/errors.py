@@ -4,6 +4,7 @@
     ├── InputError                     2   settings, data or state that the user can fix
     │   ├── SettingsError                  params.yaml or a command-line option
     │   │   └── InsufficientMemoryError    the memory forecast says that the training does not fit
+    │   ├── MissingLibraryError            an optional library is not installed; the message names the extra
     │   ├── ProjectError                   no project in the directory
     │   ├── DataError                      a source file, a row, a split
     │   ├── BaseModelError                 the base model or its tokenizer
@@ -69,6 +70,10 @@ class InsufficientMemoryError(SettingsError):
     def __init__(self, text: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(text)
         self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+
+
+class MissingLibraryError(InputError):
+    """A library that the command needs is not installed; the message has the command that installs it."""
 
 
 class ProjectError(InputError):

@@ -44,6 +44,7 @@ from ratchet.cli import (
     watch,
 )
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, RatchetError
+from ratchet.extras import explained_imports
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.redaction import print_exception, redact_stderr, write_stderr
 from ratchet.runs.signals import die_with_parent, list_stop_signals
@@ -141,11 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in list_stop_signals():  # so that scratch directories are removed; a supervisor installs its own handler
         signal.signal(number, _raise_interrupt)
     try:
-        if options.command in MODEL_COMMANDS and getattr(options, "require", None) is None:
-            from ratchet.models import lazy_imports
+        with explained_imports():
+            if options.command in MODEL_COMMANDS and getattr(options, "require", None) is None:
+                from ratchet.models import lazy_imports
 
-            lazy_imports.import_model_libraries()
-        return COMMANDS[options.command].run(options)
+                lazy_imports.import_model_libraries()
+            return COMMANDS[options.command].run(options)
     except KeyboardInterrupt:
         write_stderr(f"ratchet {options.command}: interrupted; outputs are consistent, run the command again\n")
         return EXIT_INTERRUPTED

@@ -27,8 +27,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ratchet.config.settings import Settings
+from ratchet.extras import DISTRIBUTION
 from ratchet.storage import digests, files
-from ratchet.storage.digests import DISTRIBUTION, code_version
+from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard

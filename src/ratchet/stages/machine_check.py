@@ -34,11 +34,11 @@ from typing import NamedTuple
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes, parse_bytes
 from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
+from ratchet.extras import DISTRIBUTION
 from ratchet.models.memory import capacity
 from ratchet.runs.replication.remote_status import parse_replica_option
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage import digests, files
-from ratchet.storage.digests import DISTRIBUTION
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 

@@ -5,11 +5,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratchet.extras import require_libraries
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:
     from ratchet.config.settings import Settings
+
+HARNESS_METRICS = frozenset({"bleu", "chrf", "rouge"})
+"""Names in evaluate.metrics whose libraries come with lm-evaluation-harness."""
 
 
 class Project:
@@ -57,6 +61,22 @@ class Project:
 
     def __repr__(self) -> str:
         return f"Project({str(self.root)!r})"
+
+
+def require_extras(settings: "Settings") -> None:
+    """Require the optional libraries that later stages need, before a training that takes hours.
+
+    Raises:
+        MissingLibraryError: one of them is not installed; the message has the setting and the command that installs it.
+    """
+    if settings.export.gguf.types:
+        require_libraries("export.gguf", "export")
+    if settings.export.onnx.types:
+        require_libraries("export.onnx", "export")
+    if settings.evaluate.harness.tasks or settings.evaluate.harness.builtin_tasks:
+        require_libraries("evaluate.harness", "harness")
+    if HARNESS_METRICS.intersection(settings.evaluate.metrics):
+        require_libraries("evaluate.metrics", "harness")
 
 
 def ignore_progress(text: str) -> None:

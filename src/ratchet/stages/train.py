@@ -19,7 +19,7 @@ from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
 from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
-from ratchet.stages.project import Project
+from ratchet.stages.project import Project, require_extras
 from ratchet.storage import files
 from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
@@ -64,10 +64,12 @@ def train(
         publish: receives the run and its HTML page when the run is complete.
 
     Raises:
+        MissingLibraryError: this stage or a later one needs an optional library that is not installed.
         LockHeldError: another process trains this run, or runs this stage.
         InterruptedRunError, InputError, RunFailedError, ReplicaError: see `supervise`.
     """
     layout, settings = project.layout, project.settings
+    require_extras(settings)
     with project.lock("train"):
         launch = build_launch(layout, settings)
         run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
