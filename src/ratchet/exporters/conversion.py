@@ -1,9 +1,11 @@
-"""Converts the merged model to other formats, and verifies each format in the runtime that uses it."""
+"""Converts the merged model to other formats, and verifies each format in the runtime that uses it.
+
+Writers and runtimes of formats are imported when a format is written, because they need the extra `export`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -11,17 +13,18 @@ import torch
 from ratchet.config.export import BuiltInGgufType, GgufType
 from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
-from ratchet.exporters import onnx
-from ratchet.exporters.gguf import llama_cpp_tools, reader, writer
+from ratchet.exporters.gguf import llama_cpp_tools
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.verification import parity, probe_inputs
 from ratchet.exporters.verification.parity import ModelRuntime, ReferenceOutputs, Score
 from ratchet.exporters.verification.probe_inputs import ProbeInputs
 from ratchet.models.runtimes import llama_server
-from ratchet.models.runtimes import onnx as onnx_runtime
 from ratchet.registry import model_store
 from ratchet.storage import digests
 from ratchet.storage.records.export import ExportArtifact, ExportProbe, FormatKind
+
+if TYPE_CHECKING:
+    from ratchet.exporters.gguf.reader import Logits
 
 PROBE_TOKENS = 16
 """Maximum number of tokens in the answer to a probe. This many tokens are enough to distinguish two models."""
@@ -104,7 +107,7 @@ def format_size_bytes(path: Path) -> int:
 
 
 def convert_formats(
-    verifier: ExportVerifier, merged: Path, scratch: Path, logits: reader.Logits
+    verifier: ExportVerifier, merged: Path, scratch: Path, logits: "Logits"
 ) -> Iterator[ExportArtifact]:
     """Write and verify every requested format, one after the other, so that only one format at a time is in memory.
 
@@ -126,6 +129,8 @@ def convert_formats(
     for onnx_type in export.onnx.types:
         path = scratch / model_store.format_path("onnx", onnx_type)
         path.mkdir(parents=True)
+        from ratchet.exporters import onnx
+
         onnx.write_onnx(merged, path, onnx_type, verifier.job.progress)
         yield _verify_onnx(verifier, ExportedFormat("onnx", onnx_type, path))
 
@@ -136,6 +141,8 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
     Returns:
         Notes for users of the file.
     """
+    from ratchet.exporters.gguf import writer
+
     is_supported = writer.is_supported(merged)
     if is_supported and gguf_type not in llama_cpp_tools.TYPES:
         return writer.write_gguf(merged, path, cast(BuiltInGgufType, gguf_type), job.progress)
@@ -155,9 +162,11 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
 
 
 def _verify_gguf(
-    verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: reader.Logits
+    verifier: ExportVerifier, exported: ExportedFormat, merged: Path, notes: tuple[str, ...], logits: "Logits"
 ) -> ExportArtifact:  # fmt: skip
     """Collect the probes with an f16 cache, as in servers; verify with an f32 cache, which adds no rounding."""
+    from ratchet.exporters.gguf import reader
+
     difference, note = reader.compare_logits(exported.path, merged, verifier.inputs.rows[:READER_ROWS], logits)
     with llama_server.open_runtime(exported.path, verifier.threads, verifier.context_tokens, "f16") as runtime:
         probes = runtime.probes(probe_inputs.PROBES, PROBE_TOKENS)
@@ -177,6 +186,8 @@ def _verify_gguf(
 
 
 def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
+    from ratchet.models.runtimes import onnx as onnx_runtime
+
     with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
         probes = collect_probes(runtime, verifier.tokenizer, probe_inputs.PROBES, verifier.inputs.end_ids)
         return verifier.verify(runtime, exported, probes=probes)

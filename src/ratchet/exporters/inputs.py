@@ -8,8 +8,7 @@ import torch
 
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.exporters import onnx
-from ratchet.exporters.gguf import llama_cpp_tools, writer
+from ratchet.exporters.gguf import llama_cpp_tools
 from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.merger import plan_merge
@@ -47,9 +46,13 @@ def require_exportable(model: Path, settings: Settings, root: Path) -> None:
     export = settings.export
     directory, tools = find_llama_cpp(settings, root)
     if export.gguf.types:
+        from ratchet.exporters.gguf import writer  # needs the extra `export`, as onnx below
+
         writer.require_exportable(model, export.gguf.types, directory)
     llama_cpp_tools.require_quantizer(tools, export.gguf.types)
     if export.onnx.types:
+        from ratchet.exporters import onnx
+
         onnx.require_exportable(model)
 
 
