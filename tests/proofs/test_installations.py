@@ -110,7 +110,7 @@ def test_the_distribution_alone_prepares_trains_evaluates_and_gates(gated: Proje
 FEATURES = {
     "export": ("export", {"export": Export(gguf=GgufSettings(types=("q8_0",)), onnx=OnnxSettings(types=("fp32",)))}),
     "harness": ("evaluate", {"evaluate": Evaluate(max_new_tokens=8, harness=HarnessSettings(tasks=("answers",)))}),
-    "sweep": ("sweep", {"sweep": Sweep(trials=2, space={"train.rank": {"values": [2, 4]}})}),
+    "sweep": ("sweep", {"sweep": Sweep(trials=2, space={"train.rank": {"choices": [2, 4]}})}),
 }
 
 

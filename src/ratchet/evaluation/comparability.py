@@ -21,7 +21,9 @@ from ratchet.models import loading
 from ratchet.storage import digests
 from ratchet.storage.records.data import DatasetCard
 
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "lm_eval")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+HARNESS = "lm_eval"
+"""Library whose version matters only to settings with tasks of the harness."""
 OWN_TEMPLATE = "each model's own"
 """Template of a contract under which every model uses its own chat template."""
 
@@ -38,13 +40,15 @@ class NumericsSpec:
     threads: int
     batch_rows: int
     versions: Mapping[str, str]
-    """Versions of LIBRARIES."""
+    """Versions of LIBRARIES and, if the settings have tasks of the harness, of HARNESS."""
 
     @classmethod
     def from_settings(
         cls, model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int
     ) -> "NumericsSpec":
         """Describe how a model in this format computes on this machine with these settings."""
+        tasks = settings.evaluate.harness
+        libraries = (*LIBRARIES, HARNESS) if tasks.tasks or tasks.builtin_tasks else LIBRARIES
         dtype = settings.train.compute_dtype if model_format == "adapter" else settings.export.dtype
         return cls(
             model_format=model_format,
@@ -53,7 +57,7 @@ class NumericsSpec:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
             batch_rows=batch_rows,
-            versions={name: version(name) for name in LIBRARIES},
+            versions={name: version(name) for name in libraries},
         )
 
     def to_json(self) -> dict[str, Any]:
