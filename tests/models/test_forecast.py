@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import families
-from forecast_cases import CPU, GPU, llama, of
+from forecast_cases import CPU, GPU, find_largest_sizes, llama, of
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
@@ -134,10 +134,8 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
 
 def test_where_nothing_fits_nothing_is_the_largest() -> None:
     plan = model_spec.from_config(families.FAMILIES["llama"]())
-    assert forecast.find_largest_sizes(plan, Train(rank=2), Machine(), GPU, 1) == forecast.LargestFittingSizes(
-        None, None, None
-    )
-    everything = forecast.find_largest_sizes(plan, Train(rank=2, batch_size=8), Machine(), GPU, 2**40)
+    assert find_largest_sizes(plan, Train(rank=2), Machine(), GPU, 1) == forecast.LargestFittingSizes(None, None, None)
+    everything = find_largest_sizes(plan, Train(rank=2, batch_size=8), Machine(), GPU, 2**40)
     assert everything == forecast.LargestFittingSizes(8, families.POSITIONS, families.HIDDEN // 2)
 
 

@@ -7,6 +7,7 @@ import pytest
 import families
 from forecast_cases import (
     GPU,
+    find_largest_sizes,
     of,
 )
 from ratchet.config.machine import Machine
@@ -43,7 +44,7 @@ def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
     plan = model_spec.from_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
     settings, work = Train(rank=2, batch_size=64), replace(GPU, row_tokens=512, learned_tokens=256)
     available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
-    found = forecast.find_largest_sizes(plan, settings, Machine(), work, available)
+    found = find_largest_sizes(plan, settings, Machine(), work, available)
 
     def need(changed: MemoryWorkload, train: Train = settings) -> int:
         return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes

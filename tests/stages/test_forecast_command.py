@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tiny_project
+from forecast_cases import find_largest_sizes
 from forecast_command_cases import (
     LARGE,
     ON_GPU,
@@ -51,7 +52,7 @@ def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, kno
     assert written.trainable_parameters == expected.trainable_parameters
     assumption = "No data is prepared: the forecast assumes rows of 64 tokens and learns from 50% of them."
     assert any(assumption in note for note in written.notes)
-    limits = forecast.find_largest_sizes(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
+    limits = find_largest_sizes(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
     assert known["largest"] == {
         "micro_batch_size": limits.micro_batch_size, "row_tokens": limits.row_tokens, "rank": limits.rank,
     }  # fmt: skip

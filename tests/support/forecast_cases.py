@@ -10,7 +10,7 @@ from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
-from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.memory.forecast import LargestFittingSizes, MemoryForecastBuilder, MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
 from ratchet.storage.records.training import MemoryForecast
 
@@ -35,3 +35,10 @@ def of(
     names = {"gpt2": "n_layer"}
     plan = model_spec.from_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
     return forecast.forecast(plan, Train(**{"rank": 4, **train}), machine or Machine(), work)
+
+
+def find_largest_sizes(
+    spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available: int
+) -> LargestFittingSizes:
+    builder = MemoryForecastBuilder(spec, settings, machine, work)
+    return forecast.find_largest_sizes(builder, builder.forecast().needed_bytes(work.local_ranks), available)

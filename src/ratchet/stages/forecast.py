@@ -12,7 +12,12 @@ from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference
 from ratchet.models.memory import capacity
 from ratchet.models.memory import forecast as memory_forecast
-from ratchet.models.memory.forecast import LargestFittingSizes, MemoryFallback, MemoryWorkload
+from ratchet.models.memory.forecast import (
+    LargestFittingSizes,
+    MemoryFallback,
+    MemoryForecastBuilder,
+    MemoryWorkload,
+)
 from ratchet.models.model_spec import ModelSpec
 from ratchet.reports import training_page
 from ratchet.reports.training_page import MemoryHeadroom
@@ -114,13 +119,15 @@ def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options:
     device_bytes = options.memory_bytes or _available_bytes(device)
     available = None if device_bytes is None else device_bytes // work.local_ranks
     try:
-        if available is not None and (fallback := _choose_fallback(spec, settings, work, available)):
-            machine = fallback.machine
-            notes = (f"Not even one row would fit otherwise: {fallback.cost}.", *notes)
-        result = memory_forecast.forecast(spec, train, machine, work)
-        largest = (
-            None if available is None else memory_forecast.find_largest_sizes(spec, train, machine, work, available)
-        )
+        builder = MemoryForecastBuilder(spec, train, machine, work)
+        result, largest = builder.forecast(), None
+        if available is not None:
+            if result.needed_bytes(work.local_ranks) > available and (fallback := _choose_fallback(builder, available)):
+                notes = (f"Not even one row would fit otherwise: {fallback.cost}.", *notes)
+                builder = MemoryForecastBuilder(spec, train, fallback.machine, work)
+                result = builder.forecast()
+            needed = result.needed_bytes(work.local_ranks)
+            largest = memory_forecast.find_largest_sizes(builder, needed, available)
     except RatchetError:
         raise
     except Exception as error:  # an unknown kind of model
@@ -156,15 +163,13 @@ def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settin
     return settings.model_copy(update={"machine": machine.model_copy(update=changes)}), device
 
 
-def _choose_fallback(
-    spec: ModelSpec, settings: Settings, work: MemoryWorkload, available: int
-) -> MemoryFallback | None:
+def _choose_fallback(builder: MemoryForecastBuilder, available: int) -> MemoryFallback | None:
     """Return the fallback that a run would choose if not even one row fits; None if a row fits or no fallback helps."""
-    train, machine = settings.train, settings.machine
-    single_row = memory_forecast.forecast(spec, train, machine, work.single_row())
+    work = builder.work
+    single_row = builder.with_work(work.single_row()).forecast()
     if single_row.needed_bytes(work.local_ranks) <= available:
         return None
-    return memory_forecast.choose_fallback(spec, train, machine, work, available)
+    return memory_forecast.choose_fallback(builder.spec, builder.settings, builder.machine, work, available)
 
 
 def _local_device() -> Literal["cpu", "cuda"]:

@@ -11,6 +11,7 @@ constants and trainable parameters stay whole on every rank.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -445,15 +446,19 @@ class LargestFittingSizes:
 
 
 def find_largest_sizes(
-    spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available_bytes: int
+    builder: MemoryForecastBuilder, needed_bytes: int, available_bytes: int
 ) -> LargestFittingSizes:  # fmt: skip
     """Find the most rows, tokens of a row and rank that fit into `available_bytes`, each with the others unchanged.
 
     Rows are limited by a rank's part of a step, tokens by the model's context, the rank by the smallest side of a
     matrix. Tokens are accurate to 1 %.
-    """
 
-    builder = MemoryForecastBuilder(spec, settings, machine, work)
+    Args:
+        builder: the sizes to change.
+        needed_bytes: memory that a rank needs with these sizes.
+        available_bytes: memory for a rank.
+    """
+    spec, settings, work = builder.spec, builder.settings, builder.work
 
     def compute_needed(workload: MemoryWorkload) -> int:
         return builder.with_work(workload).forecast().needed_bytes(work.local_ranks)
@@ -474,49 +479,56 @@ def find_largest_sizes(
 
     def with_rank(rank: int) -> int:
         train = settings.model_copy(update={"rank": rank})
-        return forecast(spec, train, machine, work).needed_bytes(work.local_ranks)
+        return forecast(spec, train, builder.machine, work).needed_bytes(work.local_ranks)
 
     chosen = targets.choose(spec.layers, settings.target_modules, spec.others)
     longest = getattr(spec.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
+    search = partial(_search_greatest_fitting, start_bytes=needed_bytes, available_bytes=available_bytes)
     return LargestFittingSizes(
-        micro_batch_size=_search_greatest_fitting(
-            with_rows, available_bytes, work.count_step_rows(settings.batch_size)
-        ),
-        row_tokens=_search_greatest_fitting(with_tokens, available_bytes, int(longest), minimum=2, tolerance=0.01),
-        rank=_search_greatest_fitting(
-            with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)
-        ),
+        micro_batch_size=search(with_rows, start=work.rows, limit=work.count_step_rows(settings.batch_size)),
+        row_tokens=search(with_tokens, start=work.row_tokens, limit=int(longest), minimum=2, tolerance=0.01),
+        rank=search(with_rank, start=settings.rank, limit=min(min(layer.inputs, layer.outputs) for layer in chosen)),
     )
 
 
-def _search_greatest_fitting(
-    compute_needed: Callable[[int], int], available_bytes: int, limit: int, minimum: int = 1, tolerance: float = 0.0
+def _search_greatest_fitting(  # noqa: PLR0913 (the function to invert, a known value, and where to search)
+    compute_needed: Callable[[int], int],
+    *,
+    start: int,
+    start_bytes: int,
+    available_bytes: int,
+    limit: int,
+    minimum: int = 1,
+    tolerance: float = 0.0,
 ) -> int | None:
     """Return the greatest number up to `limit` that fits; None if not even `minimum` fits.
 
-    The needed memory grows nearly proportionally to the number, so the search interpolates between known values.
+    The needed memory grows nearly proportionally to the number, so the search interpolates between known values. It
+    begins with `start`, whose memory is known.
     """
     low, high = minimum, max(minimum, limit)
-    needed_low = compute_needed(low)
-    if needed_low > available_bytes:
+    known = {start: start_bytes}
+
+    def compute(number: int) -> int:
+        if number not in known:
+            known[number] = compute_needed(number)
+        return known[number]
+
+    if low < start <= high and start_bytes <= available_bytes:
+        low = start
+    elif low < start < high:
+        high = start
+    if compute(low) > available_bytes:
         return None
-    needed_high = compute_needed(high)
-    if needed_high <= available_bytes:
+    if compute(high) <= available_bytes:
         return high
     while high - low > (step := max(1, int(tolerance * low))):
-        share = (available_bytes - needed_low) / max(1, needed_high - needed_low)
+        share = (available_bytes - compute(low)) / max(1, compute(high) - compute(low))
         guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
         # If the needed memory is linear in the number, the answer is between these two numbers.
-        for number in (
-            (guess, guess + step) if (needed := compute_needed(guess)) <= available_bytes else (guess, guess - step)
-        ):
-            if not low < number < high:
-                continue
-            needed = needed if number == guess else compute_needed(number)
-            if needed <= available_bytes:
-                low, needed_low = number, needed
-            else:
-                high, needed_high = number, needed
+        for number in (guess, guess + step if compute(guess) <= available_bytes else guess - step):
+            if low < number < high:
+                low, high = (number, high) if compute(number) <= available_bytes else (low, number)
     return low
 
 

@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -47,6 +48,9 @@ PARTS: tuple[Part, ...] = ("activations", "logits and loss", "dequantized weight
 Segment = tuple[str, str, int]
 """Direction (`forward`, `backward`), position (`before`, `block`, `after`) and index of the decoder block. A peak is
 recorded for each segment."""
+
+_TensorSize = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""Shape, strides, dtype, and whether the tensor is on the meta device."""
 
 PAGE = 4096
 HEADER = 8
@@ -186,7 +190,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
             return torch.empty((self.batch.learned_positions, args[0].dim()), dtype=torch.int64, device="meta")
         if func is aten._grouped_mm.default:  # its meta kernel takes only bfloat16, CPU kernels take any dtype
             return _grouped_mm_on_meta(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _run_on_meta(func, args, kwargs) if _creates_results(func) else func(*args, **kwargs)
 
     def _classify(self, func: Any) -> Part:
         if func.namespace == "bitsandbytes" and "dequantize" in str(func):
@@ -230,6 +234,56 @@ def iterate_own_tensors(model: Model) -> Iterator[Tensor]:
             nested_state = constants.state2
             nested = () if nested_state is None else (nested_state.absmax, nested_state.code, constants.offset)
             yield from (part for part in (constants.absmax, constants.code, *nested) if isinstance(part, Tensor))
+
+
+@cache
+def _creates_results(func: Any) -> bool:
+    """Return whether an operator writes into no argument and declares no result as a view of one."""
+    return not func._schema.is_mutable and all(value.alias_info is None for value in func._schema.returns)
+
+
+_RESULT_SIZES: dict[Hashable, tuple[bool, tuple[_TensorSize, ...]]] = {}
+"""Whether an operator returns a single tensor, and its results, by operator and sizes of its arguments."""
+MAX_RESULT_SIZES = 1 << 15
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on meta tensors, or create its results anew if it ran before with arguments of the same sizes.
+
+    The meta kernels are Python code and take most of the time of a trace, which repeats each call for every block.
+    """
+    key = (func, _describe_sizes(args), tuple((name, _describe_sizes(value)) for name, value in kwargs.items()))
+    if (known := _RESULT_SIZES.get(key)) is not None:
+        is_single, sizes = known
+        tensors = [torch.empty_strided(*size[:2], dtype=size[2], device="meta") for size in sizes]
+        return tensors[0] if is_single else tuple(tensors)
+    result = func(*args, **kwargs)
+    is_single = isinstance(result, Tensor)
+    tensors = [result] if is_single else list(result)
+    arguments = {_storage_key(value) for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
+    # `_unsafe_view` returns a view that its schema does not declare.
+    if all(isinstance(tensor, Tensor) and _storage_key(tensor) not in arguments for tensor in tensors):
+        if len(_RESULT_SIZES) >= MAX_RESULT_SIZES:
+            _RESULT_SIZES.clear()
+        _RESULT_SIZES[key] = is_single, tuple(_describe_tensor(tensor) for tensor in tensors)
+    return result
+
+
+def _describe_tensor(tensor: Tensor) -> _TensorSize:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_meta
+
+
+def _describe_sizes(value: Any) -> Hashable:
+    """Return a key of an argument. It has the type, because 1 and 1.0 are equal and give results of other dtypes."""
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe_sizes, value))
+    return type(value), value
+
+
+def _storage_key(tensor: Tensor) -> Hashable:
+    return cast(Hashable, tensor.untyped_storage()._cdata)
 
 
 def _grouped_mm_on_meta(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
