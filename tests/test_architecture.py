@@ -1,6 +1,7 @@
 """Checks the architecture in the source: which package imports which, which names are used, what stages depend on."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -374,14 +375,20 @@ def test_stages_talk_through_outs_of_stages_before_them(stage: str) -> None:
         assert is_input or dep in outs, f"{stage}: {dep} is made by no stage before it"
 
 
-def leaves(node: Any, prefix: str = "") -> set[str]:
-    if isinstance(node, dict) and node and not any("." in key for key in node):  # such keys name other settings
-        return {leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.")}
-    return {prefix.removesuffix(".")}
-
-
-def test_params_yaml_of_this_repository_names_every_knob() -> None:
+def test_params_yaml_of_this_repository_is_short_and_has_every_setting_that_stages_track() -> None:
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     settings = params_file.load(ROOT / "params.yaml")
-    written = leaves(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8")))
-    assert leaves(Settings().model_dump(mode="json")) - written == set()
+    assert text == params_file.dump_short(settings)
+    assert len(text.splitlines()) <= 60
+    written = yaml.safe_load(text)
+    for stage in STAGES.values():
+        for param in stage["params"]:
+            node = written
+            for key in param.split("."):
+                node = node[key]
     assert params_file.parse(params_file.dump(settings)) == settings
+
+
+def test_the_schema_beside_params_yaml_is_current() -> None:
+    written = json.loads((ROOT / params_file.SCHEMA_FILE).read_text(encoding="utf-8"))
+    assert written == params_file.build_json_schema()

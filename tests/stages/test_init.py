@@ -82,6 +82,6 @@ def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Pat
     (key,) = keys.read_keyring(layout.keyring).keys
     assert keys.own_fingerprint(layout) == key.fingerprint
     asked = subprocess.run(["git", "ls-files", ".ratchet"], cwd=layout.root, check=True, capture_output=True, text=True)
-    assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json"]
+    assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json", ".ratchet/params.schema.json"]
     assert layout.private_key.stat().st_mode & 0o077 == 0
     assert ".ratchet" in (layout.root / ".dvcignore").read_text().split()

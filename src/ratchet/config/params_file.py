@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 from ruamel.yaml.reader import ReaderError
 
+from ratchet.config import defaults
 from ratchet.config.export import AdditionalAdapterSettings
 from ratchet.config.fields import CHECK_ENVIRONMENT, Section, parse_number
 from ratchet.config.gate import RULES, MustImproveRule
@@ -31,6 +32,8 @@ COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--ren
 FOUND_CHARACTERS = 60
 """A longer value is shortened in messages."""
 COMMENT_COLUMNS = 118
+SCHEMA_FILE = ".ratchet/params.schema.json"
+"""Path of the JSON schema in a project; params.yaml names it for editors."""
 _NO_BREAK = "\x00"
 """Replaces a space at which a comment must not be wrapped."""
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -66,6 +69,32 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
 def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Settings:
     """Validate the text of a params.yaml as `load` does. `name` is the file name in messages; empty: messages have no
     file and no line."""
+    document, plain = _read_document(text, name)
+    version = _pop_version(document, plain, name)
+    overrides = {} if overrides is None else overrides
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
+    for key, value in overrides.items():
+        if not key:
+            raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
+        _override(plain, key, value)
+    defaults.fill_old_defaults(plain, version)
+    try:
+        return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
+    except ValidationError as error:
+        problems: dict[str, None] = {}  # ordered; several branches of a union may reject a value with the same line
+        for item in map(dict, error.errors()):
+            overridden = next((key for key in overrides if _is_caused_by(item, key)), None)
+            if overridden is None:
+                replaced = f" (with other values of {', '.join(overrides)})" if overrides else ""
+                problems[_format_problem(document, item, name) + replaced] = None
+            else:
+                problems[_format_override_problem(overridden, item)] = None
+        raise SettingsError("\n".join(problems)) from None
+
+
+def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
+    """Return a params.yaml as ruamel's document, which knows lines, and as built-in types. Raises SettingsError."""
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
@@ -81,26 +110,113 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
         raise SettingsError(f"{name}: found {_format_found(document)}; expected sections such as `train:`")
-    plain = _convert_to_builtin(document)
-    overrides = {} if overrides is None else overrides
-    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
-        raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
-    for key, value in overrides.items():
-        if not key:
-            raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
-        _override(plain, key, value)
-    try:
-        return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
-    except ValidationError as error:
-        problems: dict[str, None] = {}  # ordered; several branches of a union may reject a value with the same line
-        for item in map(dict, error.errors()):
-            overridden = next((key for key in overrides if _is_caused_by(item, key)), None)
-            if overridden is None:
-                replaced = f" (with other values of {', '.join(overrides)})" if overrides else ""
-                problems[_format_problem(document, item, name) + replaced] = None
+    plain: dict[str, Any] = _convert_to_builtin(document)
+    return document, plain
+
+
+def _pop_version(document: CommentedMap, plain: dict[str, Any], name: str) -> int:
+    """Remove the version of the defaults from the plain document and return it. Raises SettingsError."""
+    if defaults.KEY not in plain:
+        return 1
+    line = f"{name}:{document.lc.key(defaults.KEY)[0] + 1}: " if name else ""
+    return defaults.check_version(plain.pop(defaults.KEY), f"{line}{defaults.KEY}")
+
+
+class EffectiveSetting(NamedTuple):
+    """A setting with its value and the place where the value comes from."""
+
+    name: str
+    value: str
+    """As in params.yaml."""
+    origin: str
+    """`default`, `default of version N`, or file and line."""
+
+
+def explain(text: str, name: str = "params.yaml") -> tuple[int, list[EffectiveSetting]]:
+    """Return the version of the defaults, and every setting with its effective value and its origin.
+
+    Raises:
+        SettingsError: the text is not valid.
+    """
+    settings = parse(text, name)
+    document, plain = _read_document(text, name)
+    version = _pop_version(document, plain, name)
+    old_defaults = defaults.fill_old_defaults(plain, version)
+
+    def find_origin(key: str) -> str:
+        if key in old_defaults:
+            return f"default of version {version}"
+        node: Any = document
+        line = None
+        for part in key.split("."):
+            if not isinstance(node, CommentedMap) or part not in node:
+                return "default"
+            line, node = node.lc.key(part)[0] + 1, node[part]
+        return f"{name}:{line}"
+
+    def walk(section: Section, prefix: str) -> Iterator[EffectiveSetting]:
+        for field in type(section).model_fields:
+            value, key = getattr(section, field), f"{prefix}{field}"
+            if isinstance(value, Section):
+                yield from walk(value, f"{key}.")
             else:
-                problems[_format_override_problem(overridden, item)] = None
-        raise SettingsError("\n".join(problems)) from None
+                yield EffectiveSetting(key, _format_value(value), find_origin(key))
+
+    return version, list(walk(settings, ""))
+
+
+_SHORT_FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Prepare", "sources", {"type": "string"}),
+    ("LeakageSettings", "tasks", {"type": "string"}),
+    ("LeakageSettings", "files", {"type": "string"}),
+    ("MustImproveRule", "metric", {"type": "string"}),
+    ("BudgetRule", "maximum", {"type": "string"}),
+    ("Export", "max_shard_size", {"type": "string"}),
+    ("Machine", "replica_bytes_per_s", {"type": "string"}),
+    ("Machine", "log_max_bytes", {"type": "string"}),
+    ("Machine", "nodes", {"type": "integer"}),
+)
+"""Section, setting and type of values that are accepted too: one item instead of a list, a size such as 4GB, a number
+instead of a text."""
+
+
+def build_json_schema() -> dict[str, Any]:
+    """Return the JSON schema of params.yaml, with the descriptions of settings, for editors."""
+    schema = json.loads(json.dumps(_build_json_schema()))
+    schema["properties"][defaults.KEY] = {
+        "type": "integer", "minimum": 1, "maximum": defaults.VERSION,
+        "description": "Version of the defaults of settings that this file leaves out.",
+    }  # fmt: skip
+    definitions = schema["$defs"]
+    for section, field, accepted in _SHORT_FORMS:
+        found = definitions[section]["properties"][field]
+        description = {key: found.pop(key) for key in ("default", "title") if key in found}
+        definitions[section]["properties"][field] = {"anyOf": [dict(found), accepted], **description}
+    sources = definitions["Prepare"]["properties"]["sources"]
+    sources["anyOf"][0]["items"] = {"anyOf": [sources["anyOf"][0]["items"], {"type": "string"}]}
+    for section in _list_sections(Settings):
+        properties = definitions.get(section.__name__, schema)["properties"]
+        for field, description in section.descriptions().items():
+            if field in properties:
+                properties[field]["description"] = description
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Ratchet: params.yaml"}
+
+
+def _list_sections(section: type[Section]) -> list[type[Section]]:
+    """Return a section and all sections inside its fields, also in lists and mappings."""
+    found = {section: None}
+
+    def visit(annotation: Any) -> None:
+        if isinstance(annotation, type) and issubclass(annotation, Section) and annotation not in found:
+            found[annotation] = None
+            for field in annotation.model_fields.values():
+                visit(field.annotation)
+        for part in get_args(annotation):
+            visit(part)
+
+    for field in section.model_fields.values():
+        visit(field.annotation)
+    return list(found)
 
 
 def _override(sections: dict[str, Any], name: str, value: Any) -> None:
@@ -318,12 +434,57 @@ def _list_known_keys(path: list[str]) -> list[str]:
     return list(section.model_fields)
 
 
-# Writing: every setting with its description and default as a comment.
+# Writing: every setting with its description and default as a comment, or those that people change.
+
+SHORT = frozenset({
+    "base.source",
+    "prepare.sources", "prepare.record_schema", "prepare.columns", "prepare.task", "prepare.split",
+    "prepare.max_tokens",
+    "train.quantization", "train.rank", "train.alpha", "train.epochs", "train.batch_size", "train.learning_rate",
+    "train.seed",
+    "evaluate.generation_rows", "evaluate.max_new_tokens", "evaluate.metrics", "evaluate.harness",
+    "export.gguf", "export.onnx",
+    "gate.rules", "promote.model_name", "sweep.space", "sweep.trials",
+    "machine.device", "machine.micro_batch_size", "machine.tracking_uri", "machine.replica",
+})  # fmt: skip
+"""Settings that a new params.yaml has: those that people change, and those that dvc.yaml tracks one by one."""
+
+
+def dump_short(settings: Settings) -> str:
+    """Format the settings in SHORT and all that differ from their defaults, each with a short comment."""
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        f"{defaults.KEY}: {defaults.VERSION}  # of the defaults of all settings that are not here: `ratchet config`",
+    ]
+    for name in Settings.model_fields:
+        if body := list(_dump_short_section(name, getattr(settings, name))):
+            lines += ["", f"{name}:", *body]
+    return "\n".join(lines) + "\n"
+
+
+def _dump_short_section(prefix: str, section: Section) -> Iterator[str]:
+    descriptions = section.descriptions()
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if f"{prefix}.{name}" not in SHORT and value == field.get_default(call_default_factory=True):
+            continue
+        first, *rest = _format_entry(name, value, 1)
+        parts = (descriptions.get(name, "").split(mark, 1)[0].rstrip(".") for mark in (". ", "; ", ": "))
+        comments = (
+            part
+            for part in parts
+            if part and part.count("(") == part.count(")") and len(first) + len(part) + 3 <= COMMENT_COLUMNS
+        )
+        yield f"{first}  # {comment}" if (comment := next(comments, "")) else first
+        yield from rest
 
 
 def dump(settings: Settings) -> str:
     """Format settings as params.yaml, with a comment above each setting."""
-    lines = ["# Settings of this project. Edit them here, or override one with `dvc exp run -S train.rank=8`."]
+    lines = [
+        "# Settings of this project. Edit them here, or override one with `dvc exp run -S train.rank=8`.",
+        f"{defaults.KEY}: {defaults.VERSION}",
+    ]
     for name in Settings.model_fields:
         section = getattr(settings, name)
         lines += ["", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"{name}:"]
@@ -343,19 +504,35 @@ def _dump_section(section: Section, depth: int) -> list[str]:
         lines += [f"{pad}# {line.replace(_NO_BREAK, ' ')}" for line in wrapped]
         if isinstance(value, Section):
             lines += [f"{pad}{name}:", *_dump_section(value, depth + 1)]
-        elif isinstance(value, dict) and _contains_section(value):
-            lines += [f"{pad}{name}:"]
-            lines += [f"{pad}  {_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()]
-        elif isinstance(value, tuple) and value and all(map(_is_path, value)):
-            lines += [f"{pad}{name}: {_format_scalar(tuple(source.files for source in value))}"]
-        elif isinstance(value, tuple) and _contains_section(value):
-            lines += [f"{pad}{name}:"]
-            lines += [
-                f"{pad}  - {_format_scalar(item.files) if _is_path(item) else _format_flow(item)}" for item in value
-            ]
         else:
-            lines += [f"{pad}{name}: {_format_scalar(value)}"]
+            lines += _format_entry(name, value, depth)
     return lines
+
+
+def _format_entry(name: str, value: Any, depth: int) -> list[str]:
+    """Return the lines of a setting; a section is written on one line."""
+    pad = "  " * depth
+    if isinstance(value, dict) and _contains_section(value):
+        return [
+            f"{pad}{name}:",
+            *(f"{pad}  {_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()),
+        ]
+    if isinstance(value, tuple) and _contains_section(value) and not all(map(_is_path, value)):
+        return [f"{pad}{name}:", *(f"{pad}  - {_format_value(item)}" for item in value)]
+    return [f"{pad}{name}: {_format_value(value)}"]
+
+
+def _format_value(value: Any) -> str:
+    """Format a value on one line."""
+    if _is_path(value):
+        return _format_scalar(value.files)
+    if isinstance(value, Section):
+        return _format_flow(value)
+    if isinstance(value, dict) and _contains_section(value):
+        return "{" + ", ".join(f"{_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple) and _contains_section(value):
+        return "[" + ", ".join(map(_format_value, value)) + "]"
+    return _format_scalar(value)
 
 
 def _contains_section(value: Any) -> bool:
@@ -375,7 +552,8 @@ def _format_flow(item: Section) -> str:
     shown = {
         key: value
         for key, value in item
-        if value is not None and (shows_defaults or value != fields[key].get_default(call_default_factory=True))
+        if value != (default := fields[key].get_default(call_default_factory=True))
+        or (shows_defaults and default is not None)
     }
     if isinstance(item, MustImproveRule) and len(item.metric) == 1:
         shown["metric"] = item.metric[0]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from ratchet.config import params_file
+from ratchet.config import defaults, params_file
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes
 from ratchet.errors import InputError, SettingsError
@@ -84,6 +84,8 @@ def doctor(
     """
     text = _read_params(layout, settings, base, write)
     examination = _Examination(layout, settings or Settings(), write)
+    if text is not None:
+        _report_defaults(examination, text)
     torch_device = _report_machine(examination)
     facts = RecommendationInputs(
         examination.settings,
@@ -130,6 +132,21 @@ def _read_params(layout: ProjectLayout | None, settings: Settings | None, base: 
     if params_file.parse(text) != settings:
         raise SettingsError(f"{layout.params}: changed while it was read; repeat")
     return text
+
+
+def _report_defaults(examination: _Examination, text: str) -> None:
+    """Add a finding if newer defaults differ from those of the version in params.yaml."""
+    version, _ = params_file.explain(text)
+    if version == defaults.VERSION:
+        return
+    changes = ", ".join(
+        f"{name} {change.before} → {change.after}" for name, change in defaults.list_changes(version).items()
+    )
+    examination.add(
+        "defaults",
+        f"of version {version}; version {defaults.VERSION} changes {changes or 'none that matter'}; "
+        f"`version: {defaults.VERSION}` in params.yaml adopts them",
+    )
 
 
 def _report_machine(examination: _Examination) -> TorchDevice:

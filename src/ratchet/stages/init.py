@@ -1,5 +1,6 @@
 """`ratchet init`: creates a project directory around a data file, ready for `dvc repro`."""
 
+import json
 import math
 import os
 import re
@@ -200,7 +201,8 @@ def _write_files(
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
         raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
     settings = suggest_settings(prepare, summary, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
-    files.write_atomic(layout.params, params_file.dump(settings))
+    files.write_atomic(layout.params, params_file.dump_short(settings))
+    write_schema(layout)
     files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
         bundled_corpus.write_text(layout.text)
@@ -214,6 +216,13 @@ def _write_files(
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
     return settings, rows, rows - summary.rows, reader.schema_descriptions[0]
+
+
+def write_schema(layout: ProjectLayout) -> None:
+    """Write the JSON schema of params.yaml, with which editors complete and check the file."""
+    path = layout.root / params_file.SCHEMA_FILE
+    path.parent.mkdir(exist_ok=True)
+    files.write_atomic(path, json.dumps(params_file.build_json_schema(), ensure_ascii=False) + "\n")
 
 
 def _base_settings(base: str, revision: str | None) -> Base:

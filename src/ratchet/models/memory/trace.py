@@ -248,7 +248,7 @@ MAX_RESULT_SIZES = 1 << 15
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on meta tensors, or create its results anew if it ran before with arguments of the same sizes.
+    """Run an operator on meta tensors, or create its results again if it ran before with arguments of the same sizes.
 
     The meta kernels are Python code and take most of the time of a trace, which repeats each call for every block.
     """
