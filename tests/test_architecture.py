@@ -44,6 +44,7 @@ FORBIDDEN = {
 DECLARED_AS = {
     "lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml",
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
 }  # fmt: skip
 USED_INDIRECTLY = {"dvc", "onnxscript"}
 BROUGHT_BY = {

@@ -1,5 +1,6 @@
-"""Tests of system metrics: parsing, a hanging driver, and the sampling interval."""
+"""Tests of system metrics: GPUs, a hanging driver, and the sampling interval."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,87 +17,47 @@ from ratchet.config.machine import Machine
 from ratchet.runs import system_metrics
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
 from ratchet.runs.status import RunProgress
-from ratchet.runs.system_metrics import (
-    GPU_QUERY,
-    NvidiaSmiSampler,
-    SystemMetricsSampler,
-    UsageSampler,
-    parse_nvidia_smi,
-)
+from ratchet.runs.system_metrics import GpuSampler, SystemMetricsSampler, UsageSampler
 
-WELL = """\
-0, GPU-5c3b1f60-0000-1111-2222-333344445555, 97, 81234, 143771, 512.34, 61
-1, GPU-a9f0e1d2-0000-1111-2222-333344445555, 0, 0, 143771, 71.02, 28
-"""
-SICK = """\
-0, GPU-5c3b1f60-0000-1111-2222-333344445555, [N/A], [Unknown Error], 143771, [Not Supported], [N/A]
-Unable to determine the device handle for GPU1: 0000:3B:00.0: Unknown Error
-1, GPU-a9f0e1d2-0000-1111-2222-333344445555, [GPU requires reset], nan, inf, , 28
-2, GPU-a9f0e1d2
-"""
+VALUES = ("index", "utilization_percent", "used_bytes", "total_bytes", "power_w", "temperature_c")
+FIRST = dict(zip(VALUES, (0, 97, 81, 143, 512.34, 61), strict=True))
+SECOND = dict(zip(VALUES, (1, 0, 0, 143, 71.02, 28), strict=True))
+BOTH = json.dumps({"devices": [FIRST, SECOND], "cuda": "12.6", "driver": "550.54", "problem": ""})
 MIB = 1 << 20
 
 
-def test_what_the_driver_s_tool_says_becomes_numbers() -> None:
-    first, second = parse_nvidia_smi(WELL)
+def tool(folder: Path, script: str) -> tuple[str, ...]:
+    """Write a script that replaces the query of the driver; return its command line."""
+    path = folder / "query"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def test_values_of_every_gpu_are_sampled(tmp_path: Path) -> None:
+    first, second = GpuSampler(tool(tmp_path, f"cat <<END\n{BOTH}\nEND")).sample()
     assert first == {
-        "index": 0, "utilization_percent": 97.0, "memory_bytes": 81234 * MIB, "memory_total_bytes": 143771 * MIB,
-        "power_w": 512.34, "temperature_c": 61.0,
+        "index": 0, "utilization_percent": 97, "memory_bytes": 81, "memory_total_bytes": 143, "power_w": 512.34,
+        "temperature_c": 61,
     }  # fmt: skip
     assert (second["index"], second["memory_bytes"]) == (1, 0)
 
 
-def test_what_it_does_not_know_is_none_and_what_is_no_gpu_is_left_out() -> None:
-    first, second = parse_nvidia_smi(SICK)
-    assert first == {
-        "index": 0, "utilization_percent": None, "memory_bytes": None, "memory_total_bytes": 143771 * MIB,
-        "power_w": None, "temperature_c": None,
-    }  # fmt: skip
-    assert second == dict.fromkeys(first) | {"index": 1, "temperature_c": 28.0}
-    assert parse_nvidia_smi("No devices were found\n") == []
-    assert parse_nvidia_smi("") == []
-    assert parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "there"),
-    [(None, [0, 1]), ("1", [1]), ("1,0", [0, 1]), ("", []), ("-1", []), ("0,-1,1", [0]), ("GPU-a9f0", [1]), ("7", [])],
-)
-def test_only_gpus_that_the_training_may_use_are_told_of(visible: str | None, there: list[int]) -> None:
-    assert [gpu["index"] for gpu in parse_nvidia_smi(WELL, visible)] == there
-
-
-def tool(folder: Path, script: str) -> tuple[str, ...]:
-    """Write a script that replaces nvidia-smi; return its command line."""
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return (str(path), *GPU_QUERY[1:])
-
-
-@pytest.fixture(autouse=True)
-def _all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_tool_is_asked_for_what_is_read_and_without_it_there_are_no_gpus(tmp_path: Path) -> None:
-    assert NvidiaSmiSampler((str(tmp_path / "nvidia-smi"),)).sample() == []
-    query = tool(tmp_path, f'echo "$@" > {tmp_path}/asked; cat <<END\n{WELL}END')
-    assert [gpu["index"] for gpu in NvidiaSmiSampler(query).sample()] == [0, 1]
-    assert (tmp_path / "asked").read_text().split() == list(GPU_QUERY[1:])
-    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF of another machine")
-    assert NvidiaSmiSampler((str(tmp_path / "nvidia-smi"),)).sample() == []
+def test_a_query_that_cannot_run_or_prints_something_else_gives_no_gpu(tmp_path: Path) -> None:
+    assert GpuSampler((str(tmp_path / "query"),)).sample() == []
+    assert GpuSampler(tool(tmp_path, "echo something else")).sample() == []
+    assert GpuSampler(tool(tmp_path, "echo '{}'")).sample() == []
+    (tmp_path / "query").write_bytes(b"\x7fELF of another machine")
+    assert GpuSampler((str(tmp_path / "query"),)).sample() == []
 
 
 def test_a_driver_that_hangs_is_not_waited_for_and_not_asked_again_until_it_lets_go(tmp_path: Path) -> None:
-    query = tool(
-        tmp_path, f"echo asked >> {tmp_path}/asked; test -e {tmp_path}/sick && exec sleep 3600\ncat <<END\n{WELL}END"
-    )
-    gpus = NvidiaSmiSampler(query, wait_s=30.0)
+    query = tool(tmp_path, f"test -e {tmp_path}/sick && exec sleep 3600\ncat <<END\n{BOTH}\nEND")
+    gpus = GpuSampler(query, wait_s=30.0)
     assert len(gpus.sample()) == 2
     (tmp_path / "sick").touch()
     gpus._wait_s = 0.2
-    unknown = gpus.sample()
+    unknown = [dict(gpu) for gpu in gpus.sample()]
     assert [gpu.pop("index") for gpu in unknown] == [0, 1]
     assert {value for gpu in unknown for value in gpu.values()} == {None}
     asked = gpus._hanging
@@ -108,8 +69,7 @@ def test_a_driver_that_hangs_is_not_waited_for_and_not_asked_again_until_it_lets
 
 
 def test_one_that_cannot_be_killed_is_let_alone(tmp_path: Path) -> None:
-    query = tool(tmp_path, f"echo asked >> {tmp_path}/asked; cat <<END\n{WELL}END")
-    gpus = NvidiaSmiSampler(query)
+    gpus = GpuSampler(tool(tmp_path, f"echo asked >> {tmp_path}/asked; cat <<END\n{BOTH}\nEND"))
     gpus.sample()
     stuck = subprocess.Popen(["sleep", "3600"], stdout=subprocess.PIPE, text=True)
     try:
@@ -122,13 +82,10 @@ def test_one_that_cannot_be_killed_is_let_alone(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_lost_stays_in_the_table_without_values(tmp_path: Path) -> None:
-    query = tool(tmp_path, f"cat {tmp_path}/says")
-    (tmp_path / "says").write_text(WELL)
-    gpus = NvidiaSmiSampler(query)
+    gpus = GpuSampler(tool(tmp_path, f"cat {tmp_path}/says"))
+    (tmp_path / "says").write_text(BOTH)
     gpus.sample()
-    (tmp_path / "says").write_text(
-        "Unable to determine the device handle for GPU0: Unknown Error\n" + WELL.splitlines()[1]
-    )
+    (tmp_path / "says").write_text(json.dumps({"devices": [SECOND], "cuda": "", "driver": "", "problem": ""}))
     assert [(gpu["index"], gpu["power_w"]) for gpu in gpus.sample()] == [(0, None), (1, 71.02)]
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import ReplicaError
+from ratchet.runs.gpus import GpuInventory, GpuReading
 from ratchet.stages import machine_check
 from ratchet.stages.machine_check import (
-    GpuDevice,
-    GpuInventory,
     MachineProbe,
     RequirementResult,
     TransferSpeed,
@@ -20,11 +19,11 @@ from ratchet.stages.machine_check import (
 
 GB = 10**9
 TWO = GpuInventory(
-    devices=(GpuDevice("A", "8.9", 24 * GB, 23 * GB), GpuDevice("B", "8.9", 24 * GB, 10 * GB)),
+    devices=(GpuReading("A", "8.9", 24 * GB, 23 * GB), GpuReading("B", "8.9", 24 * GB, 10 * GB)),
     cuda="12.6",
     driver="550.54",
 )
-NONE = GpuInventory(problem="libcuda.so.1 is not there")
+NONE = GpuInventory(problem="libnvidia-ml.so.1 is not there")
 
 
 def unreachable() -> TransferSpeed:

@@ -194,11 +194,11 @@ def build_json_schema() -> dict[str, Any]:
         definitions[section]["properties"][field] = {"anyOf": [dict(found), accepted], **description}
     sources = definitions["Prepare"]["properties"]["sources"]
     sources["anyOf"][0]["items"] = {"anyOf": [sources["anyOf"][0]["items"], {"type": "string"}]}
-    for section in _list_sections(Settings):
-        properties = definitions.get(section.__name__, schema)["properties"]
-        for field, description in section.descriptions().items():
-            if field in properties:
-                properties[field]["description"] = description
+    for kind in _list_sections(Settings):
+        properties = definitions.get(kind.__name__, schema)["properties"]
+        for name, description in kind.descriptions().items():
+            if name in properties:
+                properties[name]["description"] = description
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Ratchet: params.yaml"}
 
 

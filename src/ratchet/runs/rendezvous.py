@@ -6,15 +6,14 @@ This module does not import torch. It counts GPUs by the files of their driver.
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError
+from ratchet.runs.gpus import count_visible_gpus
 from ratchet.storage.records.base import find_differing_keys
 
 REQUIREMENT = "Every machine needs the same params.yaml, prepared data, base model and libraries"
@@ -24,8 +23,6 @@ DISPLAY_NAMES = {
 }  # fmt: skip
 DIGEST_LENGTH = 12
 """Number of characters of a digest that a message shows."""
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 SERVER = (sys.executable, "-m", "ratchet.training.tcp_store")
 CONNECT_TIMEOUT_S = 5.0
@@ -68,18 +65,6 @@ def count_local_ranks(machine: Machine) -> int:
     if machine.gpus != "auto":
         return machine.gpus
     return 1 if machine.device == "cpu" else max(1, count_visible_gpus())
-
-
-def count_visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs that CUDA would show. If CUDA_VISIBLE_DEVICES is set, count its entries before the entry
-    -1, which ends the list (CUDA C++ Programming Guide)."""
-    present = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
-    visible = os.environ.get(VISIBLE)
-    if visible is None or not present:
-        return present
-    names = [name.strip() for name in visible.split(",")]
-    valid = names[: names.index("-1")] if "-1" in names else names
-    return len([name for name in valid if name])
 
 
 def has_agent(machine: Machine) -> bool:

@@ -5,10 +5,6 @@ thread. This module does not import torch.
 """
 
 import contextlib
-import csv
-import io
-import os
-import shutil
 import subprocess
 import threading
 import time
@@ -19,69 +15,27 @@ from typing import Any
 import psutil
 
 from ratchet.config.machine import Machine
+from ratchet.runs.gpus import QUERY, parse_inventory
 from ratchet.runs.journal import Journal
-from ratchet.runs.rendezvous import VISIBLE
 
 FIRST_S = 5.0
 """Maximum time to the first sample of an attempt, so that a short training has a sample too."""
 POLL_S = 0.25
 GPU_WAIT_S = 10.0
-"""Timeout for nvidia-smi, which loads the driver first if persistence mode is off."""
-MIB = 1 << 20
+"""Timeout of the query of the GPUs, which loads the driver first if persistence mode is off."""
 
 Gpu = dict[str, float | int | None]
-_FIELDS = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu")
-GPU_QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 
-def parse_nvidia_smi(text: str, visible: str | None = None) -> list[Gpu]:
-    """Parse the output of GPU_QUERY: one GPU per line. Other lines, such as those about a lost GPU, are ignored.
+class GpuSampler:
+    """Sampler of the visible GPUs of this machine, with a separate process (runs/gpus.py).
 
     Args:
-        text: standard output. A value that is not a number ([N/A], [Unknown Error]) becomes None.
-        visible: CUDA_VISIBLE_DEVICES; None: all GPUs.
-    """
-    visible_names = None if visible is None else [name.strip() for name in visible.split(",")]
-    if visible_names is not None and "-1" in visible_names:
-        visible_names = visible_names[: visible_names.index("-1")]
-    gpus: list[Gpu] = []
-    for row in csv.reader(io.StringIO(text), skipinitialspace=True):
-        if len(row) != len(_FIELDS) or not row[0].strip().isdecimal():
-            continue
-        index, uuid = row[0].strip(), row[1].strip()
-        if visible_names is not None and not any(
-            name == index or (name and uuid.startswith(name)) for name in visible_names
-        ):
-            continue
-        utilization, used, total, power, temperature = map(_parse_number, row[2:])
-        gpus.append({
-            "index": int(index), "utilization_percent": utilization, "memory_bytes": _convert_mib(used),
-            "memory_total_bytes": _convert_mib(total), "power_w": power, "temperature_c": temperature,
-        })  # fmt: skip
-    return gpus
-
-
-def _parse_number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if abs(number) < float("inf") else None  # the comparison is false for NaN
-
-
-def _convert_mib(count: float | None) -> int | None:
-    return None if count is None else round(count * MIB)
-
-
-class NvidiaSmiSampler:
-    """Sampler of the visible GPUs of this machine, by nvidia-smi.
-
-    Args:
-        query: command line of nvidia-smi.
+        query: command line that prints a GpuInventory.
         wait_s: timeout in seconds.
     """
 
-    def __init__(self, query: tuple[str, ...] = GPU_QUERY, wait_s: float = GPU_WAIT_S) -> None:
+    def __init__(self, query: tuple[str, ...] = QUERY, wait_s: float = GPU_WAIT_S) -> None:
         self._query, self._wait_s = query, wait_s
         self._known: list[Gpu] = []
         self._hanging: subprocess.Popen[str] | None = None
@@ -89,8 +43,6 @@ class NvidiaSmiSampler:
 
     def sample(self) -> list[Gpu]:
         """Return the current values; None for all values if the driver does not answer. Never raises."""
-        if shutil.which(self._query[0]) is None:
-            return []
         if self._hanging is not None and self._hanging.poll() is None:
             return self._without_values()
         self._hanging = None
@@ -103,20 +55,30 @@ class NvidiaSmiSampler:
             return self._without_values()
         try:
             text, _ = query.communicate(timeout=self._wait_s)
+            devices = parse_inventory(text).devices
         except subprocess.TimeoutExpired:
             query.kill()
             if query.stdout:
                 query.stdout.close()
             self._hanging = query
             return self._without_values()
-        gpus = parse_nvidia_smi(text, os.environ.get(VISIBLE))
-        if len(gpus) >= len(self._known):
-            self._known = gpus
-            return gpus
-        # Fewer GPUs than before: nvidia-smi does not list a lost GPU.
+        except ValueError:
+            return self._without_values()
+        gpus: list[Gpu] = [
+            {
+                "index": device.index, "utilization_percent": device.utilization_percent,
+                "memory_bytes": device.used_bytes, "memory_total_bytes": device.total_bytes,
+                "power_w": device.power_w, "temperature_c": device.temperature_c,
+            }
+            for device in devices
+        ]  # fmt: skip
+        # A lost GPU may be missing: it stays in the list without values.
         indices = {gpu["index"] for gpu in gpus}
-        lost = [gpu for gpu in self._without_values() if gpu["index"] not in indices]
-        return sorted(gpus + lost, key=lambda gpu: gpu["index"] or 0)
+        self._known = sorted(
+            gpus + [gpu for gpu in self._without_values() if gpu["index"] not in indices],
+            key=lambda gpu: gpu["index"] or 0,
+        )
+        return self._known
 
     def _without_values(self) -> list[Gpu]:
         """Return the GPUs of earlier samples, with None for all values."""
@@ -131,7 +93,7 @@ class UsageSampler:
         gpus: sampler of the GPUs; None: no GPU is used.
     """
 
-    def __init__(self, disk: Path, gpus: NvidiaSmiSampler | None) -> None:
+    def __init__(self, disk: Path, gpus: GpuSampler | None) -> None:
         self._disk, self._gpus = disk, gpus
         self._cpu_s: dict[tuple[int, float], float] = {}
         self._sampled_s = time.monotonic()
@@ -200,7 +162,7 @@ class SystemMetricsSampler(threading.Thread):
         super().__init__(name="system metrics", daemon=True)
         self._journal, self._worker, self._count = journal, worker, count
         self._every_s = machine.system_metrics_interval_s
-        self._usage = UsageSampler(journal.path.parent, NvidiaSmiSampler() if machine.device != "cpu" else None)
+        self._usage = UsageSampler(journal.path.parent, GpuSampler() if machine.device != "cpu" else None)
         self._ended = threading.Event()
 
     def run(self) -> None:

@@ -1,30 +1,17 @@
-"""Checks whether a machine meets requirements before it gets work: `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps`.
+"""Checks whether a machine meets requirements before it gets work: `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps`."""
 
-A faulty GPU can block every call of its driver. So a separate process queries the GPUs, with a timeout and without
-torch:
-
-    python -m ratchet.stages.machine_check     prints the inventory of GPUs as JSON
-
-The CUDA Driver API (libcuda.so.1) reports the GPUs that a training would use: CUDA_VISIBLE_DEVICES applies. NVML
-reports the version of the driver.
-"""
-
-import ctypes
 import difflib
-import json
 import math
 import os
 import platform
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -36,6 +23,7 @@ from ratchet.config.units import format_bytes, parse_bytes
 from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
 from ratchet.extras import DISTRIBUTION
 from ratchet.models.memory import capacity
+from ratchet.runs.gpus import GpuInventory, GpuReading, query_gpus
 from ratchet.runs.replication.remote_status import parse_replica_option
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage import digests, files
@@ -43,8 +31,6 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 
 OPTION = "--require"
-QUERY_TIMEOUT_S = 60.0
-"""Timeout of the process that queries the GPUs."""
 RETRY_TIMEOUT_S, REQUEST_TIMEOUT_S = 30.0, 15.0
 """Timeouts of all attempts and of one request to the replica. A machine whose network needs longer is not suitable."""
 SIZES = (1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -53,8 +39,6 @@ transfer was shorter than MIN_TRANSFER_S and none took eight times as long."""
 MIN_TRANSFER_S = 1.0
 """Duration from which the speed of a transfer can be measured."""
 
-_NAME_BYTES = 96
-_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _RATES = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9}
 """Bits per second in each unit."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -64,30 +48,6 @@ _TEST_CONTENT = b"ratchet\n" * (1 << 16)
 
 Amount = float | tuple[int, ...]
 """A number of bytes, a number of bits per second, or a count; for a version, the tuple of its numbers."""
-
-
-@dataclass(frozen=True)
-class GpuDevice:
-    """A usable GPU."""
-
-    name: str
-    compute_capability: str
-    total_bytes: int
-    free_bytes: int
-    """Free memory while a CUDA context is open, as in a training."""
-
-
-@dataclass(frozen=True)
-class GpuInventory:
-    """All usable GPUs of this machine."""
-
-    devices: tuple[GpuDevice, ...] = ()
-    cuda: str = ""
-    """Newest CUDA version that the driver supports; empty without a driver."""
-    driver: str = ""
-    """Version of the driver; empty if it is not known."""
-    problem: str = ""
-    """Reason why there are no devices; empty if there are."""
 
 
 @dataclass(frozen=True)
@@ -255,93 +215,6 @@ KINDS: dict[str, Callable[[str, str], Amount]] = {
 """All requirements, in the order in which they are checked: slow checks come last."""
 
 
-# GPUs.
-
-
-def query_gpus(timeout_s: float = QUERY_TIMEOUT_S) -> GpuInventory:
-    """List the GPUs with a separate process. If the process fails, `GpuInventory.problem` has the cause."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "ratchet.stages.machine_check"],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        inventory = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return GpuInventory(problem=f"the driver did not answer within {timeout_s:g} s")
-    except ValueError:
-        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return GpuInventory(problem=f"the query of the driver failed ({last_line[:200]})")
-    return GpuInventory(**(inventory | {"devices": tuple(GpuDevice(**device) for device in inventory["devices"])}))
-
-
-def _query_in_this_process() -> GpuInventory:
-    """List the GPUs in this process."""
-    driver = _read_driver_version()
-    try:
-        cuda = _CudaDriver()
-        return GpuInventory(tuple(cuda.gpu(index) for index in range(cuda.count())), cuda.version(), driver)
-    except (OSError, AttributeError) as error:
-        return GpuInventory(driver=driver, problem=str(error))
-
-
-class _CudaDriver:
-    """Calls of the CUDA Driver API. Raises OSError if there is no driver, or if a call fails."""
-
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            raise OSError("libcuda.so.1 not found: no NVIDIA driver, or a container without access to it") from None
-        self._call("cuInit", 0)
-
-    def version(self) -> str:
-        number = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(number))
-        return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-    def count(self) -> int:
-        number = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(number))
-        return number.value
-
-    def gpu(self, index: int) -> GpuDevice:
-        device, name, context = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDeviceGetName", name, _NAME_BYTES, device)
-        capability = []
-        for attribute in (_COMPUTE_MAJOR, _COMPUTE_MINOR):
-            value = ctypes.c_int()
-            self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
-            capability.append(str(value.value))
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        try:
-            self._call("cuCtxSetCurrent", context)
-            self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        finally:
-            self._call("cuDevicePrimaryCtxRelease_v2", device)
-        return GpuDevice(name.value.decode(errors="replace"), ".".join(capability), total.value, free.value)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        if code := getattr(self._library, name)(*arguments):
-            raise OSError(f"{name} failed with error {code} of the CUDA driver")
-
-
-def _read_driver_version() -> str:
-    """Return the driver's version from NVML; empty without NVML."""
-    text = ctypes.create_string_buffer(_NAME_BYTES)
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
-            return ""
-    except (OSError, AttributeError):
-        return ""
-    return text.value.decode(errors="replace")
-
-
 # CPUs, disk and network.
 
 
@@ -446,21 +319,19 @@ class MachineProbe:
 
     def _vram(self) -> _Measurement:
         """Select the required number of GPUs with the most free memory; return the least free memory of these."""
-        if not self._inventory.devices:
+        if not self._gpus_with_memory:
             return self._no_gpu
-        by_free_memory = sorted(self._inventory.devices, key=lambda device: device.free_bytes, reverse=True)
+        by_free_memory = sorted(self._gpus_with_memory, key=lambda device: device.free_bytes or 0, reverse=True)
         count = self._minimums.get("gpus", 1.0)
         least_free = by_free_memory[min(len(by_free_memory), int(count) if isinstance(count, float) else 1) - 1]
-        return _Measurement(
-            least_free.free_bytes,
-            f"{format_bytes(least_free.free_bytes)} of {format_bytes(least_free.total_bytes)} free, {least_free.name}",
-        )
+        free, total = least_free.free_bytes or 0, least_free.total_bytes or 0
+        return _Measurement(free, f"{format_bytes(free)} of {format_bytes(total)} free, {least_free.name}")
 
     def _gpus(self) -> _Measurement:
-        devices = self._inventory.devices
+        devices = self._gpus_with_memory
         if not devices:
             return _Measurement(0.0, self._no_gpu.text)
-        names = ", ".join(sorted({device.name for device in devices}))
+        names = ", ".join(sorted({device.name or "?" for device in devices}))
         return _Measurement(float(len(devices)), f"{len(devices)} ({names})")
 
     def _cuda(self) -> _Measurement:
@@ -510,6 +381,11 @@ class MachineProbe:
         return self.list_gpus()
 
     @property
+    def _gpus_with_memory(self) -> list[GpuReading]:
+        """GPUs that work: a lost GPU does not tell its memory."""
+        return [device for device in self._inventory.devices if device.free_bytes is not None]
+
+    @property
     def _no_gpu(self) -> _Measurement:
         return _Measurement(None, self._inventory.problem or "no usable GPU")
 
@@ -524,7 +400,3 @@ def _is_sufficient(measured: Amount, minimum: Amount) -> bool:
     if isinstance(measured, tuple) and isinstance(minimum, tuple):
         return measured >= minimum
     return not isinstance(measured, tuple) and not isinstance(minimum, tuple) and measured >= minimum
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_query_in_this_process())))
