@@ -196,9 +196,9 @@ def build_json_schema() -> dict[str, Any]:
     sources["anyOf"][0]["items"] = {"anyOf": [sources["anyOf"][0]["items"], {"type": "string"}]}
     for kind in _list_sections(Settings):
         properties = definitions.get(kind.__name__, schema)["properties"]
-        for name, description in kind.descriptions().items():
-            if name in properties:
-                properties[name]["description"] = description
+        for field_name, text in kind.descriptions().items():
+            if field_name in properties:
+                properties[field_name]["description"] = text
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Ratchet: params.yaml"}
 
 

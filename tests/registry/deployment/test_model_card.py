@@ -65,10 +65,14 @@ def test_the_card_names_the_origin_of_the_model(tmp_path: Path) -> None:
         adapters={"a" * 64: 0.5, "9" * 64: 1.0}, modules=(), changed=7, streamed=True, trials=(),
     ))  # fmt: skip
     front = yaml.safe_load(text.split("---")[1])
-    assert front == {
+    assert {key: value for key, value in front.items() if key != "model-index"} == {
         "pipeline_tag": "text-generation", "base_model": "org/some_base", "base_model_relation": "finetune",
         "license": "apache-2.0", "tags": ["ratchet"],
     }  # fmt: skip
+    (index,) = front["model-index"]
+    assert index["name"] == "some_model"
+    scores = {metric["name"]: metric["value"] for result in index["results"] for metric in result["metrics"]}
+    assert scores == {"exact_match of gguf/q8_0": 0.925}
     assert "\n# some\\_model\n" in text
     assert cells(text, "Base")[1].startswith("[org/some\\_base](https://huggingface.co/org/some_base) at `cccc")
     assert cells(text, "Data")[1] == "rows: 600 test, 3,000 train; licence: CC-BY-4.0"

@@ -15,7 +15,6 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf
 and block types; `storage.files` writes the bytes, like all files of a project.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -341,15 +340,15 @@ def gguf_model_name(title: str, strips_spaces: bool) -> str:
     return f"{title} (Phi-3)" if strips_spaces else re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
-def _read_card(file: Path) -> tuple[str, dict[str, str]]:
-    """Read title and front matter of a model card from `models.model_card`; the values in it are JSON strings."""
+def _read_card(file: Path) -> tuple[str, dict[str, object]]:
+    """Return title and metadata of a model card."""
     if not file.is_file():
         return "model", {}
-    text = file.read_text(encoding="utf-8")
-    parts = re.match(r"---\n(.*?)\n---\n", text, flags=re.DOTALL)
-    lines = re.findall(r'^(\w+): ("(?:[^"\\]|\\.)*")$', parts[1] if parts else "", flags=re.MULTILINE)
-    heading = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
-    return (heading[1].strip() if heading else "model"), {key: json.loads(value) for key, value in lines}
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(file.read_text(encoding="utf-8"))
+    heading = re.search(r"^# (.+)$", card.text, flags=re.MULTILINE)
+    return (heading[1].strip() if heading else "model"), card.data.to_dict()
 
 
 # The tensors.

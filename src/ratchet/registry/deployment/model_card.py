@@ -5,14 +5,14 @@ of a machine, no time, and no measured speed. The front matter follows the Huggi
 (https://huggingface.co/docs/hub/model-cards#model-card-metadata).
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 
+from ratchet.models.model_card import format_front_matter
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
+from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
 MODEL_CARD = "README.md"
@@ -29,7 +29,7 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
         forced: the forced promotion; None: the promotion was not forced.
         commands: a command or a line of Python for each format, by the format's name.
     """
-    lines = [*_front_matter(bundle.lineage), f"# {escape_markdown(name)}", ""]
+    lines = [_front_matter(bundle, name), f"# {escape_markdown(name)}", ""]
     if forced is not None:
         lines += [f"**{escape_markdown(describe_forced(forced))}**", ""]
     lines += ["## Model", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _facts(bundle)), ""]
@@ -49,18 +49,21 @@ def escape_markdown(text: str) -> str:
     return _MARKDOWN_CHARACTERS.sub(r"\\\1", html.escape_invisible(" ".join(text.split())))
 
 
-def _front_matter(lineage: ModelLineage | None) -> list[str]:
-    """Return YAML between two lines of dashes. Texts are JSON strings, which are valid YAML."""
-    front: dict[str, object] = {"pipeline_tag": "text-generation"}
-    if lineage is not None and lineage.base.revision is not None:
-        front |= {"base_model": lineage.base.source, "base_model_relation": "finetune"}
-    licence = lineage.base.licence if lineage is not None else None
-    if licence is not None and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence.lower()):
-        front["license"] = licence.lower()
-    elif licence is not None:
-        front |= {"license": "other", "license_name": licence}
-    front["tags"] = ["ratchet"]
-    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+def _front_matter(bundle: ModelBundle, name: str) -> str:
+    """Return the hub's metadata, with the score of each format on the test rows."""
+    from huggingface_hub import EvalResult
+
+    results = [
+        EvalResult(
+            task_type="text-generation", dataset_type="private", dataset_name="test rows of the project",
+            dataset_args={"rows": task.rows, "data_sha256": bundle.data_digest},
+            metric_type=task.metric, metric_value=task.value, metric_name=f"{task.metric} of {artifact.name}",
+        )
+        for artifact in bundle.artifacts
+        if (task := artifact.task) is not None
+    ]  # fmt: skip
+    base = bundle.lineage.base if bundle.lineage is not None else None
+    return format_front_matter(base, "finetune", [], name=name, results=results)
 
 
 def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
