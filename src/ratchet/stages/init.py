@@ -1,5 +1,6 @@
 """`ratchet init`: creates a project directory around a data file, ready for `dvc repro`."""
 
+import gzip
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, Spli
 from ratchet.config.promote import Promote
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
-from ratchet.data import bundled_corpus, splits
+from ratchet.data import splits
 from ratchet.data.conversation import SourceRow, missing_part_reason
 from ratchet.data.sources import SourceReader
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
@@ -38,6 +39,9 @@ from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
+
+TINY_BASE_TEXT = Path(splits.__file__).with_name("help.txt.gz")
+"""Plain text on which the tiny base is pre-trained: help pages, notes about products, and everyday sentences."""
 
 MAX_LABELS = 200
 """Maximum number of different answers in a column that counts as labels (see `InitDataSummary.has_labels`)."""
@@ -205,7 +209,7 @@ def _write_files(
     write_schema(layout)
     files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
-        bundled_corpus.write_text(layout.text)
+        files.write_atomic(layout.text / "help.txt", gzip.decompress(TINY_BASE_TEXT.read_bytes()))
     else:
         files.write_atomic(
             layout.text / "README", "A tiny base is pre-trained on the plain .txt files in this directory.\n"

@@ -1,8 +1,9 @@
 """Writes the bundled corpus: customer requests with their intent, and related plain text without labels.
 
-    python -m ratchet.data.bundled_corpus data      # writes data/raw/support.{csv,jsonl} and data/text/help.txt
+    python data/generate.py data      # writes data/raw/support.{csv,jsonl} and data/text/help.txt, which is also packed
+                                      # into the package, for the tiny base of new projects
 
-All texts are invented. Seeded generators draw them from the phrase tables of bundled_corpus.txt. The generators use
+All texts are invented. Seeded generators draw them from the phrase tables of phrases.txt. The generators use
 only `Random.random`, whose sequence Python guarantees, so the same code writes the same bytes on every machine. The two
 outputs share words but no sentences: `raw` has requests with labels, `text` has no requests.
 
@@ -16,6 +17,7 @@ indented by four or more spaces continues the entry above it.
 """
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -30,7 +32,7 @@ from typing import TypeVar
 
 TABLES = {
     section.split("\n", 1)[0]: section.split("\n", 1)[1]
-    for section in Path(__file__).with_name("bundled_corpus.txt").read_text(encoding="utf-8").split("\n## ")[1:]
+    for section in Path(__file__).with_name("phrases.txt").read_text(encoding="utf-8").split("\n## ")[1:]
 }
 """Phrase tables by name."""
 
@@ -234,10 +236,12 @@ def _write_paragraph(writer: SentenceWriter) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Write the corpus to a directory."""
     if len(arguments) != 1:
-        sys.exit("usage: python -m ratchet.data.bundled_corpus DATA_DIR")
+        sys.exit("usage: python data/generate.py DATA_DIR")
     data = Path(arguments[0])
     write_requests(data / "raw")
     write_text(data / "text")
+    packed = gzip.compress((data / "text" / "help.txt").read_bytes(), mtime=0)
+    (data.resolve().parent / "src" / "ratchet" / "data" / "help.txt.gz").write_bytes(packed)
 
 
 if __name__ == "__main__":
