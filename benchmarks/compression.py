@@ -41,11 +41,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp16": {"method": "fp16"},
     "int8": {"method": "int8"},
     "powersgd": {"method": "powersgd"},
-    "topk": {"method": "topk"},
     "powersgd-4 at once": {"method": "powersgd", "rank": 4, "warmup_ratio": 0},
-    "topk-1% at once": {"method": "topk", "topk_fraction": 0.01, "warmup_ratio": 0},
 }
-AGGRESSIVE = {"powersgd-4 at once", "topk-1% at once"}
+AGGRESSIVE = {"powersgd-4 at once"}
 """Methods whose loss is reported without a target. The other methods, with default settings, must not lose quality."""
 LINKS = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "unshaped": None}
 LAYERS, QUICK_LAYERS, RANK = 24, 6, 16

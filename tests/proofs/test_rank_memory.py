@@ -36,6 +36,7 @@ def test_the_most_in_a_sum_is_what_was_forecast(held: tuple[int, list[Any]], num
 
 
 def test_snapshots_hold_what_every_rank_has_left_unsent() -> None:
-    plain, fed_back = (expected(way, 3).phase_memory("evaluation").parts["snapshots"] for way in (WAYS[0], WAYS[5]))
+    plain, fed_back = (expected(way, 3).phase_memory("evaluation").parts["snapshots"] for way in (WAYS[0], WAYS[3]))
     numbers = sum(map(math.prod, shapes()))
-    assert fed_back - plain == pytest.approx(3 * 4 * numbers, rel=0.01)
+    # int8 keeps an error for every number, and for the sums of a rank's own third (in whole blocks).
+    assert fed_back - plain == pytest.approx(3 * 4 * numbers * (1 + 1 / 3), rel=0.05)

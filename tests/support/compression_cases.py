@@ -12,7 +12,7 @@ from gloo_ranks import add_up, on_ranks, parameters, wire_of
 from ratchet.models.gradient_compression import build_buckets
 
 COMPRESSED: list[dict[str, Any]] = [
-    {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "topk_fraction": 0.1},
+    {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"},
     {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 3},
 ]  # fmt: skip
 REMEMBERING = COMPRESSED[2:]

@@ -21,7 +21,7 @@ CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
 buckets."""
 WAYS: list[dict[str, Any]] = [
     {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block_size": 64},
-    {"method": "powersgd", "rank": 2}, {"method": "topk", "topk_fraction": 0.1},
+    {"method": "powersgd", "rank": 2},
 ]  # fmt: skip
 NAMES = [way["method"] for way in WAYS]
 WORK = MemoryWorkload(1, 16, 8, packed=False, device="cpu", validation_rows=1, validation_tokens=16)

@@ -77,22 +77,20 @@ class AdaLoraSettings(Section):
 class GradientCompressionSettings(Section):
     """Compression of the gradients that ranks exchange. With one rank nothing is sent."""
 
-    method: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
-    """16-bit or 8-bit numbers, low-rank matrices (powersgd), or only the largest numbers (topk)."""
+    method: Literal["none", "bf16", "fp16", "int8", "powersgd"] = "none"
+    """16-bit or 8-bit numbers, or low-rank matrices (powersgd)."""
     warmup_ratio: Fraction = 0.1
-    """Fraction of all steps at the start without compression. Used only by powersgd and topk."""
+    """Fraction of all steps at the start without compression. Used only by powersgd."""
     block_size: PositiveCount = 256
     """Numbers that share one scale. Used only by int8."""
     rank: PositiveCount = 12
     """Rank of the matrices that are sent; less than train.rank. Used only by powersgd."""
-    topk_fraction: Share = 0.4
-    """Fraction of the numbers that is sent in a step; the rest accumulates. Used only by topk."""
     bucket_bytes: Annotated[int, Field(ge=4), BeforeValidator(parse_number)] = 26_214_400
     """Size of the buckets in which gradients are sent, in bytes (float32)."""
 
     def uncompressed_steps(self, steps: int) -> int:
         """Return the number of first steps, of `steps` in all, whose gradients are sent without compression."""
-        return math.ceil(self.warmup_ratio * steps) if self.method in ("powersgd", "topk") else 0
+        return math.ceil(self.warmup_ratio * steps) if self.method == "powersgd" else 0
 
 
 class DistillSettings(Section):
@@ -218,13 +216,20 @@ class Train(Section):
         return self
 
 
+REMOVED: Mapping[str, dict[str, Any]] = {"gradient_compression": {"topk_fraction": 0.4}}
+"""Settings that were removed, with their former defaults, by section."""
+
+
 def train_identity(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the section (as JSON) that determines the result.
 
-    `distill` is included only if a teacher is set, and its `mode` only if it is `online`. Both settings were added when
-    many runs existed, whose identity must stay the same.
+    `distill` is included only if a teacher is set, and its `mode` only if it is `online`, because many runs are older
+    than these settings. Settings that were removed are included with their former default. So runs keep their identity.
     """
     identity, distill = dict(train), train.get("distill")
+    for section, removed in REMOVED.items():
+        if isinstance(values := identity.get(section), dict):
+            identity[section] = removed | values
     if isinstance(distill, dict):
         del identity["distill"]
         if distill.get("teacher") is not None:

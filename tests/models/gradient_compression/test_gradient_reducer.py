@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from compression_cases import (
     COMPRESSED,
@@ -26,7 +25,7 @@ from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wir
 from ratchet.config.train import GradientCompressionSettings
 from ratchet.errors import DamagedFileError
 from ratchet.models import gradient_compression
-from ratchet.models.gradient_compression import GradientReducer, PowerSgdCompressor, build_buckets, communication_hook
+from ratchet.models.gradient_compression import GradientReducer, PowerSgdCompressor, build_buckets
 
 WAYS = [{"method": "none"}, *COMPRESSED]
 
@@ -95,19 +94,6 @@ def test_a_sum_has_the_same_bits_on_every_rank_and_lies_within_its_bounds(
         assert number == 0 or difference.max() > 0
 
 
-def test_topk_sends_the_largest_numbers_of_each_rank_in_16_bits(first_sums: tuple[int, list[Any]]) -> None:
-    world, ranks = first_sums
-    expected = torch.zeros_like(ranks[0][4][0]).double()
-    for rank in range(world):
-        own, begin = flat(gradients(rank, 0, parameters())), 0
-        for size in sizes_of_buckets():
-            part = own[begin : begin + size]
-            kept = part.abs().argsort(descending=True)[: -(-size // 10)] + begin
-            expected[kept] += own[kept].to(torch.bfloat16).double()
-            begin += size
-    torch.testing.assert_close(ranks[0][4][0].double(), expected, rtol=1e-6, atol=0)
-
-
 def low_rank(rank: int, sent_dtype: torch.dtype) -> list[float]:
     """Return the relative errors of PowerSGD's first three sums of gradients of rank 2."""
     given = parameters([(30, 50), (50, 30), (30, 50)])
@@ -150,9 +136,7 @@ def test_sent_bytes_are_a_fraction_of_uncompressed_gradients(first_sums: tuple[i
     assert sent[1] == pytest.approx(sent[0] / 2, abs=len(sizes_of_buckets()))
     # One byte per number and 4 bytes per 16 numbers; each rank's share is a whole number of blocks.
     assert sent[0] * 1.25 / 4 <= sent[3] <= sent[0] * 1.25 / 4 + 2 * world * 20 * len(sizes_of_buckets())
-    # One bit per number, and two bytes for each number that is kept.
-    assert sent[4] == sum((world - 1) * (-(-size // 8) + 2 * -(-size // 10)) for size in sizes_of_buckets())
-    assert sent[5] < sent[6] < sent[0]
+    assert sent[4] < sent[5] < sent[0]
 
 
 def resumed(rank: int, uncompressed_sums: int) -> list[tuple[bool, bool, int]]:
@@ -181,7 +165,7 @@ def resumed(rank: int, uncompressed_sums: int) -> list[tuple[bool, bool, int]]:
 
 @pytest.mark.parametrize("uncompressed_sums", [0, 5])
 def test_resume_from_a_state_gives_same_sums(tmp_path: Path, uncompressed_sums: int) -> None:
-    sizes = [1, 1, *(1 + len(sizes_of_buckets()) * n for n in (2, 1, 2, 2))]
+    sizes = [1, 1, *(1 + len(sizes_of_buckets()) * n for n in (2, 2, 2))]
     for found in on_ranks(2, tmp_path, resumed, uncompressed_sums):
         assert found == [(True, True, size) for size in sizes]
 
@@ -321,23 +305,6 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) ->
         assert torch.equal(other, torch.zeros(2, 2))
 
 
-def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Return a small model's gradients under DistributedDataParallel, without a hook and with each of our hooks."""
-    found = []
-    for method in (
-        None,
-        gradient_compression.Int8Compressor(dist.group.WORLD, 16),
-        gradient_compression.TopKCompressor(dist.group.WORLD, 0.5),
-    ):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
-        if method is not None:
-            model.register_comm_hook(method, communication_hook)
-        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(rank))).sum().backward()
-        found.append(flat([p.grad for p in model.parameters() if p.grad is not None]))
-    return found
-
-
 def beside_torchs(rank: int) -> list[float]:
     """Return the relative differences of five sums of PowerSGD from those of torch's hook with the same initial Q."""
     given = parameters([(20, 30), (15, 40), (40, 12)])
@@ -367,13 +334,6 @@ def beside_torchs(rank: int) -> list[float]:
 def test_powersgd_is_torchs(tmp_path: Path) -> None:
     for distances in on_ranks(2, tmp_path, beside_torchs):
         assert max(distances) < 1e-4
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_our_hooks_are_hooks_of_torch(tmp_path: Path) -> None:
-    for plain, eight_bits, largest in on_ranks(2, tmp_path, in_torchs):
-        assert 0 < (eight_bits - plain).norm() < 0.02 * plain.norm()
-        assert 0 < (largest - plain).norm() < 0.5 * plain.norm()
 
 
 def test_buckets_are_in_order_and_within_the_size_limit() -> None:
@@ -409,7 +369,7 @@ def test_eight_bits_come_back_within_half_a_scale() -> None:
     [
         ({"method": "int8"}, {"sums": torch.tensor([1]), "error.0": torch.zeros(3)}, "error.0 has 3 numbers, expected"),
         ({"method": "int8"}, {"sums": torch.tensor([1]), "q.0": torch.zeros(3)}, "expected no such tensor"),
-        ({"method": "topk"}, {"error.0": torch.zeros(sizes_of_buckets()[0])}, "sums is missing"),
+        ({"method": "powersgd"}, {"error.0": torch.zeros(sizes_of_buckets()[0])}, "sums is missing"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(settings: dict[str, Any], state: dict[str, Tensor], text: str) -> None:
@@ -442,11 +402,9 @@ class Group:
     [
         (2, {"method": "powersgd", "rank": 64}, "set it below train.rank"),
         (2, {"method": "powersgd", "rank": 2}, ""),
-        (2, {"method": "topk", "topk_fraction": 0.4}, ""),
-        (12, {"method": "topk", "topk_fraction": 0.4}, "12 ranks send 1."),
         (12, {"method": "int8"}, ""),
     ],
-    ids=["rank too high", "rank 2", "topk of 2 ranks", "topk of 12 ranks", "int8 of 12 ranks"],
+    ids=["rank too high", "rank 2", "int8 of 12 ranks"],
 )
 def test_useless_compression_gives_a_warning(world: int, settings: dict[str, Any], remark: str) -> None:
     found = GradientReducer(parameters(), Group(world), GradientCompressionSettings(**settings)).warning
@@ -454,21 +412,12 @@ def test_useless_compression_gives_a_warning(world: int, settings: dict[str, Any
     assert bool(found) == bool(remark)
 
 
-@pytest.mark.parametrize("count", [1, 8, 9, 1003])
-def test_bits_come_back_as_they_were(count: int) -> None:
-    flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
-    bits = gradient_compression.pack_bits(flags)
-    assert (bits.dtype, len(bits)) == (torch.uint8, gradient_compression.packed_bits_size(count))
-    assert torch.equal(gradient_compression.unpack_bits(bits)[:count], flags)
-    assert not gradient_compression.unpack_bits(bits)[count:].any()
-
-
 @pytest.mark.parametrize(
     ("settings", "steps", "whole"),
     [
         ({"method": "powersgd"}, 156, 16),
-        ({"method": "topk", "warmup_ratio": 0.25}, 8, 2),
-        ({"method": "topk", "warmup_ratio": 0}, 8, 0),
+        ({"method": "powersgd", "warmup_ratio": 0.25}, 8, 2),
+        ({"method": "powersgd", "warmup_ratio": 0}, 8, 0),
         ({"method": "int8"}, 156, 0),
     ],
 )
