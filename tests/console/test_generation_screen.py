@@ -1,5 +1,6 @@
 """Tests the screen of a generation in all sizes, its table and its lines."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
 from ratchet.console.callback import RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
-from ratchet.console.text_layout import ScreenSize
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.progress_view import GenerationProgress, ProgressView, SidecarState
 
@@ -73,8 +73,8 @@ def view(events: list[JournalEvent] | None = None) -> ProgressView:
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", events: list[JournalEvent] | None = None) -> list[str]:
-    size = ScreenSize(width, height, encoding)
-    return drawn(render_panel("generation abc", view(events), SidecarState(running=True), T + 511, size), size)
+    render = partial(render_panel, "generation abc", view(events), SidecarState(running=True), T + 511)
+    return drawn(render, width, height, encoding)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -140,13 +140,9 @@ def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
 
 
 def test_beside_trainings_in_a_table_and_in_lines() -> None:
-    found, size = view(), ScreenSize(120, 10)
-    lines = drawn(
-        render_table(
-            [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())], T + 511, size
-        ),
-        size,
-    )
+    found = view()
+    rows = [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())]
+    lines = drawn(partial(render_table, rows, T + 511), 120, 10)
     assert "answering" in lines[1]
     assert "510/2000" in lines[1]
     assert " 86" in lines[1]
@@ -159,4 +155,6 @@ def test_beside_trainings_in_a_table_and_in_lines() -> None:
         telling.event(event)
     telling.figures(found, T + 511)
     assert said[0] == "abc starting, 2000 answers on cuda in bfloat16"
-    assert said[1].startswith("abc answer 510/2000: 1.00 answers/s, 86 tokens/s, about 25 min")
+    assert said[1].startswith(
+        "abc answer 510/2000: 1.00 answers/s, 86 tokens/s, 64 rows per batch, 20.0 GiB free, about 25 min"
+    )

@@ -1,11 +1,12 @@
 """A terminal in memory that may disconnect, and the text that was written to it."""
 
 import io
+from collections.abc import Callable
 
 from rich.cells import cell_len
-from rich.console import RenderableType
+from rich.console import ConsoleOptions, RenderableType
 
-from ratchet.console.text_layout import ScreenSize, TerminalConsole
+from ratchet.console.terminal import create_console
 
 T = 1_760_000_000.0
 GIB = 2**30
@@ -36,11 +37,12 @@ def assert_fits(lines: list[str], width: int, height: int) -> None:
     assert not [line for line in lines if "\x1b" in line]
 
 
-def drawn(picture: RenderableType, size: ScreenSize) -> list[str]:
-    """Return the lines that a terminal of this size receives."""
+def drawn(
+    render: Callable[[ConsoleOptions], RenderableType], width: int, height: int, encoding: str = "utf-8"
+) -> list[str]:
+    """Return the lines that a terminal of this size and encoding receives."""
     raw = io.BytesIO()
-    terminal = TerminalConsole(io.TextIOWrapper(raw, encoding=size.encoding))
-    terminal.width = size.width
-    terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", end="")
-    terminal.file.flush()
-    return raw.getvalue().decode(size.encoding).split("\n")
+    console = create_console(io.TextIOWrapper(raw, encoding=encoding))
+    console.size = width, height
+    console.print(render(console.options))
+    return raw.getvalue().decode(encoding).removesuffix("\n").split("\n")
