@@ -156,5 +156,5 @@ def test_beside_trainings_in_a_table_and_in_lines() -> None:
     telling.figures(found, T + 511)
     assert said[0] == "abc starting, 2000 answers on cuda in bfloat16"
     assert said[1].startswith(
-        "abc answer 510/2000: 1.00 answers/s, 86 tokens/s, 64 rows per batch, 20.0 GiB free, about 25 min"
+        "abc answer 510/2000: 1.00 answers/s, 86 tokens/s, 64 rows per batch, 20.00 GiB free, about 25 min"
     )
