@@ -86,7 +86,7 @@ def step_unit(view: ProgressView) -> str:
 
 def _format_figures(view: ProgressView) -> str:
     """Format the values of this attempt, or an empty string if it has none yet."""
-    p, rate = view.progress, view.input_tokens_per_s
+    p, rate = view.progress, view.progress.tokens_per_s
     if view.generation:
         rate, answers = view.generation.tokens_per_s, view.generation.answers_per_s
         if rate is None or answers is None:
@@ -160,7 +160,7 @@ class ConsoleCallback:
             return
         for event in news:
             self._formatter.event(event)
-        if time.monotonic() - self._printed_s >= LINE_EVERY_S and self._view.has_figures:
+        if time.monotonic() - self._printed_s >= LINE_EVERY_S and _format_figures(self._view):
             self._printed_s = time.monotonic()
             self._formatter.figures(self._view, self._view.progress.last_t)
 

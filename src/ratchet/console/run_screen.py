@@ -179,7 +179,8 @@ def _losses(view: ProgressView, options: ConsoleOptions) -> Iterator[ScreenLine]
 
 
 def _speeds(view: ProgressView) -> Iterator[ScreenLine]:
-    p, tokens, trained = view.progress, view.input_tokens_per_s, view.trained_tokens_per_s
+    p = view.progress
+    tokens, trained = p.tokens_per_s, p.trained_tokens_per_s
     if p.learning_rate is not None:
         norm = "" if view.gradient_norm is None else f"gradient norm {view.gradient_norm:.3g}"
         yield ScreenLine(RATE, "learn rate", [f"{p.learning_rate:.2e}", norm])
@@ -405,7 +406,7 @@ def render_table(
     for name, view, sidecar in visible:
         p = view.progress
         is_urgent = view.state in ("failed", "waiting") or view.stragglers
-        tokens_per_s = view.generation.tokens_per_s if view.generation else view.input_tokens_per_s
+        tokens_per_s = view.generation.tokens_per_s if view.generation else p.tokens_per_s
         cells.append((
             name[:NAME_COLUMNS],
             f"{'!' if is_urgent else ' '} {describe_state(view, sidecar)}",

@@ -26,7 +26,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.runs.restart_policy import describe_cause
-from ratchet.runs.status import RATE_WINDOW, RunProgress, describe_ranks
+from ratchet.runs.status import RunProgress, describe_ranks
 from ratchet.storage import files
 
 POINTS = 256
@@ -389,8 +389,6 @@ class ProgressView:
     _hosts: tuple[str, ...] = ()
     _flops_per_token: float | None = None
     _peak_flops_per_s: float | None = None
-    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    """Seconds, input tokens and trained tokens of each recent step."""
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
     def update(self, event: JournalEvent) -> None:
@@ -416,9 +414,6 @@ class ProgressView:
         data = event.data
         if event.kind == "step":
             self.gradient_norm = _require_finite(data["grad_norm"])
-            self._recent.append(
-                (_require_finite(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"]))
-            )
         elif event.kind == "worker_ready":
             self._begin_work(data)
         elif event.kind == "rank_timings":
@@ -439,7 +434,6 @@ class ProgressView:
         if event.kind == "attempt_started":
             self.began_t = event.t if self.began_t is None else self.began_t
             self.state, self.is_ready, self.ranks = "starting", False, ()
-            self._recent.clear()
         elif event.kind == "worker_exited":
             self.state = {"Retry": "waiting", "GiveUp": "failed"}.get(str(event.data["decision"]), "stopped")
         elif event.kind in ("interrupted", "finished"):
@@ -452,7 +446,6 @@ class ProgressView:
         self.device, self.compute_dtype = str(data.get("device", "")), str(data.get("compute_dtype", ""))
         hosts = data.get("hosts") or ()
         self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
-        self._recent.clear()
         self._flops_per_token, self._peak_flops_per_s = (
             float(value) if isinstance(value, int | float) and value > 0 else None
             for value in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
@@ -476,34 +469,15 @@ class ProgressView:
                 NotableEvent(event.t, text, event.kind in ("alert", "worker_exited", "start_refused", "step_skipped"))
             )
 
-    def _rate(self, index: int) -> float | None:
-        seconds = sum(entry[0] for entry in self._recent)
-        return sum(entry[index] for entry in self._recent) / seconds if seconds > 0 else None
-
     @property
     def is_working(self) -> bool:
         """Whether the worker has loaded everything and has not ended."""
         return self.state in ("training", "answering")
 
     @property
-    def has_figures(self) -> bool:
-        """Whether this attempt has done a step. Figures from before a restart belong to steps that are repeated."""
-        return bool(self._recent)
-
-    @property
-    def input_tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in input tokens/s."""
-        return self._rate(1)
-
-    @property
-    def trained_tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in trained tokens/s."""
-        return self._rate(2)
-
-    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization between 0 and 1, relative to the peak in the data sheet; None if unknown."""
-        rate = self.input_tokens_per_s
+        rate = self.progress.tokens_per_s
         if rate is None or self._flops_per_token is None or self._peak_flops_per_s is None:
             return None
         return rate * self._flops_per_token / self._peak_flops_per_s
