@@ -11,6 +11,7 @@ from rich.text import Text
 
 from faked_terminal import Faked
 from ratchet.console.terminal import LiveDisplay, create_console, is_live_terminal, show_progress
+from ratchet.redaction import HIDDEN
 from tmux_screen import Screen, needs_tmux
 
 SCRIPT = """\
@@ -185,3 +186,17 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
                 progress("rows", done, None)
         assert ("export: merge" in stream.getvalue()) == stream.isatty()
         assert bool(stream.getvalue()) == stream.isatty()
+
+
+def test_secrets_on_standard_error_are_hidden_above_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    stream = Faked()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    display = LiveDisplay(stream, lambda options: Text("picture"))
+    display.start()
+    print("a library prints hf_abcdefgh", file=sys.stderr)
+    display.stop()
+    assert (sys.stdout, sys.stderr) == (stream, stream)
+    assert f"a library prints {HIDDEN}" in stream.getvalue()
+    assert "hf_abcdefgh" not in stream.getvalue()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from faked_terminal import GIB, SIZES, T, assert_fits, drawn
+from faked_terminal import GIB, SIZES, Events, T, assert_fits, drawn
 from ratchet.console.callback import RunEventFormatter, summarize_run
 from ratchet.console.run_screen import ASCII_LEVELS, LEVELS, draw_curve, render_panel, render_table
 from ratchet.runs.journal import JournalEvent
@@ -13,47 +13,37 @@ from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication_protocol import ReplicationState
 
 
-def eventful() -> list[JournalEvent]:
+def eventful() -> Events:
     """Return the journal events of a training of two ranks with events of every kind."""
-    found: list[JournalEvent] = []
-
-    def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
-        found.append(JournalEvent(kind, T + t, attempt, data))
-
+    found = Events()
     forecast = {"phases": [{"phase": "steady", "parts": {"weights": 6 * GIB}}], "notes": []}
     for attempt, (start, end) in enumerate(((0, 60), (50, 120)), start=1):
-        said("attempt_started", start, attempt, pid=1, code_version="1")
-        said("memory_forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
-        said("worker_ready", start, attempt, start_step=start, planned_steps=1200, device="cuda",
+        found.add("attempt_started", start, attempt, pid=1, code_version="1")
+        found.add("memory_forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
+        found.add("worker_ready", start, attempt, start_step=start, planned_steps=1200, device="cuda",
             compute_dtype="bfloat16",
              ranks=2, hosts=["node-a", "node-b"], flops_per_token=1e9, peak_flops_per_s=1e14)  # fmt: skip
-        said("memory_peak", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
+        found.add("memory_peak", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
         for step in range(start + 1, end + 1):
-            said("step", step, attempt, step=step, loss=3.0 / step**0.3, learning_rate=1e-4, grad_norm=0.8,
+            found.add("step", step, attempt, step=step, loss=3.0 / step**0.3, learning_rate=1e-4, grad_norm=0.8,
                  trained_tokens=1_000, input_tokens=12_000, step_s=1.0)  # fmt: skip
             if step % 20 == 0:
-                said("validation", step, attempt, step=step, loss=3.2 / step**0.3, tokens=1, seconds=0.5, improved=True)
-                said("checkpoint_saved", step, attempt, step=step, is_best=True, size_bytes=1, bytes_written=1,
+                found.add(
+                    "validation", step, attempt, step=step, loss=3.2 / step**0.3, tokens=1, seconds=0.5, improved=True
+                )
+                found.add("checkpoint_saved", step, attempt, step=step, is_best=True, size_bytes=1, bytes_written=1,
                     bytes_linked=0,
                      blocked_s=0.01, seconds=0.1)  # fmt: skip
-        said("rank_timings", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
+        found.add("rank_timings", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
         if attempt == 1:
-            said(
-                "worker_exited",
-                end,
-                attempt,
-                exit_code=-9,
-                decision="Retry",
-                text="killed by signal 9",
-                failure_class="killed",
-            )
-    said("step_skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], rollback_step=None)
-    said("microbatch_budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
+            found.add_killed(end)
+    found.add("step_skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], rollback_step=None)
+    found.add("microbatch_budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
          budget={"tokens": 2048, "failed_tokens": 4096, "good_steps": 0, "wait_steps": 1, "grown": 0})  # fmt: skip
     gpu = {"utilization_percent": 97, "power_w": 300, "temperature_c": 64}
-    said("system_metrics", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
+    found.add("system_metrics", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
          worker_memory_bytes=3 * GIB, gpus=[{"index": 0, **gpu}, {"index": 1, **gpu}])  # fmt: skip
-    said("alert", 122, 2, text="\x1b[31mno space left\non the disk of 重い" + " long" * 60)
+    found.add("alert", 122, 2, text="\x1b[31mno space left\non the disk of 重い" + " long" * 60)
     return found
 
 

@@ -2,16 +2,30 @@
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import ConsoleOptions, RenderableType
 
 from ratchet.console.terminal import create_console
+from ratchet.runs.journal import JournalEvent
 
 T = 1_760_000_000.0
 GIB = 2**30
 SIZES = [(40, 10), (40, 24), (60, 15), (79, 23), (120, 40), (200, 60), (20, 4)]
 """Screen sizes: columns and rows."""
+
+
+class Events(list[JournalEvent]):
+    """Journal events of a run."""
+
+    def add(self, kind: str, t: float, attempt: int = 1, **data: Any) -> None:
+        """Append an event, `t` seconds after T."""
+        self.append(JournalEvent(kind, T + t, attempt, data))
+
+    def add_killed(self, t: float) -> None:
+        """Append the end of attempt 1 by a signal."""
+        self.add("worker_exited", t, exit_code=-9, decision="Retry", text="killed by signal 9", failure_class="killed")
 
 
 class Faked(io.StringIO):
