@@ -178,7 +178,7 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
     assert len(notices) == 1
     assert "console failed (OSError: [Errno 5]" in notices[0]
     for one in threading.enumerate():
-        if one.name == "console-painter":
+        if type(one).__module__ == "rich.live":
             one.join(60.0)
             assert not one.is_alive()
 

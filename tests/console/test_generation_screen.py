@@ -1,13 +1,12 @@
 """Tests the screen of a generation in all sizes, its table and its lines."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 
-from faked_terminal import GIB, SIZES, T, assert_fits, drawn
+from faked_terminal import GIB, SIZES, Events, T, assert_fits, drawn
 from ratchet.console.callback import RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
-from ratchet.console.text_layout import ScreenSize
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.progress_view import GenerationProgress, ProgressView, SidecarState
 
@@ -18,16 +17,12 @@ LIVE = {
 }  # fmt: skip
 
 
-def eventful() -> list[JournalEvent]:
+def eventful() -> Events:
     """Return the journal events of a generation with events of many kinds."""
-    found: list[JournalEvent] = []
-
-    def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
-        found.append(JournalEvent(kind, T + t, attempt, data))
-
+    found = Events()
     for attempt, (start, end) in enumerate(((0, 200), (200, 500)), start=1):
-        said("attempt_started", start, attempt, pid=1, code_version="1")
-        said(
+        found.add("attempt_started", start, attempt, pid=1, code_version="1")
+        found.add(
             "worker_ready",
             start,
             attempt,
@@ -38,18 +33,12 @@ def eventful() -> list[JournalEvent]:
         )
         for step in range(start + 10, end + 1, 10):
             finish = {"stop": 9, "length": 1}
-            said("generation_progress", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE)
-        if attempt == 1:
-            said(
-                "worker_exited",
-                end,
-                attempt,
-                exit_code=-9,
-                decision="Retry",
-                text="killed by signal 9",
-                failure_class="killed",
+            found.add(
+                "generation_progress", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE
             )
-    said(
+        if attempt == 1:
+            found.add_killed(end)
+    found.add(
         "microbatch_budget",
         501,
         2,
@@ -59,9 +48,11 @@ def eventful() -> list[JournalEvent]:
         failed_tokens=50_000,
         budget={"tokens": 40_000},
     )
-    said("generation_progress", 510, 2, step=510, tokens=0, seconds=10.0, finish={"refused": 10}, **LIVE)
-    said("system_metrics", 510, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0, gpus=[])
-    said("notice", 510, 2, text="prompt q7 is recorded as refused" + " long" * 60)
+    found.add("generation_progress", 510, 2, step=510, tokens=0, seconds=10.0, finish={"refused": 10}, **LIVE)
+    found.add(
+        "system_metrics", 510, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0, gpus=[]
+    )
+    found.add("notice", 510, 2, text="prompt q7 is recorded as refused" + " long" * 60)
     return found
 
 
@@ -73,8 +64,8 @@ def view(events: list[JournalEvent] | None = None) -> ProgressView:
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", events: list[JournalEvent] | None = None) -> list[str]:
-    size = ScreenSize(width, height, encoding)
-    return drawn(render_panel("generation abc", view(events), SidecarState(running=True), T + 511, size), size)
+    render = partial(render_panel, "generation abc", view(events), SidecarState(running=True), T + 511)
+    return drawn(render, width, height, encoding)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -140,13 +131,9 @@ def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
 
 
 def test_beside_trainings_in_a_table_and_in_lines() -> None:
-    found, size = view(), ScreenSize(120, 10)
-    lines = drawn(
-        render_table(
-            [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())], T + 511, size
-        ),
-        size,
-    )
+    found = view()
+    rows = [("abc", found, SidecarState(running=True)), ("def", ProgressView(), SidecarState())]
+    lines = drawn(partial(render_table, rows, T + 511), 120, 10)
     assert "answering" in lines[1]
     assert "510/2000" in lines[1]
     assert " 86" in lines[1]
@@ -159,4 +146,6 @@ def test_beside_trainings_in_a_table_and_in_lines() -> None:
         telling.event(event)
     telling.figures(found, T + 511)
     assert said[0] == "abc starting, 2000 answers on cuda in bfloat16"
-    assert said[1].startswith("abc answer 510/2000: 1.00 answers/s, 86 tokens/s, about 25 min")
+    assert said[1].startswith(
+        "abc answer 510/2000: 1.00 answers/s, 86 tokens/s, 64 rows per batch, 20.00 GiB free, about 25 min"
+    )

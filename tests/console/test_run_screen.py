@@ -1,67 +1,49 @@
 """The screen of a run in all sizes: it always fits, and keeps the most important lines."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from faked_terminal import GIB, SIZES, T, assert_fits, drawn
+from faked_terminal import GIB, SIZES, Events, T, assert_fits, drawn
 from ratchet.console.callback import RunEventFormatter, summarize_run
-from ratchet.console.run_screen import render_panel, render_table
-from ratchet.console.text_layout import (
-    ASCII,
-    UNICODE,
-    ScreenSize,
-    choose_glyphs,
-    draw_bar,
-    draw_sparkline,
-    sparkline_range,
-)
+from ratchet.console.run_screen import ASCII_LEVELS, LEVELS, draw_curve, render_panel, render_table
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication_protocol import ReplicationState
 
 
-def eventful() -> list[JournalEvent]:
+def eventful() -> Events:
     """Return the journal events of a training of two ranks with events of every kind."""
-    found: list[JournalEvent] = []
-
-    def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
-        found.append(JournalEvent(kind, T + t, attempt, data))
-
+    found = Events()
     forecast = {"phases": [{"phase": "steady", "parts": {"weights": 6 * GIB}}], "notes": []}
     for attempt, (start, end) in enumerate(((0, 60), (50, 120)), start=1):
-        said("attempt_started", start, attempt, pid=1, code_version="1")
-        said("memory_forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
-        said("worker_ready", start, attempt, start_step=start, planned_steps=1200, device="cuda",
+        found.add("attempt_started", start, attempt, pid=1, code_version="1")
+        found.add("memory_forecast", start, attempt, forecast=forecast, available_bytes=20 * GIB)
+        found.add("worker_ready", start, attempt, start_step=start, planned_steps=1200, device="cuda",
             compute_dtype="bfloat16",
              ranks=2, hosts=["node-a", "node-b"], flops_per_token=1e9, peak_flops_per_s=1e14)  # fmt: skip
-        said("memory_peak", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
+        found.add("memory_peak", start, attempt, phase="steady", peak_bytes=7 * GIB, device_bytes=24 * GIB)
         for step in range(start + 1, end + 1):
-            said("step", step, attempt, step=step, loss=3.0 / step**0.3, learning_rate=1e-4, grad_norm=0.8,
+            found.add("step", step, attempt, step=step, loss=3.0 / step**0.3, learning_rate=1e-4, grad_norm=0.8,
                  trained_tokens=1_000, input_tokens=12_000, step_s=1.0)  # fmt: skip
             if step % 20 == 0:
-                said("validation", step, attempt, step=step, loss=3.2 / step**0.3, tokens=1, seconds=0.5, improved=True)
-                said("checkpoint_saved", step, attempt, step=step, is_best=True, size_bytes=1, bytes_written=1,
+                found.add(
+                    "validation", step, attempt, step=step, loss=3.2 / step**0.3, tokens=1, seconds=0.5, improved=True
+                )
+                found.add("checkpoint_saved", step, attempt, step=step, is_best=True, size_bytes=1, bytes_written=1,
                     bytes_linked=0,
                      blocked_s=0.01, seconds=0.1)  # fmt: skip
-        said("rank_timings", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
+        found.add("rank_timings", end, attempt, step=end, steps=5, seconds=5.0, busy_s=[2.4, 4.6])
         if attempt == 1:
-            said(
-                "worker_exited",
-                end,
-                attempt,
-                exit_code=-9,
-                decision="Retry",
-                text="killed by signal 9",
-                failure_class="killed",
-            )
-    said("step_skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], rollback_step=None)
-    said("microbatch_budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
+            found.add_killed(end)
+    found.add("step_skipped", 121, 2, step=121, action="skip", reason="loss is nan", rows=[1], rollback_step=None)
+    found.add("microbatch_budget", 121, 2, step=122, phase="train", action="shrink", failed_tokens=4096,
          budget={"tokens": 2048, "failed_tokens": 4096, "good_steps": 0, "wait_steps": 1, "grown": 0})  # fmt: skip
     gpu = {"utilization_percent": 97, "power_w": 300, "temperature_c": 64}
-    said("system_metrics", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
+    found.add("system_metrics", 121, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0,
          worker_memory_bytes=3 * GIB, gpus=[{"index": 0, **gpu}, {"index": 1, **gpu}])  # fmt: skip
-    said("alert", 122, 2, text="\x1b[31mno space left\non the disk of 重い" + " long" * 60)
+    found.add("alert", 122, 2, text="\x1b[31mno space left\non the disk of 重い" + " long" * 60)
     return found
 
 
@@ -81,9 +63,9 @@ SIDECAR = SidecarState(running=True, saving=120, replica=REPLICA)
 
 def shown(width: int, height: int, encoding: str = "utf-8", **changes: Any) -> list[str]:
     """Return the lines of the screen of this training at the given size."""
-    size = ScreenSize(width, height, encoding)
-    run = {"view": view(), "sidecar": SIDECAR} | changes
-    return drawn(render_panel("run abc", run["view"], run["sidecar"], T + 125, size), size)
+    run = {"view": view(), "sidecar": SIDECAR, "age_s": 125} | changes
+    render = partial(render_panel, "run abc", run["view"], run["sidecar"], T + run["age_s"])
+    return drawn(render, width, height, encoding)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp437"])
@@ -110,8 +92,8 @@ def test_all_of_it_on_a_large_screen() -> None:
     text = "\n".join(shown(120, 40))
     for part in (
         "attempt 2", "cuda in bfloat16, 2 ranks", "10 %", "left", "train loss", "validation", "best", "1.00e-04",
-        "gradient norm 0.8", "12,000 tokens/s input, 1,000 trained", "MFU 12.0 %", "1.00 steps/s", "7.0 of 24.0 GiB",
-        "forecast 6.0 (-14 %)",
+        "gradient norm 0.8", "12,000 tokens/s input, 1,000 trained", "MFU 12.0 %", "1.00 steps/s",
+        "7.0 of 24.0 GiB (29 %)", "forecast 6.0 (-14 %)",
         "CPU 35 %", "GPU 0 97 % 300 W 64 C", "GPU 1 97 %", "step 120, sealed 5 s ago", "writing step 120",
         "! step 100 durable, 20 steps behind; unreachable for 125 s", "sending step 120", "! 1 skipped step",
         "1 micro-batch shrunk", "train at most 2,048 tokens", "2; 10 steps repeated", "attempt 1 died: killed",
@@ -125,16 +107,13 @@ def test_all_of_it_on_a_large_screen() -> None:
     assert "time left unknown" in "\n".join(shown(120, 40, view=view(few[:begun])))
     assert "about " in text
     assert "no events" not in text
-    assert (
-        "! no events for 1 h"
-        in drawn(render_panel("x", view(), SIDECAR, T + 4_000, ScreenSize(80, 9)), ScreenSize(80, 9))[0]
-    )
+    assert "! no events for 1 h" in shown(80, 9, age_s=4_000)[0]
 
 
 def test_the_little_that_fits_says_what_matters_most() -> None:
     lines = shown(40, 10)
     assert [line.split()[0] for line in lines[2:8]] == ["loss", "valid", "speed", "memory", "ckpt", "tries"]
-    assert lines[8].startswith("ranks  ! rank 1 on node-b")
+    assert lines[8].startswith("ranks   ! rank 1 on node-b")
     assert lines[-1].endswith("…")
     assert shown(40, 4)[2].startswith("loss")
     assert "alert" in shown(40, 4)[3]
@@ -158,9 +137,8 @@ def test_states_in_words(sidecar: SidecarState, events: list[JournalEvent] | Non
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
-    size = ScreenSize(width, height)
     rows = [(f"run-{number:02}", view(), SIDECAR if number % 2 else SidecarState()) for number in range(count)]
-    lines = drawn(render_table(rows, T + 125, size), size)
+    lines = drawn(partial(render_table, rows, T + 125), width, height)
     assert_fits(lines, width, height)
     if count:
         assert lines[0].split()[0] == "run"
@@ -170,7 +148,7 @@ def test_several_runs_in_a_table(width: int, height: int, count: int) -> None:
 
 
 def test_columns_of_a_table() -> None:
-    head, row, *_ = drawn(render_table([("abcdef", view(), SIDECAR)], T + 125, ScreenSize(120, 9)), ScreenSize(120, 9))
+    head, row, *_ = drawn(partial(render_table, [("abcdef", view(), SIDECAR)], T + 125), 120, 9)
     assert head.split() == [
         "run", "state", "step", "left", "loss", "validation", "tokens/s", "checkpoint", "attempts", "alerts",
     ]  # fmt: skip
@@ -179,20 +157,11 @@ def test_columns_of_a_table() -> None:
 
 def test_curves_are_drawn_where_their_steps_are() -> None:
     points = [(step, float(step)) for step in range(1, 9)]
-    assert draw_sparkline(points, (1, 8), (1.0, 8.0), 8, UNICODE) == "▁▂▃▄▅▆▇█"
-    assert draw_sparkline(points[4:], (1, 8), (1.0, 8.0), 8, UNICODE) == "    ▅▆▇█"
-    assert draw_sparkline(points, (1, 8), (1.0, 8.0), 4, ASCII) == "_-=#"
-    assert draw_sparkline([(3, 7.0)], (3, 3), (7.0, 7.0), 3, UNICODE)[0] == "▁"
-    assert sparkline_range([1.0] * 98 + [2.0, 900.0]) == (1.0, 1.0)
-
-
-def test_bars() -> None:
-    assert draw_bar(0.5, 8, UNICODE) == "████····"
-    assert draw_bar(0.5625, 8, UNICODE) == "████▌···"
-    assert draw_bar(2.0, 4, UNICODE, mark=0.5) == "██┃█"
-    assert draw_bar(-1.0, 4, ASCII, mark=1.0) == "...|"
-    assert choose_glyphs("cp437") is ASCII
-    assert choose_glyphs("no such") is ASCII
+    assert draw_curve(points, 8, (1.0, 8.0), 8, LEVELS) == "▁▂▃▄▅▆▇█"
+    assert draw_curve(points[4:], 8, (1.0, 8.0), 8, LEVELS) == "    ▅▆▇█"
+    assert draw_curve(points, 8, (1.0, 8.0), 4, ASCII_LEVELS) == "_-=#"
+    assert draw_curve([(3, 7.0)], 3, (7.0, 7.0), 3, LEVELS)[2] == "▁"
+    assert draw_curve([*points, (9, 900.0)], 9, (1.0, 8.0), 9, LEVELS) == "▁▂▃▄▅▆▇██"
 
 
 def test_lines_of_several_runs_bear_their_names() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from ratchet.console.text_layout import StreamingTextWrapper, wrap_text
+from ratchet.console.stream_printer import StreamingTextWrapper
 
 WORDS = ["a", "the", "word", "extraordinarily", "1,234,567.89", "größer", "한국어", "👍", "✔️", "ñandu", "x-y"]
 
@@ -99,9 +99,3 @@ def test_code_stays_as_it_is(fence: str) -> None:
     code = f"{fence}python\nfor number in range(10):\n\tprint('a long line of code', number)   \n\n``\n{fence}\n"
     assert flowed(code, 12) == code
     assert flowed(f"{code}words after it flow", 12) == f"{code}words after\nit flow"
-
-
-def test_whole_lines_go_on_as_far_in_as_they_began() -> None:
-    text = "run\n  alert: \x1b[33mmemory of 1,234 bytes\x1b[0m is not enough"
-    assert wrap_text(text, 22) == "run\n  alert: \x1b[33mmemory of\n  1,234 bytes\x1b[0m is not\n  enough"
-    assert wrap_text(text, 0) == text

@@ -9,7 +9,7 @@ import fake_answers
 from ratchet.cli.generate import format_generation
 from ratchet.cli.status import format_status
 from ratchet.config.settings import Settings
-from ratchet.console.callback import RunLogPrinter
+from ratchet.console.callback import ConsoleCallback
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference import output
 from ratchet.inference.output import AnswerLedger
@@ -72,21 +72,23 @@ def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "numbers", "start", "line"),
     [
-        ("server", "as served", 0, "1,000 answers to generate, on a server"),
-        ("llama.cpp", "as in the file", 7, "resuming after 7 of 1,000 answers, on llama.cpp"),
-        ("cuda", "bfloat16", 0, "1,000 answers to generate, on cuda in bfloat16"),
-        ("none", "none", 1000, "resuming after 1,000 of 1,000 answers"),
+        ("server", "as served", 0, "starting, 1000 answers on a server"),
+        ("llama.cpp", "as in the file", 7, "resuming from answer 7, 1000 answers on llama.cpp"),
+        ("cuda", "bfloat16", 0, "starting, 1000 answers on cuda in bfloat16"),
+        ("none", "none", 1000, "resuming from answer 1000, 1000 answers"),
     ],
 )
 def test_the_device_is_described(
-    device: str, numbers: str, start: int, line: str, monkeypatch: pytest.MonkeyPatch
+    device: str, numbers: str, start: int, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("os.getpid", lambda: 5)
     ready = {"start_step": start, "planned_steps": 1000, "device": device, "compute_dtype": numbers}
     events = [JournalEvent("attempt_started", 1.0, 1, {"pid": 5}), JournalEvent("worker_ready", 2.0, 1, ready)]
-    RunLogPrinter(said.append).on_events(events)
-    assert said == [line]
+    run = RunDirectory.open(tmp_path, fake_answers.spec())
+    ConsoleCallback(run.paths, write_line=said.append).on_events(events)
+    run.close()
+    assert said == [f"  {line}"]
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])

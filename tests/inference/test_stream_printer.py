@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.console.stream_printer import PartialAnswer, StreamPrinter, sanitize_text, supports_colour
+from ratchet.console.stream_printer import PartialAnswer, StreamPrinter, sanitize_text, supports_styles
 from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream
 from tmux_screen import Screen, needs_tmux
 
@@ -55,7 +55,7 @@ def test_reasoning_is_dim_on_a_terminal_and_marked_by_words_elsewhere(monkeypatc
     assert shown(Terminal()) == plain
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not supports_colour(Terminal())
+    assert not supports_styles(Terminal())
 
 
 def test_colours_are_reset_when_an_answer_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

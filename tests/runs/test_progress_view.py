@@ -46,8 +46,8 @@ def test_figures_of_a_training() -> None:
         said("validation", step=2, loss=1.5, tokens=10, seconds=1.0, improved=True),
     )  # fmt: skip
     assert vitals.state == "training"
-    assert vitals.input_tokens_per_s == 1000
-    assert vitals.trained_tokens_per_s == 200
+    assert vitals.progress.tokens_per_s == 1000
+    assert vitals.progress.trained_tokens_per_s == 200
     assert vitals.mfu == pytest.approx(0.2)
     assert vitals.gradient_norm == 0.5
     assert vitals.train.points() == [(1, 2.0), (2, 1.0)]
@@ -78,12 +78,12 @@ def test_states(events: list[JournalEvent], state: str) -> None:
 
 def test_figures_are_of_this_attempt_and_steps_done_again_are_drawn_once() -> None:
     vitals = told(ready(), step(1), step(2), said("attempt_started", attempt=2, pid=1))
-    assert not vitals.has_figures
+    assert vitals.progress.tokens_per_s is None
     assert vitals.mfu is None
     vitals.update(ready(start=1))
     vitals.update(step(2))
     vitals.update(step(3))
-    assert vitals.has_figures
+    assert vitals.progress.tokens_per_s is not None
     assert [number for number, _ in vitals.train.points()] == [1, 2, 3]
 
 

@@ -1,16 +1,31 @@
 """A terminal in memory that may disconnect, and the text that was written to it."""
 
 import io
+from collections.abc import Callable
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import RenderableType
+from rich.console import ConsoleOptions, RenderableType
 
-from ratchet.console.text_layout import ScreenSize, TerminalConsole
+from ratchet.console.terminal import create_console
+from ratchet.runs.journal import JournalEvent
 
 T = 1_760_000_000.0
 GIB = 2**30
 SIZES = [(40, 10), (40, 24), (60, 15), (79, 23), (120, 40), (200, 60), (20, 4)]
 """Screen sizes: columns and rows."""
+
+
+class Events(list[JournalEvent]):
+    """Journal events of a run."""
+
+    def add(self, kind: str, t: float, attempt: int = 1, **data: Any) -> None:
+        """Append an event, `t` seconds after T."""
+        self.append(JournalEvent(kind, T + t, attempt, data))
+
+    def add_killed(self, t: float) -> None:
+        """Append the end of attempt 1 by a signal."""
+        self.add("worker_exited", t, exit_code=-9, decision="Retry", text="killed by signal 9", failure_class="killed")
 
 
 class Faked(io.StringIO):
@@ -36,11 +51,12 @@ def assert_fits(lines: list[str], width: int, height: int) -> None:
     assert not [line for line in lines if "\x1b" in line]
 
 
-def drawn(picture: RenderableType, size: ScreenSize) -> list[str]:
-    """Return the lines that a terminal of this size receives."""
+def drawn(
+    render: Callable[[ConsoleOptions], RenderableType], width: int, height: int, encoding: str = "utf-8"
+) -> list[str]:
+    """Return the lines that a terminal of this size and encoding receives."""
     raw = io.BytesIO()
-    terminal = TerminalConsole(io.TextIOWrapper(raw, encoding=size.encoding))
-    terminal.width = size.width
-    terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", end="")
-    terminal.file.flush()
-    return raw.getvalue().decode(size.encoding).split("\n")
+    console = create_console(io.TextIOWrapper(raw, encoding=encoding))
+    console.size = width, height
+    console.print(render(console.options))
+    return raw.getvalue().decode(encoding).removesuffix("\n").split("\n")

@@ -36,7 +36,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from ratchet.console.callback import ConsoleCallback
-    from ratchet.console.text_layout import is_live_terminal
+    from ratchet.console.terminal import is_live_terminal
     from ratchet.evaluation.answer_analysis import summarize_generation
     from ratchet.stages.generate import generate, stream_answers
 

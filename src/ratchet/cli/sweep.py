@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from ratchet.stages.sweep import SweepResult
     from ratchet.tuning.report import AdoptedTrial
 
-MAX_SHOWN = 5
-"""Maximum number of trials of a Pareto front that are printed."""
-
 HELP = "search hyperparameters (rank, alpha, learning rate ...) with many training runs"
 
 
@@ -95,29 +92,8 @@ def format_adoption(adopted: "AdoptedTrial") -> str:
 
 def format_report(result: "SweepResult") -> str:
     """Format the number of trials by state, the best trials, the winner, and the savings by pruning."""
-    from ratchet.tuning.tracking_sync import count_states
+    from ratchet.console.sweep_table import format_headlines
     from ratchet.tuning.trial_summary import compute_savings
 
-    report = result.report
-    states = count_states(report.trials)
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    savings = compute_savings(report)
-    lines = [f"sweep {report.study}: {states.total()} trials ({counts})"]
-    for number in report.best[:MAX_SHOWN]:
-        trial = report.trials[number]
-        figures = ", ".join(
-            f"{objective.metric} {value:.6g}"
-            for objective, value in zip(report.objectives, trial.objectives, strict=True)
-        )
-        values = ", ".join(f"{parameter} {_format_value(value)}" for parameter, value in trial.values.items())
-        lines.append(f"  {'best' if len(report.best) == 1 else 'front'}: trial {number}: {figures} ({values})")
-    if report.final_round:
-        lines.append(f"  winner: {report.final_round.reason}")
-    pruning = f"{savings.tokens:,} saved ({savings.pruned.tokens:,} by pruning)"
-    lines.append(f"  learned from {savings.trained_tokens:,} answer tokens; {pruning}")
-    lines.append(f"  page: {result.page}")
-    return "\n".join(lines)
-
-
-def _format_value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    learned = f"learned from {compute_savings(result.report).trained_tokens:,} answer tokens"
+    return "\n  ".join([*format_headlines(result.report, 0, None), learned, f"page: {result.page}"])

@@ -2,15 +2,20 @@
 
 import errno
 import os
+import re
 import sys
 import time
 import unicodedata
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from ratchet.console.text_layout import StreamingTextWrapper, terminal_columns, wrap_text
+from rich.cells import cell_len
+
+from ratchet.console.terminal import create_console
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference.backend import AnswerChunk, AnswerEnd, AnswerStream
 
@@ -21,10 +26,146 @@ HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 """Characters that are kept in addition to printable characters. Persian words and many emoji use joiners."""
 
 
-def supports_colour(out: IO[str]) -> bool:
-    """Return whether the stream is a terminal with colours, and the user has not disabled them (no-color.org)."""
-    is_dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
-    return out.isatty() and not is_dumb and not os.environ.get("NO_COLOR")
+FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
+"""Line that starts a code block. An equal or longer fence on its own line ends the block."""
+TAB = 8
+"""Columns between two tab stops."""
+NOT_FIRST, NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
+"""Unicode categories of letters that cannot start a line, and of letters that cannot end a line, in scripts without
+blanks between words."""
+
+
+class StreamingTextWrapper:
+    """Word wrap of one text that arrives in pieces. Lines of code blocks are not wrapped.
+
+    Text that is already written is never erased, because terminals disagree on the width of some letters. So a word is
+    buffered until it is complete, or until it is too long for the line and starts the next one. The first word of a
+    line is written immediately.
+
+    Args:
+        width: Returns the number of columns of the terminal. It is called for each piece, because the terminal may be
+            resized. If it returns 0, lines stay unchanged.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._row, self._blanks, self._word = "", "", ""
+        """Written text of the current row; buffered blanks after it; buffered word after them."""
+        self._is_direct = False
+        """Whether the last word of the row is written immediately, because its position is final."""
+        self._line, self._fence = "", ""
+        """The input line so far, and the fence of the current code block."""
+
+    @property
+    def is_in_row(self) -> bool:
+        """Whether the cursor is after text."""
+        return bool(self._row)
+
+    def feed(self, text: str) -> str:
+        """Return the text that can be written now."""
+        width = self._width()
+        return "".join(self._feed_letter(letter, width) for letter in text)
+
+    def close(self) -> str:
+        """Return the buffered text without trailing blanks."""
+        rest, self._blanks = self._flush_word(self._width()), ""
+        return rest
+
+    def _feed_letter(self, letter: str, width: int) -> str:
+        if letter == "\n":
+            return self._end_line(width)
+        self._line += letter
+        if not width or self._fence or FENCE.fullmatch(self._line):
+            completed, self._blanks = self._flush_word(width) + self._blanks, ""
+            return completed + self._put(letter, width)
+        if letter in " \t":
+            completed = self._flush_word(width)
+            if not self._row.strip():  # indentation stays unchanged
+                return completed + self._put(letter, width)
+            self._blanks += letter
+            return completed
+        before = self._word[-1:] or (self._row[-1:] if self._is_direct else "")
+        completed = self._flush_word(width) if before and _may_break(before, letter) else ""
+        if self._is_direct or not self._row.strip():
+            self._is_direct = True
+            return completed + self._put(letter, width)
+        self._word += letter
+        return completed + ("" if self._fits(width) else self._move_word(width))
+
+    def _fits(self, width: int) -> bool:
+        return not width or _count_columns(self._row + self._blanks + self._word) <= width
+
+    def _flush_word(self, width: int) -> str:
+        """Return the buffered word, which is complete, with the blanks before it."""
+        self._is_direct = False
+        if not self._word:
+            return ""
+        if not self._fits(width):  # the terminal may have been resized
+            text = self._move_word(width)
+            self._is_direct = False
+            return text
+        text, self._blanks, self._word = self._blanks + self._word, "", ""
+        return self._put(text, width)
+
+    def _move_word(self, width: int) -> str:
+        """Move the word to the next line. The rest of the word is written immediately."""
+        text, self._blanks, self._word = self._word, "", ""
+        self._row, self._is_direct = "", True
+        return "\n" + self._put(text, width)
+
+    def _end_line(self, width: int) -> str:
+        text = self._flush_word(width)
+        if not self._fence:
+            fence = FENCE.fullmatch(self._line)
+            self._fence = fence[1] if fence else ""
+        elif self._line.strip().startswith(self._fence) and not self._line.strip().strip(self._fence[0]):
+            self._fence = ""
+        self._row, self._line, self._blanks, self._is_direct = "", "", "", False
+        return text + "\n"
+
+    def _put(self, text: str, width: int) -> str:
+        """Add text that is written now to the row, and return it."""
+        for letter in text:
+            # A letter that crosses the edge is at the start of the next row. But if the terminal became narrower than
+            # the current row, the column is unknown: the row keeps growing, and the next word moves to a new line.
+            is_broken = _count_columns(self._row) <= width < _count_columns(self._row + letter)
+            self._row = letter if width and is_broken else self._row + letter
+        return text
+
+
+def _count_columns(text: str) -> int:
+    first, *others = text.split("\t")
+    columns = cell_len(first)
+    for part in others:
+        columns += TAB - columns % TAB + cell_len(part)
+    return columns
+
+
+@lru_cache(maxsize=4096)
+def _may_break(before: str, after: str) -> bool:
+    """Return whether a line may break between two letters without a blank.
+
+    At least one of the letters must be of a script without blanks between words, and the two letters must not belong
+    together, as a letter and its accent, bracket or full stop do.
+    """
+    if not (_is_ideograph(before) or _is_ideograph(after)):
+        return False
+    joined = cell_len(after) == 0 or before == "\N{ZERO WIDTH JOINER}"
+    ends = unicodedata.category(after) in NOT_FIRST
+    return not (joined or ends or unicodedata.category(before) in NOT_LAST)
+
+
+def _is_ideograph(letter: str) -> bool:
+    """Return whether a letter is wide and not Korean, because Korean has blanks between words."""
+    return cell_len(letter) == 2 and "HANGUL" not in unicodedata.name(letter, "")
+
+
+def supports_styles(out: IO[str]) -> bool:
+    """Return whether the stream is a terminal with styles, and the user has not disabled them (no-color.org)."""
+    if not out.isatty():
+        return False
+    console = create_console(out)
+    return console.color_system is not None and not console.no_color
 
 
 @dataclass
@@ -54,7 +195,7 @@ class StreamPrinter:
 
     def __init__(self, out: IO[str], *, reasons: bool = True) -> None:
         self._out, self._shows_reasoning = out, reasons
-        self._coloured = supports_colour(out)
+        self._coloured = supports_styles(out)
         self._wrapper = self._create_wrapper()
         self._is_first = True
         """Whether no text of this answer or of its reasoning was written yet."""
@@ -94,11 +235,18 @@ class StreamPrinter:
     def end_line(self, *, restore: bool = False) -> None:
         """End the line, so that the next text starts on a new line without styles."""
         rest = self._wrapper.close() + (PLAIN if restore and self._coloured else "")
-        self._write(rest + ("\n" if self._wrapper.column else ""))
+        self._write(rest + ("\n" if self._wrapper.is_in_row else ""))
         self._wrapper = self._create_wrapper()
 
     def _create_wrapper(self) -> StreamingTextWrapper:
-        return StreamingTextWrapper(lambda: terminal_columns(self._out))
+        return StreamingTextWrapper(self._columns)
+
+    def _columns(self) -> int:
+        """Return the current width of the terminal, or 0 if the stream is not a terminal or its size is not set."""
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns
+        except (OSError, ValueError):
+            return 0
 
     def _write_piece(self, in_reasoning: bool, piece: AnswerChunk) -> bool:
         text = sanitize_text(piece.text)
@@ -123,7 +271,8 @@ class StreamPrinter:
 
     def _write_line(self, text: str, style: str) -> None:
         self.end_line()
-        line = wrap_text(sanitize_text(text), terminal_columns(self._out))
+        line = self._wrapper.feed(sanitize_text(text)) + self._wrapper.close()
+        self._wrapper = self._create_wrapper()
         self._write(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
 
     def _write(self, text: str) -> None:

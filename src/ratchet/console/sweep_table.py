@@ -1,20 +1,15 @@
 """Shows a running sweep: a live table on a terminal, or a line for each change of a trial elsewhere."""
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TextIO
+from typing import TextIO
 
-from rich.cells import cell_len, set_cell_size
-from rich.console import Group
-from rich.live import Live
-from rich.table import Table
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from ratchet.console.text_layout import TerminalConsole, choose_glyphs, encode_safely, is_live_terminal
+from ratchet.console.terminal import LiveDisplay, TableColumn, build_table, create_console, is_live_terminal
 from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepReport, Trial
@@ -31,14 +26,9 @@ from ratchet.tuning.trial_summary import (
 
 LATEST = 12
 """Maximum number of finished trials in the table. Small terminals show fewer trials."""
-GAP = 2
-"""Number of blanks between columns."""
 LONGEST_NAME = 18
 """Maximum number of characters of a worker's name. Of a longer name, the end is shown, because the end differs between
 workers."""
-SHORTEST_REASON = 16
-"""Minimum width in columns for reasons that must be cut. With less space, reasons are omitted."""
-
 STYLES = {"running": "cyan", "complete": "green", "pruned": "bright_black", "infeasible": "yellow", "failed": "red"}
 
 
@@ -51,9 +41,7 @@ class SweepConsole:
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
-        self._view: LiveSweepTable | SweepLogPrinter | None = (
-            LiveSweepTable(stream, clock) if is_live_terminal(stream) else SweepLogPrinter(stream, clock)
-        )
+        self._view = LiveSweepTable(stream, clock) if is_live_terminal(stream) else SweepLogPrinter(stream, clock)
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
         """Show the current state. Call it about once a second.
@@ -63,22 +51,13 @@ class SweepConsole:
             progress: Progress of running trials by number, as far as known.
             workers: Number of active local workers.
         """
-        self._run_guarded(lambda view: view.show(report, progress, workers))
+        with suppress(OSError, ValueError):  # the terminal or its file is closed
+            self._view.show(report, progress, workers)
 
     def close(self, report: SweepReport) -> None:
         """Leave the last state on the screen."""
-        self._run_guarded(lambda view: view.close(report))
-        self._view = None
-
-    def _run_guarded(self, show: Callable[["LiveSweepTable | SweepLogPrinter"], None]) -> None:
-        view = self._view
-        try:
-            if view is not None:
-                show(view)
-        except (OSError, ValueError):  # the terminal or its file is closed: stop the display
-            self._view = None
-            if isinstance(view, LiveSweepTable):
-                view.leave()
+        with suppress(OSError, ValueError):  # the terminal or its file is closed
+            self._view.close(report)
 
 
 class LiveSweepTable:
@@ -86,60 +65,41 @@ class LiveSweepTable:
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._clock, self._start_s = clock, clock()
-        self._console = TerminalConsole(stream)
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=stream is sys.stdout,  # other output goes above the table
-            redirect_stderr=sys.stderr.isatty(),
-            vertical_overflow="crop",
-        )
+        self._state: tuple[SweepReport, Mapping[int, RunProgress], int] | None = None
+        self._display = LiveDisplay(stream, self._render)
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
         """Draw the table in place of the last one."""
-        self._live.start()
-        self._live.update(self._render(report, progress, workers), refresh=True)
+        self._state = report, progress, workers
+        self._display.start(refresh=False)
+        self._display.refresh()
 
     def close(self, report: SweepReport) -> None:
         """Draw the last table and restore the terminal."""
-        self._live.start()
-        self._live.update(self._render(report, {}, 0))
-        self._live.stop()
+        self._state = report, {}, 0
+        self._display.start(refresh=False)
+        self._display.stop()
 
-    def leave(self) -> None:
-        """Restore standard output and error after an error of the terminal."""
-        with suppress(OSError, ValueError):
-            self._live.stop()
-
-    def _render(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> Group:
-        width, encoding = self._console.width, self._console.encoding
-        lines = [
-            Text(encode_safely(line, encoding))
-            for line in format_headlines(report, workers, self._clock() - self._start_s)
-        ]
+    def _render(self, options: ConsoleOptions) -> RenderableType:
+        if self._state is None:
+            return Text("")
+        report, progress, workers = self._state
+        lines = [Text(line) for line in format_headlines(report, workers, self._clock() - self._start_s)]
         for line in lines:
             line.stylize("bold", 0, line.plain.find(":") + 1)
-        used_lines = sum(len(line.wrap(self._console, width)) for line in lines)
-        # Two lines are reserved: one for the heading of the table, and one for the cursor.
-        trials = select_trials(report, max(1, self._console.height - used_lines - 2))
+        used_lines = sum(len(line.wrap(self._display.console, options.max_width)) for line in lines)
+        trials = select_trials(report, max(1, options.max_height - used_lines - 1))  # one line for the table's titles
         if not trials:
             return Group(*lines)
-        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="underline")
-        chosen = fit_columns(build_columns(report, trials, progress), width, choose_glyphs(encoding).cut)
-        for column in chosen:
-            table.add_column(Text(encode_safely(column.title, encoding)), justify=column.justify, no_wrap=True)
-        for place, trial in enumerate(trials):
-            style = STYLES[trial.state] + (" bold" if trial.number in report.best else "")
-            cells = (encode_safely(column.cells[place], encoding) for column in chosen)
-            table.add_row(*(Text(cell, overflow="crop") for cell in cells), style=style)
-        return Group(*lines, table)
+        styles = [STYLES[trial.state] + (" bold" if trial.number in report.best else "") for trial in trials]
+        return Group(*lines, build_table(build_columns(report, trials, progress), styles, options))
 
 
 class SweepLogPrinter:
     """Printer of a line for each change of a trial, for logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._clock, self._start_s = stream, clock, clock()
+        self._console, self._clock, self._start_s = create_console(stream), clock, clock()
         self._known: dict[int, Trial] | None = None
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
@@ -160,8 +120,7 @@ class SweepLogPrinter:
 
     def _print(self, lines: Iterable[str]) -> None:
         for line in lines:
-            self._stream.write(encode_safely(line, self._stream.encoding or "utf-8") + "\n")
-        self._stream.flush()
+            self._console.print(line, soft_wrap=True)
 
 
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:
@@ -244,29 +203,16 @@ def select_trials(report: SweepReport, room: int) -> list[Trial]:
     return [*running, *best, *others][: min(room, len(running) + LATEST)]
 
 
-@dataclass(frozen=True)
-class SweepTableColumn:
-    """A column of the table."""
-
-    title: str
-    cells: tuple[str, ...]
-    weight: int
-    """If not all columns fit, those with the greatest weight are omitted first."""
-    justify: Literal["left", "right"] = "right"
-    elastic: bool = False
-    """Whether the column is cut to the remaining width."""
-
-
 def build_columns(
     report: SweepReport, trials: Sequence[Trial], progress: Mapping[int, RunProgress]
-) -> list[SweepTableColumn]:
-    """Return all columns with a value for at least one trial, from left to right."""
+) -> list[TableColumn]:
+    """Return all columns, from left to right."""
     free = shorten_names(axis.name for axis in report.axes if axis.kind != "tie")
     hosts = {trial.executions[-1].worker.split("/")[0] for trial in trials if trial.executions}
 
-    def column(title: str, cell: Callable[[Trial], str], weight: int, *, left: bool = False) -> SweepTableColumn:
-        texts = tuple(escape_invisible(cell(trial)) for trial in trials)
-        return SweepTableColumn(title, texts, weight, "left" if left else "right", elastic=title == "why")
+    def column(title: str, cell: Callable[[Trial], str], weight: int, *, left: bool = False) -> TableColumn:
+        texts = tuple(map(cell, trials))
+        return TableColumn(title, texts, weight, "left" if left else "right", is_elastic=title == "why")
 
     def worker(trial: Trial) -> str:
         name = trial.executions[-1].worker if trial.executions else ""
@@ -279,7 +225,7 @@ def build_columns(
     def tries(trial: Trial) -> str:
         return str(progress[trial.number].attempts if trial.number in progress else trial.cost.attempts or "")
 
-    columns = [
+    return [
         column("trial", lambda trial: f"{trial.number}{'*' if trial.number in report.best else ' '}", 0),
         column("state", lambda trial: trial.state, 1, left=True),
         *(
@@ -298,7 +244,6 @@ def build_columns(
         column("tries", tries, 9),
         column("why", lambda trial: "" if trial.state == "complete" else first_line(trial.reason), 99, left=True),
     ]
-    return [column for column in columns if any(column.cells)]
 
 
 def _format_loss(report: SweepReport, progress: Mapping[int, RunProgress], trial: Trial) -> str:
@@ -327,31 +272,6 @@ def _format_steps(trial: Trial, progress: Mapping[int, RunProgress]) -> str:
     known = progress.get(trial.number)
     done, planned = (known.step, known.planned_steps) if known else (trial.cost.steps, trial.cost.planned_steps)
     return f"{done}/{planned}" if planned else ""
-
-
-def fit_columns(columns: Sequence[SweepTableColumn], width: int, mark: str) -> list[SweepTableColumn]:
-    """Return the columns that fit into `width`, from left to right. An elastic column is cut to the remaining width.
-
-    Args:
-        columns: All columns.
-        width: Available columns of the terminal.
-        mark: Letter that replaces cut text.
-    """
-    free, chosen = width + GAP, []
-    for index in sorted(range(len(columns)), key=lambda index: columns[index].weight):
-        column = columns[index]
-        widest = max(map(cell_len, (column.title, *column.cells)))
-        if column.elastic and SHORTEST_REASON <= free - GAP < widest:
-            cells = tuple(_truncate(cell, free - GAP, mark) for cell in column.cells)
-            column, widest = SweepTableColumn(column.title, cells, column.weight, column.justify), free - GAP
-        if widest + GAP <= free:
-            free -= widest + GAP
-            chosen.append((index, column))
-    return [column for _, column in sorted(chosen, key=lambda item: item[0])]
-
-
-def _truncate(text: str, width: int, mark: str) -> str:
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + mark
 
 
 def first_line(text: str) -> str:

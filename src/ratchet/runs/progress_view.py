@@ -26,7 +26,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.runs.replication_protocol import ReplicationState
 from ratchet.runs.restart_policy import describe_cause
-from ratchet.runs.status import RATE_WINDOW, RunProgress, describe_ranks
+from ratchet.runs.status import RunProgress, describe_ranks
 from ratchet.storage import files
 
 POINTS = 256
@@ -111,7 +111,7 @@ class DownsampledCurve:
 
 
 def _average_points(points: list[tuple[int, float]]) -> tuple[int, float]:
-    return points[-1][0], sum(value for _, value in points) / len(points)
+    return points[-1][0], statistics.fmean(value for _, value in points)
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,13 @@ class EtaEstimator:
             return 0.0
         interval = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
         count = math.ceil((self._planned - self._validations[-1]) / interval) if interval > 0 else 1
-        return max(0, count) * sum(self._validation_s) / len(self._validation_s)
+        return max(0, count) * statistics.fmean(self._validation_s)
 
 
 def _recent_cost(costs: list[float], per_point: int) -> float:
     """Return the mean cost of the latest steps."""
     count = max(math.ceil(len(costs) * RECENT_SHARE), math.ceil(MIN_RECENT / per_point))
-    return _mean(costs[-count:])
+    return statistics.fmean(costs[-count:])
 
 
 def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: float) -> float:
@@ -250,26 +250,17 @@ def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: flo
     errors = []
     for cut in (int(len(costs) * share) for share in CUTS):
         if cut >= 2 and len(costs) > cut:
-            errors.append(math.log(max(1e-9, _mean(costs[cut:])) / max(1e-9, _recent_cost(costs[:cut], per_point))))
-    error = math.sqrt(_mean([error * error for error in errors])) if errors else 0.2
+            errors.append(
+                math.log(max(1e-9, statistics.fmean(costs[cut:])) / max(1e-9, _recent_cost(costs[:cut], per_point)))
+            )
+    error = math.sqrt(statistics.fmean(error * error for error in errors)) if errors else 0.2
     count = min(BATCHES, len(costs))
     bounds = [round(index * len(costs) / count) for index in range(count + 1)]
-    means = [_mean(costs[start:end]) for start, end in pairwise(bounds)]
-    standard_error = _deviation(means) / math.sqrt(count) / max(1e-9, step_s)
+    means = [statistics.fmean(costs[start:end]) for start, end in pairwise(bounds)]
+    standard_error = (statistics.stdev(means) if count > 1 else 0.0) / math.sqrt(count) / max(1e-9, step_s)
     horizon = 1 + HORIZON_WEIGHT * math.log1p(ahead / steps)
     few_steps = FEW_STEPS_WEIGHT / steps * math.sqrt(ahead / (ahead + steps))
     return math.hypot(ERROR_WEIGHT * error * horizon, SPREAD_WEIGHT * standard_error, few_steps)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 @dataclass
@@ -280,8 +271,6 @@ class GenerationProgress:
     """Number of answers by the reason for their end. Answers saved just before a crash may be missing."""
     tokens: int = 0
     """Number of tokens in all answers."""
-    speed: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Tokens/s by number of answers."""
     live: dict[str, Any] = field(default_factory=dict)
     """Data of the last event `generation_progress`. A value is None if the backend does not report it."""
     _step: int = 0
@@ -303,8 +292,6 @@ class GenerationProgress:
             self._recent.append((answers, tokens, seconds))
             while sum(entry[2] for entry in self._recent) - self._recent[0][2] > WINDOW_S:
                 self._recent.popleft()
-            if seconds > 0:
-                self.speed.add(self._step, tokens / seconds)
 
     def _rate(self, index: int) -> float | None:
         seconds = sum(entry[2] for entry in self._recent)
@@ -402,8 +389,6 @@ class ProgressView:
     _hosts: tuple[str, ...] = ()
     _flops_per_token: float | None = None
     _peak_flops_per_s: float | None = None
-    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    """Seconds, input tokens and trained tokens of each recent step."""
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
     def update(self, event: JournalEvent) -> None:
@@ -429,9 +414,6 @@ class ProgressView:
         data = event.data
         if event.kind == "step":
             self.gradient_norm = _require_finite(data["grad_norm"])
-            self._recent.append(
-                (_require_finite(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"]))
-            )
         elif event.kind == "worker_ready":
             self._begin_work(data)
         elif event.kind == "rank_timings":
@@ -452,7 +434,6 @@ class ProgressView:
         if event.kind == "attempt_started":
             self.began_t = event.t if self.began_t is None else self.began_t
             self.state, self.is_ready, self.ranks = "starting", False, ()
-            self._recent.clear()
         elif event.kind == "worker_exited":
             self.state = {"Retry": "waiting", "GiveUp": "failed"}.get(str(event.data["decision"]), "stopped")
         elif event.kind in ("interrupted", "finished"):
@@ -465,7 +446,6 @@ class ProgressView:
         self.device, self.compute_dtype = str(data.get("device", "")), str(data.get("compute_dtype", ""))
         hosts = data.get("hosts") or ()
         self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
-        self._recent.clear()
         self._flops_per_token, self._peak_flops_per_s = (
             float(value) if isinstance(value, int | float) and value > 0 else None
             for value in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
@@ -489,34 +469,15 @@ class ProgressView:
                 NotableEvent(event.t, text, event.kind in ("alert", "worker_exited", "start_refused", "step_skipped"))
             )
 
-    def _rate(self, index: int) -> float | None:
-        seconds = sum(entry[0] for entry in self._recent)
-        return sum(entry[index] for entry in self._recent) / seconds if seconds > 0 else None
-
     @property
     def is_working(self) -> bool:
         """Whether the worker has loaded everything and has not ended."""
         return self.state in ("training", "answering")
 
     @property
-    def has_figures(self) -> bool:
-        """Whether this attempt has done a step. Figures from before a restart belong to steps that are repeated."""
-        return bool(self._recent)
-
-    @property
-    def input_tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in input tokens/s."""
-        return self._rate(1)
-
-    @property
-    def trained_tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in trained tokens/s."""
-        return self._rate(2)
-
-    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization between 0 and 1, relative to the peak in the data sheet; None if unknown."""
-        rate = self.input_tokens_per_s
+        rate = self.progress.tokens_per_s
         if rate is None or self._flops_per_token is None or self._peak_flops_per_s is None:
             return None
         return rate * self._flops_per_token / self._peak_flops_per_s

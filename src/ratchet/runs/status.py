@@ -171,8 +171,8 @@ class RunProgress:
     """Number of events that lack a key of their kind."""
     _open_attempt: bool = False
     _reached_step: int = 0
-    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    _recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    """Seconds, input tokens and trained tokens of each recent step of this attempt."""
     _replay: ReplayFilter = field(default_factory=ReplayFilter)
 
     def update(self, event: JournalEvent) -> None:
@@ -182,7 +182,7 @@ class RunProgress:
                 self._add_step(event)
             else:
                 self._fold(event)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self.damaged_events += 1
 
     def _add_step(self, event: JournalEvent) -> None:
@@ -190,8 +190,7 @@ class RunProgress:
         self.last_t = event.t
         is_new = self._replay.is_new(event)
         self.step, self.loss, self.learning_rate = data["step"], data["loss"], data["learning_rate"]
-        self._step_s.append(data["step_s"])
-        self._tokens.append(data["input_tokens"])
+        self._recent.append((float(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"])))
         self.trained_tokens += data["trained_tokens"] if is_new else 0
         self.train_s += data["step_s"]
         self._reached_step = data["step"]
@@ -238,6 +237,7 @@ class RunProgress:
             if self.attempts and self._open_attempt:
                 self.attempt_ends.append(f"attempt {self.attempts}: killed together with its supervisor")
             self._open_attempt = True
+            self._recent.clear()
             self.attempts, self.stopped, self.finished, self.refusal = event.attempt, False, None, None
             self.code_version = str(data.get("code_version", ""))
         elif event.kind == "worker_exited":
@@ -283,15 +283,21 @@ class RunProgress:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Recent speed in steps/s; None before the first step."""
-        total = sum(self._step_s)
-        return len(self._step_s) / total if total else None
+        """Recent speed of this attempt in steps/s; None before its first step."""
+        total = sum(seconds for seconds, _, _ in self._recent)
+        return len(self._recent) / total if total > 0 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Recent speed in input tokens/s; None before the first step."""
-        total = sum(self._step_s)
-        return sum(self._tokens) / total if total else None
+        """Recent speed of this attempt in input tokens/s; None before its first step."""
+        total = sum(seconds for seconds, _, _ in self._recent)
+        return sum(tokens for _, tokens, _ in self._recent) / total if total > 0 else None
+
+    @property
+    def trained_tokens_per_s(self) -> float | None:
+        """Recent speed of this attempt in trained tokens/s; None before its first step."""
+        total = sum(seconds for seconds, _, _ in self._recent)
+        return sum(tokens for _, _, tokens in self._recent) / total if total > 0 else None
 
     @property
     def remaining_s(self) -> float | None:

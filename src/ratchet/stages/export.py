@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.config.settings import Settings
-from ratchet.console.live_region import ProgressBars
+from ratchet.console.terminal import show_progress
 from ratchet.evaluation import answer_metrics
 from ratchet.exporters import conversion, inputs, merged_model
 from ratchet.exporters.inputs import ExportJob
@@ -36,11 +36,8 @@ def export(project: Project) -> ModelBundle:
 
 
 def _export(layout: ProjectLayout, settings: Settings) -> ModelBundle:
-    bars = ProgressBars("export")
-    try:
-        bundle = _run_export(inputs.open_job(layout, settings, bars))
-    finally:
-        bars.close()
+    with show_progress("export") as progress:
+        bundle = _run_export(inputs.open_job(layout, settings, progress))
     _log_to_mlflow(layout, settings, bundle)
     return bundle
 

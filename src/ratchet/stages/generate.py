@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from ratchet.console.callback import RunLogPrinter
+from ratchet.console.callback import ConsoleCallback
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.errors import DamagedFileError, DataError, StorageError
 from ratchet.inference import model_reference, output
@@ -95,16 +95,14 @@ def generate(
             if not run.paths.is_finished():
                 with storage_errors(paths.root):
                     _seal_prompts(paths, source, count)
-            console = create_console(run.paths) if create_console else _create_log_printer(on_progress)
+            console = (
+                create_console(run.paths) if create_console else ConsoleCallback(run.paths, write_line=on_progress)
+            )
             supervise(run, reference.start, [console], code_version())
             card = _write_answers(paths, target, model, source.invalid_count)
         finally:
             run.close()
     return GenerateResult(output=target, card=card, was_written_before=False)
-
-
-def _create_log_printer(on_progress: Callable[[str], None]) -> RunCallback:
-    return RunLogPrinter(lambda line: on_progress(f"  {line}"))
 
 
 def _write_answers(paths: GenerationPaths, target: Path, model_name: str, invalid_count: int) -> GenerationCard:

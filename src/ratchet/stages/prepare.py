@@ -13,7 +13,7 @@ import numpy as np
 
 from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
-from ratchet.console import live_region
+from ratchet.console.terminal import ProgressFunction, show_progress
 from ratchet.data import dataset_card, sources, token_files
 from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow, extract_text
 from ratchet.data.ingest import RowIngestion
@@ -61,13 +61,14 @@ def _prepare(layout: ProjectLayout, settings: Settings) -> DatasetCard:
     with files.sealed_directory(layout.data, "data") as scratch:
         temporary = scratch / ".aside"
         temporary.mkdir()
-        with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion:
-            with live_region.create_bar("prepare", "rows read") as bar:
-                ingestion.ingest(_count_rows(reader.rows(), bar))
-            with live_region.create_bar("prepare", "rows compared") as bar:
-                selection = select_rows(ingestion, settings.prepare, lambda rows: bar.update(rows - bar.n))
+        with (
+            closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion,
+            show_progress("prepare") as progress,
+        ):
+            ingestion.ingest(_count_rows(reader.rows(), progress))
+            selection = select_rows(ingestion, settings.prepare, lambda rows: progress("rows compared", rows, None))
             _check_splits(settings.prepare, ingestion, selection)
-            fingerprints = _write_splits(ingestion, selection, scratch)
+            fingerprints = _write_splits(ingestion, selection, scratch, progress)
         shutil.rmtree(temporary)
         card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
         template = digests.hash_bytes(str(tokenizer.chat_template).encode())
@@ -94,10 +95,12 @@ def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkInde
     return BenchmarkIndex(documents, leakage.ngram_words) if documents else None
 
 
-def _count_rows(rows: Iterator[SourceRow | MalformedRecord], bar: Any) -> Iterator[SourceRow | MalformedRecord]:
+def _count_rows(
+    rows: Iterator[SourceRow | MalformedRecord], progress: ProgressFunction
+) -> Iterator[SourceRow | MalformedRecord]:
     for count, row in enumerate(rows, start=1):
         if count % 512 == 0:
-            bar.update(512)
+            progress("rows read", count, None)
         yield row
 
 
@@ -131,14 +134,14 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
         )
 
 
-def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path) -> SplitFingerprints:
+def _write_splits(
+    ingestion: RowIngestion, selection: RowSelection, folder: Path, progress: ProgressFunction
+) -> SplitFingerprints:
     """Write the splits, and the test rows as documents. Returns the fingerprints of the splits."""
     writers = SplitWriters(folder)
     split_of_row = np.where(selection.kept, selection.split, -1)
-    with (
-        (folder / "test.jsonl").open("w", encoding="utf-8") as documents,
-        live_region.create_bar("prepare", "rows written") as bar,
-    ):
+    written = 0
+    with (folder / "test.jsonl").open("w", encoding="utf-8") as documents:
         for table in ingestion.row_spool.tables():
             rows = table.column("row").to_numpy()
             for code, name in enumerate(SPLITS):
@@ -149,7 +152,8 @@ def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path
                 writers.write(name, part)
                 if code == TEST:
                     documents.writelines(_format_documents(part))
-            bar.update(len(rows))
+            written += len(rows)
+            progress("rows written", written, len(split_of_row))
     return writers.close()
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from ratchet.config.machine import Machine
 from ratchet.console.callback import LINE_EVERY_S, RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
-from ratchet.console.text_layout import ScreenSize, TerminalConsole, encode_safely, is_live_terminal
+from ratchet.console.terminal import choose_overflow, clean_text, create_console, is_live_terminal
 from ratchet.errors import ReplicaError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths
@@ -34,7 +35,7 @@ REPLICA_INTERVAL_S = 10.0
 """Time between two reads of a replica, which cost requests. Runs upload journals every machine.replica_interval_s."""
 MIN_PANEL_LINES = 14
 """Minimum number of screen lines per run for which several runs are shown as panels; with fewer lines, as one table."""
-FILE_SIZE = ScreenSize(100, 40)
+FILE_SIZE = 100, 40
 """Columns and lines of the screen if the output is not a terminal; the variable COLUMNS sets another width."""
 
 
@@ -91,15 +92,15 @@ def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions,
             sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
 
 
-def render_runs(runs: Sequence[RunSource], size: ScreenSize, now: float) -> Text:
+def render_runs(runs: Sequence[RunSource], now: float, options: ConsoleOptions) -> RenderableType:
     """Draw runs: as panels if the screen is large enough, otherwise as a table. `now` is Unix time."""
     rows = [(run.name, run.view, run.sidecar) for run in runs]
-    if len(rows) == 1:
-        return render_panel(*rows[0], now, size)
-    lines_per_run = size.height // max(1, len(rows))
-    if lines_per_run < MIN_PANEL_LINES:
-        return render_table(rows, now, size)
-    return _stack_texts([render_panel(*row, now, size._replace(height=lines_per_run)) for row in rows])
+    lines_per_run = options.max_height // len(rows)
+    if len(rows) > 1 and lines_per_run < MIN_PANEL_LINES:
+        return render_table(rows, now, options)
+    options = options.copy()
+    options.max_height = lines_per_run
+    return Group(*(render_panel(*row, now, options) for row in rows))
 
 
 def _choose_source(layout: ProjectLayout | None, machine: Machine, options: WatchOptions) -> WatchSource:
@@ -198,18 +199,17 @@ def _print_once(source: WatchSource, stream: TextIO) -> None:
     if not runs:
         print(source.empty_text, file=stream, flush=True)
         return
-    terminal = TerminalConsole(stream)
-    width = shutil.get_terminal_size(FILE_SIZE[:2]).columns
-    size = terminal.extent() if stream.isatty() else FILE_SIZE._replace(width=width, encoding=terminal.encoding)
-    terminal.width = size.width
-    terminal.print(render_runs(runs, size, time.time()), no_wrap=True, overflow="crop")
+    console = create_console(stream)
+    if not stream.isatty():
+        console.size = shutil.get_terminal_size(FILE_SIZE)
+    console.print(render_runs(runs, time.time(), console.options))
 
 
 class _WatchScreen:
     """Redraws on the terminal's alternate screen, and leaves the last picture on the normal screen."""
 
     def __init__(self, source: WatchSource, stream: TextIO) -> None:
-        self._source, self._terminal = source, TerminalConsole(stream)
+        self._source, self._console = source, create_console(stream)
         self._runs: Sequence[RunSource] = []
         self._refreshed_s = -math.inf
         self._problem = ""
@@ -218,7 +218,7 @@ class _WatchScreen:
         """Redraw until all runs are finished. Raises ReplicaError if the first refresh fails."""
         self._refresh()
         try:
-            with Live(console=self._terminal, screen=True, auto_refresh=False) as live:
+            with Live(console=self._console, screen=True, auto_refresh=False) as live:
                 while True:
                     live.update(self._render(), refresh=True)
                     if self._runs and all(run.sidecar.finished for run in self._runs):
@@ -226,7 +226,7 @@ class _WatchScreen:
                     time.sleep(DRAW_INTERVAL_S)
                     self._refresh_if_due()
         finally:
-            self._terminal.print(self._render(), no_wrap=True, overflow="crop")
+            self._console.print(self._render())
 
     def _refresh_if_due(self) -> None:
         if time.monotonic() - self._refreshed_s < self._source.interval_s:
@@ -240,31 +240,23 @@ class _WatchScreen:
         self._runs = self._source.refresh()
         self._refreshed_s, self._problem = time.monotonic(), ""
 
-    def _render(self) -> Text:
-        size = self._terminal.extent()
-        parts: list[Text] = []
-        if not self._runs:
-            parts.append(Text(self._source.empty_text))
-        else:
-            parts.append(render_runs(self._runs, size._replace(height=size.height - 2), time.time()))
+    def _render(self) -> RenderableType:
+        options = self._console.options
+        options.max_height = max(1, options.max_height - 2)
+        parts = [render_runs(self._runs, time.time(), options) if self._runs else Text(self._source.empty_text)]
         if self._problem:
-            parts.append(Text(encode_safely(f"! {self._problem}", size.encoding)))
-        return _stack_texts(parts)
-
-
-def _stack_texts(parts: Sequence[Text]) -> Text:
-    """Join texts, one below the other."""
-    return Text("\n", no_wrap=True, overflow="crop", end="").join(parts)
+            parts.append(Text(clean_text(f"! {self._problem}"), no_wrap=True, overflow=choose_overflow(options)))
+        return Group(*parts)
 
 
 def _print_events(source: WatchSource, stream: TextIO) -> None:
     """Print lines: a summary of each run when it is first seen, then its events, until no run is active."""
-    encoding = stream.encoding or "utf-8"
+    console = create_console(stream)
     formatters: dict[str, RunEventFormatter] = {}
     summaries: dict[str, str] = {}
 
     def print_line(line: str) -> None:
-        print(encode_safely(line, encoding), file=stream, flush=True)
+        console.print(clean_text(line), soft_wrap=True)
 
     def print_summary(run: RunSource) -> None:
         line = f"{run.name} {summarize_run(run.view, run.sidecar, time.time())}"

@@ -1,4 +1,4 @@
-"""The live region is redrawn in place, in a real terminal and on streams that fail."""
+"""The live display is redrawn in place, in a real terminal and on streams that fail."""
 
 import errno
 import io
@@ -10,26 +10,27 @@ import pytest
 from rich.text import Text
 
 from faked_terminal import Faked
-from ratchet.console.live_region import LiveRegion
-from ratchet.console.text_layout import encode_safely, is_live_terminal
+from ratchet.console.terminal import LiveDisplay, create_console, is_live_terminal, show_progress
+from ratchet.redaction import HIDDEN
 from tmux_screen import Screen, needs_tmux
 
 SCRIPT = """\
 import logging, sys, time
 from rich.text import Text
-from ratchet.console.live_region import LiveRegion
+from ratchet.console.terminal import LiveDisplay
 for number in range(30):
     print("before", number)
-canvas = LiveRegion(sys.stdout)
-canvas.open()
-log = logging.StreamHandler()
 seen = set()
+def picture(options):
+    width = options.max_width
+    seen.add(width)
+    rows = [f"frame of {width}", "x" * min(width, 70), "y" * min(width, 110), "last row"]
+    return Text("\\n").join(Text(row) for row in rows)
+canvas = LiveDisplay(sys.stdout, picture)
+canvas.start()
+log = logging.StreamHandler()
 for number in range(10_000):
-    def picture(size):
-        seen.add(size.width)
-        rows = [f"frame of {size.width}", "x" * min(size.width, 70), "y" * min(size.width, 110), "last row"]
-        return Text("\\n", no_wrap=True, overflow="crop").join(Text(row) for row in rows)
-    canvas.draw(picture)
+    canvas.refresh()
     if number % 10 == 5:
         print("said", number)
     if number == 12:
@@ -40,7 +41,7 @@ for number in range(10_000):
     time.sleep(0.02)
     if 79 in seen:
         break
-canvas.close()
+canvas.stop()
 print("after")
 log.emit(logging.LogRecord("x", 30, "", 0, "a late word", (), None))
 """
@@ -63,41 +64,38 @@ def test_it_stays_in_its_place_while_others_print_and_the_terminal_changes(tmp_p
     assert [line for line in lines if line.startswith("before")] == [f"before {number}" for number in range(30)]
     said = [line for line in lines if line.startswith("said ")]
     assert said == [f"said {number}" for number in range(5, 5 + 10 * len(said), 10)]
-    assert {"a warning", "a\\u001b[2Jb", "progress 2"} <= set(lines)
+    assert {"a warning", "ab", "progress 2"} <= set(lines)
     end = lines.index("frame of 79")
     assert lines[end:] == ["frame of 79", "x" * 70, "y" * 79, "last row", "after", "a late word", "[ended 0]"]
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO], ids=["pipe", "terminal"])
-def test_a_terminal_that_is_gone_is_told_to_who_draws_and_streams_are_given_back(
+def test_a_terminal_that_is_gone_ends_the_display_and_streams_are_given_back(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Faked()
     monkeypatch.setattr(sys, "stdout", stream)
-    canvas = LiveRegion(stream)
-    canvas.open()
+    display = LiveDisplay(stream, lambda options: Text("picture"))
+    display.start()
     assert sys.stdout is not stream
     print("above")
-    canvas.draw(lambda size: Text("picture"))
     stream.gone = OSError(number, os.strerror(number))
-    print("who prints does not suffer")
-    with pytest.raises(OSError, match=r"Errno") as raised:
-        canvas.draw(lambda size: Text("picture"))
-    assert raised.value.errno == number
-    canvas.close()
-    canvas.close()
+    display.refresh()
+    assert isinstance(display.error, OSError)
+    assert display.error.errno == number
+    assert sys.stdout is stream
+    display.stop()
+    display.start()
     assert sys.stdout is stream
     assert "above" in stream.getvalue()
-    assert not canvas.is_open
+    assert not display.is_started
 
 
 ABANDONED = """\
 import sys
 from rich.text import Text
-from ratchet.console.live_region import LiveRegion
-canvas = LiveRegion(sys.stdout)
-canvas.open()
-canvas.draw(lambda size: Text("picture"))
+from ratchet.console.terminal import LiveDisplay
+LiveDisplay(sys.stdout, lambda options: Text("picture")).start()
 raise SystemExit(3)
 """
 
@@ -110,34 +108,34 @@ def test_a_process_that_ends_without_a_word_leaves_a_cursor(tmp_path: Path) -> N
         assert screen.shows_cursor
 
 
-def test_a_closed_stream_and_a_canvas_that_was_never_opened() -> None:
+def test_a_closed_stream_and_a_display_that_was_never_started() -> None:
     stream = Faked()
-    LiveRegion(stream).close()
-    canvas = LiveRegion(stream)
-    canvas.draw(lambda size: Text("nothing"))
+    LiveDisplay(stream, lambda options: Text("nothing")).stop()
     assert stream.getvalue() == ""
-    canvas.open()
+    display = LiveDisplay(stream, lambda options: Text("picture"))
+    display.start()
     stream.close()
-    with pytest.raises(ValueError, match="closed"):
-        canvas.draw(lambda size: Text("picture"))
-    canvas.close()
+    display.refresh()
+    assert isinstance(display.error, ValueError)
+    display.stop()
 
 
 def test_frame_is_one_write_and_too_large_a_picture_is_cut() -> None:
     stream = Faked()
-    canvas = LiveRegion(stream)
-    canvas.open()
+    picture = Text("\n".join(map(str, range(500))))
+    display = LiveDisplay(stream, lambda options: picture)
+    display.start()
     for _ in range(3):
         before, at = stream.writes, stream.tell()
-        canvas.draw(lambda size: Text("\n".join(map(str, range(500)))))
+        display.refresh()
         assert stream.writes == before + 1
     assert stream.getvalue()[at:].count("\n") < 100
-    at = stream.tell()
-    canvas.draw(lambda size: Text("x" * 500, no_wrap=True, overflow="crop"))
+    at, picture = stream.tell(), Text("x" * 500, no_wrap=True, overflow="crop")
+    display.refresh()
     frame = stream.getvalue()[at:]
     assert frame.index("\x1b[?7l") < frame.index("x") < frame.index("\x1b[?7h"), "the terminal breaks no row"
     assert frame.count("x") < 500
-    canvas.close()
+    display.stop()
     assert stream.getvalue().endswith("\x1b[?25h")
 
 
@@ -152,22 +150,53 @@ def test_live_streams_and_writable_letters(name: str, value: str, live: bool, mo
     monkeypatch.setenv(name, value)
     assert is_live_terminal(Faked()) is live
     assert not is_live_terminal(io.StringIO())
-    assert encode_safely("größer", "ascii") == "gr??er"
-    assert encode_safely("größer", "utf-8") == "größer"
+    for encoding, text in (("ascii", "gr??er"), ("utf-8", "größer")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        create_console(stream).print("größer")
+        stream.seek(0)
+        assert stream.read() == f"{text}\n"
 
 
-def test_lines_above_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_above_are_broken_between_words_and_control_characters_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Faked()
-    canvas = LiveRegion(stream)
-    canvas.open()
-    canvas.draw(lambda size: Text("picture"))
+    display = LiveDisplay(stream, lambda options: Text("picture"))
+    display.start()
     at = stream.tell()
-    canvas.print_line(
-        "  alert: no checkpoint was saved in \x1b[33m1,234,567\x1b[0m s\nagain, of wide letters: 漢字 漢字 漢字 漢字"
-    )
-    above = stream.getvalue()[at:].replace("\x1b[33m", "").replace("\x1b[0m", "")
-    rows = above[above.index("  alert") : above.index("\x1b[?7l")].split("\r\n")
-    assert rows[:2] == ["  alert: no checkpoint was saved in", "  1,234,567 s"]
-    assert rows[2:] == ["again, of wide letters: 漢字 漢字 漢字", "漢字", ""]
-    canvas.close()
+    display.print_line("  alert: no checkpoint was \x1b[2J saved in 1,234,567 s, of wide letters: 漢字 漢字 漢字 漢字")
+    above = stream.getvalue()[at:]
+    rows = above[above.index("  alert") : above.index("\x1b[?7l")].split("\n")
+    assert rows == [
+        "  alert: no checkpoint was \\u001b[2J ",
+        "saved in 1,234,567 s, of wide letters: ",
+        "漢字 漢字 漢字 漢字",
+        "",
+    ]
+    display.stop()
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    for stream in (Faked(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with show_progress("export") as progress:
+            for done in range(3):
+                progress("merge", done, 2)
+                progress("rows", done, None)
+        assert ("export: merge" in stream.getvalue()) == stream.isatty()
+        assert bool(stream.getvalue()) == stream.isatty()
+
+
+def test_secrets_on_standard_error_are_hidden_above_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    stream = Faked()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    display = LiveDisplay(stream, lambda options: Text("picture"))
+    display.start()
+    print("a library prints hf_abcdefgh", file=sys.stderr)
+    display.stop()
+    assert (sys.stdout, sys.stderr) == (stream, stream)
+    assert f"a library prints {HIDDEN}" in stream.getvalue()
+    assert "hf_abcdefgh" not in stream.getvalue()
