@@ -24,7 +24,7 @@ from ratchet.reports.comparison import (
     EvaluationIndex,
     SubjectScores,
 )
-from ratchet.reports.forest_plot import REFERENCES
+from ratchet.reports.sample_browser import REFERENCES
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
 from ratchet.runs import directory
 from ratchet.stages.project import Project
