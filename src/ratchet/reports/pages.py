@@ -69,7 +69,7 @@ def _environment() -> "Environment":
     )  # fmt: skip
     environment.filters |= {
         "anchor": lambda title: title.lower().replace(" ", "-"), "bytes": format_bytes, "count": format_count,
-        "json": _embed_json, "metric": format_metric, "percent": format_width, "share": format_percentage,
+        "json": _embed_json, "metric": format_metric, "p_value": format_p_value, "percent": format_width, "share": format_percentage,
         "significant": format_significant, "words": lambda name: name.replace("_", " "),
     }  # fmt: skip
     environment.globals |= {
