@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.reports.comparison import ComparisonSide
 from ratchet.reports.pages import format_significant
-from ratchet.reports.plots import COLOURS, DASHES, Figure, axis, build_figure, plain
+from ratchet.reports.plots import COLOURS, DASHES, Figure, build_figure, plain, translucent
 from ratchet.reports.run_history import HistoryCurve
 from ratchet.storage.html import NONE
 
@@ -202,9 +202,9 @@ def _build_curve_figure(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Fig
         side, name, colour = sides[curve.side], plain(sides[curve.side].name), COLOURS[curve.side % len(COLOURS)]
         meta = {"side": curve.side, "on": "vx" if plot.kind.validated else "x", "smooth": plot.kind.smooth}
         for number, values in enumerate((curve.low, curve.high) if curve.low else ()):
-            fill = {"fill": "tonexty", "fillcolor": colour} if number else {}
+            fill = {"fill": "tonexty", "fillcolor": translucent(colour)} if number else {}
             bands.append({
-                "y": _round_values(values), "mode": "lines", "line": {"width": 0, "color": colour}, "opacity": 0.18,
+                "y": _round_values(values), "mode": "lines", "line": {"width": 0, "color": colour},
                 "hoverinfo": "skip", "meta": meta, **fill,
             })  # fmt: skip
         has_dots = plot.kind.validated and len(curve.step) <= SIGNS_SHOWN

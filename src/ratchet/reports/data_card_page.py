@@ -107,7 +107,9 @@ def _list_drops(card: DatasetCard) -> list[dict[str, Any]]:
     for reason, drop in sorted(card.dropped.items(), key=lambda item: (-item[1].count, item[0])):
         before = drops[-1]["before"] + drops[-1]["count"] if drops else 0
         meaning = DROP_MEANINGS.get(reason, "")
-        drops.append({"reason": reason, "count": drop.count, "before": before, "meaning": meaning, "examples": drop.examples})
+        drops.append(
+            {"reason": reason, "count": drop.count, "before": before, "meaning": meaning, "examples": drop.examples}
+        )
     return drops
 
 

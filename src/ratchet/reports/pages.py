@@ -69,12 +69,12 @@ def _environment() -> "Environment":
     )  # fmt: skip
     environment.filters |= {
         "anchor": lambda title: title.lower().replace(" ", "-"), "bytes": format_bytes, "count": format_count,
-        "json": _embed_json, "metric": format_metric, "p_value": format_p_value, "percent": format_width, "share": format_percentage,
-        "significant": format_significant, "words": lambda name: name.replace("_", " "),
+        "json": _embed_json, "metric": format_metric, "p_value": format_p_value, "percent": format_width,
+        "share": format_percentage, "significant": format_significant, "words": lambda name: name.replace("_", " "),
     }  # fmt: skip
     environment.globals |= {
-        "style": Markup(_read("style.css")), "shapes": SHAPES, "words_of": OUTCOME_WORDS, "read_scripts": _read_scripts,
-        "allow_scripts": _allow_scripts, "packed_plotly": _packed_plotly, "files_shown": FILES_SHOWN,
+        "style": _read_scripts(("style.css",), False)[0], "shapes": SHAPES, "words_of": OUTCOME_WORDS,
+        "read_scripts": _read_scripts, "allow_scripts": _allow_scripts, "packed_plotly": _packed_plotly, "files_shown": FILES_SHOWN,
         "short": digests.SHORT, "mark_differences": mark_differences,
     }  # fmt: skip
     return environment
@@ -120,19 +120,24 @@ def _packed_plotly() -> Markup:
 
 
 def _embed_json(value: object) -> Markup:
-    """Return JSON that cannot end the element in which it stands. Numbers that are not finite become null."""
-    text = json.dumps(_replace_infinite(value), allow_nan=False, separators=(",", ":"))
+    """Return JSON that cannot end the element in which it stands, with seven digits of each number.
+
+    Numbers that are not finite become null.
+    """
+    text = json.dumps(_round_numbers(value), allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return Markup(text)  # noqa: S704
 
 
-def _replace_infinite(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _replace_infinite(item) for key, item in value.items()}
+        return {key: _round_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace_infinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_round_numbers(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value
 
 
 def format_width(share: float) -> str:

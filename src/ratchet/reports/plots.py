@@ -1,14 +1,14 @@
 """Plots of runs, evaluations, adapters and quantization, as figures of Plotly and as pages of their own.
 
-A figure is the JSON that Plotly's library draws in the browser, so nothing heavy is imported. Colours are light ones for
-all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008); templates/charts.js has the dark ones.
+A figure is the JSON that Plotly's library draws in the browser, so nothing heavy is imported. Colours are those of
+light mode, for all kinds of colour vision (Okabe and Ito, Color Universal Design, 2008); templates/charts.js has the
+colours of dark mode.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,19 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": plain(title)}, **more}
 
 
+def translucent(colour: str) -> str:
+    """Return a hexadecimal colour with an opacity, for areas. A page uses it in light and dark mode."""
+    return f"rgba({int(colour[1:3], 16)},{int(colour[3:5], 16)},{int(colour[5:7], 16)},0.2)"
+
+
 def build_figure(data: Iterable[Mapping[str, Any]], height_px: int, **layout: Any) -> Figure:
     """Return a figure. `layout` has the keys of Plotly's layout."""
     return {"data": list(data), "layout": {"height": height_px, **layout}}
 
 
-def panel_axes(number: int, count: int, columns: int, gap: tuple[float, float] = (0.05, 0.12)) -> dict[str, list[float]]:
+def panel_axes(
+    number: int, count: int, columns: int, gap: tuple[float, float] = (0.05, 0.12)
+) -> dict[str, list[float]]:
     """Return the domains of a panel in a grid: `x` and `y`, shares of the figure's width and height."""
     rows = math.ceil(count / columns)
     row, column = divmod(number, columns)

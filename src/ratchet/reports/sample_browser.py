@@ -1,7 +1,7 @@
 """Selects the samples that two models answer differently, for the gate's page."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

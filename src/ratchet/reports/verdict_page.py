@@ -69,8 +69,9 @@ def write(
         for reason in verdict.reasons
         for comparison in reason.comparisons
     ]
+    judge = ["Judge"] if report.judge_report is not None else []
     sections = ["Rules", "Comparisons", "Flipped samples", "Metrics", "Forgetting", "Labels", "Export parity",
-                "Cost and floors", *(["Judge"] if report.judge_report is not None else []), "Noise", "Lineage"]  # fmt: skip
+                "Cost and floors", *judge, "Noise", "Lineage"]  # fmt: skip
     page = pages.render(
         "gate",
         title=f"{verdict.decision}: {verdict.run_id}",
@@ -234,7 +235,9 @@ def _summarize_noise(evidence: GateEvidence) -> dict[str, Any] | None:
         return None
     scores = evidence.report.scores.values()
     first = next((found.metrics for found in scores if found.model_digest == noise.model_digest), {})
-    rows = [(name, first.get(name), metric, _count_noise(evidence, name)) for name, metric in sorted(noise.metrics.items())]
+    rows = [
+        (name, first.get(name), metric, _count_noise(evidence, name)) for name, metric in sorted(noise.metrics.items())
+    ]
     return {"found": noise, "rows": rows}
 
 

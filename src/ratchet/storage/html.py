@@ -43,8 +43,9 @@ def format_count(number: int, noun: str) -> str:
 
 
 OPENING = (
-    b'<!DOCTYPE html>\n<html lang="en-GB"><head><meta charset="utf-8" /><meta name="viewport" content="width=device-width,'
-    b' initial-scale=1" /><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+    b'<!DOCTYPE html>\n<html lang="en-GB"><head><meta charset="utf-8" />'
+    b'<meta name="viewport" content="width=device-width, initial-scale=1" />'
+    b'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
 )
 """First bytes of every page, independent of its kind and version."""
 

@@ -27,11 +27,12 @@
   function template() {
     const style = getComputedStyle(document.documentElement);
     const [ink, quiet, rule, ground] = ["--ink", "--quiet", "--rule", "--paper"].map((name) => style.getPropertyValue(name).trim());
-    const axis = { gridcolor: rule, linecolor: quiet, tickcolor: quiet, zeroline: false, automargin: true, title: { font: { size: 12 } } };
+    const axis = { gridcolor: rule, linecolor: quiet, tickcolor: quiet, zeroline: false, automargin: true, exponentformat: "power", minexponent: 5, title: { font: { size: 12 } } };
     const layout = {
       font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 }, paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 62, r: 16, t: 16, b: 44 }, xaxis: axis, yaxis: axis, hoverlabel: { bgcolor: ground, font: { color: ink } },
-      legend: { orientation: "h", yanchor: "top", y: -0.16, x: 0 }, colorway: Object.keys(DARK).slice(3, 10).map((one) => (dark.matches && !paper.matches ? DARK[one] : one)),
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
+      legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 }, colorway: Object.keys(DARK).slice(3, 10).map((one) => (dark.matches && !paper.matches ? DARK[one] : one)),
     };
     return { layout };
   }
