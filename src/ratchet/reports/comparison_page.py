@@ -214,7 +214,7 @@ def summarize_events(sides: Sequence[ComparisonSide]) -> dict[str, Any]:
 
 def summarize_settings(side: ComparisonSide) -> list[tuple[str, Mapping[str, str]]]:
     """Return all settings of a side: those that affect learning, and those of execution."""
-    groups = []
+    groups: list[tuple[str, Mapping[str, str]]] = []
     for title, attribute in (("Settings that affect learning", "settings"), ("Execution", "execution")):
         if rows := comparison_rows([[getattr(run, attribute) for run in side.runs]]):
             groups.append((title, {row.name: row.values[0] for row in rows}))

@@ -74,8 +74,8 @@ def _environment() -> "Environment":
     }  # fmt: skip
     environment.globals |= {
         "style": _read_scripts(("style.css",), False)[0], "shapes": SHAPES, "words_of": OUTCOME_WORDS,
-        "read_scripts": _read_scripts, "allow_scripts": _allow_scripts, "packed_plotly": _packed_plotly, "files_shown": FILES_SHOWN,
-        "short": digests.SHORT, "mark_differences": mark_differences,
+        "read_scripts": _read_scripts, "allow_scripts": _allow_scripts, "packed_plotly": _packed_plotly,
+        "files_shown": FILES_SHOWN, "short": digests.SHORT, "mark_differences": mark_differences,
     }  # fmt: skip
     return environment
 

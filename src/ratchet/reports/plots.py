@@ -82,9 +82,9 @@ def _panel_name(number: int) -> str:
     return str(number + 1) if number else ""
 
 
-def _write(title: str, target: Path, note: str = "", **content: object) -> None:
+def _write(title: str, target: Path, note: str = "", **content: Any) -> None:
     """Write a page with one picture. `content` has one of the values `figure`, `confusion` and `curves`."""
-    values = {"figure": None, "confusion": None, "curves": None, **content}
+    values: dict[str, Any] = {"figure": None, "confusion": None, "curves": None, **content}
     files.write_atomic(target, pages.render("picture", title=title, sections=(), note=note, **values))
 
 
@@ -242,7 +242,7 @@ def build_update_figure(analysis: AdapterAnalysis) -> Figure:
          "line": {"color": QUIET, "width": 1, "dash": "dash"}}
         for rank in (ranks[:: math.ceil(len(ranks) / 4)] if ranks else ())
     ]  # fmt: skip
-    titles = (
+    titles: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("update over weight (Frobenius norms)", "layer", {"type": "log" if has_ratio else "linear"}),
         ("effective rank (dashed: rank)", "layer", {"rangemode": "tozero"}),
         ("singular values relative to the first, median", "direction", {"range": [0, 1.05]}),

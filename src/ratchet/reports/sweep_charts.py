@@ -136,7 +136,8 @@ def _draw_marks(
     }
     return {
         "x": [x for x, _ in places], "y": [y for _, y in places], "mode": "markers", "name": state, "marker": marker,
-        "text": [f"trial {trial.number}" for trial in trials], **more,
+        "text": [trial.number for trial in trials],
+        "hovertemplate": "trial %{text}: %{y:.4g}<extra>" + state + "</extra>", **more,
     }  # fmt: skip
 
 
@@ -196,15 +197,19 @@ def _parameter_axis(searched: ParameterAxis, report: SweepReport, **more: Any) -
     title = format_parameter_value(shorten_names(one.name for one in report.axes)[searched.name])
     if searched.kind == "choice":
         choices = _axis_choices(searched, report)
-        texts = [plain(break_lines(html.unescape(choice), 14)).replace("\n", "<br>") for choice in choices]
+        texts = [_wrap(html.unescape(choice)) for choice in choices]
         ticks = {"tickvals": choices, "ticktext": texts}
         return axis(title, type="category", categoryorder="array", categoryarray=choices, **ticks, **more)
     low, high, log = _axis_range(searched, report)
-    ticks = {}
     if low < high:
-        ticks["tickvals"] = choose_ticks(low, high, log, 5)
-        ticks["ticktext"] = [format_number(tick) for tick in ticks["tickvals"]]
-    return axis(title, type="log" if log else "linear", **ticks, **more)
+        numbers = choose_ticks(low, high, log, 5)
+        more |= {"tickvals": numbers, "ticktext": [format_number(number) for number in numbers]}
+    return axis(title, type="log" if log else "linear", **more)
+
+
+def _wrap(text: str) -> str:
+    """Break a label into two lines of Plotly's text."""
+    return plain(break_lines(text, 14)).replace("\n", "<br>")
 
 
 def _objective_axes(report: SweepReport) -> tuple[list[float], list[str]]:
@@ -214,7 +219,7 @@ def _objective_axes(report: SweepReport) -> tuple[list[float], list[str]]:
         values = [trial_value(trial, report.objectives, index) for trial in report.trials]
         most = max((value for value in values if value is not None), default=0.0)
         sizes.append(objective_unit(objective.metric, most)[0])
-        labels.append(plain(objective_label(objective, most)))
+        labels.append(objective_label(objective, most))
     return sizes, labels
 
 
@@ -248,21 +253,10 @@ def _build_history(report: SweepReport) -> Iterator[Figure]:
             data.append({**_join_lines([best]), "mode": "lines", "name": "best so far", "line": line})
         data += _draw_star(report, {number: (number, value) for number, value in known.items()})
         frame = [low - 0.09 * (high - low) * len(rows), high]
-        notes = [
-            {
-                "text": state,
-                "x": 1,
-                "xref": "paper",
-                "xanchor": "right",
-                "y": at,
-                "showarrow": False,
-                "font": {"size": 10},
-            }
-            for state, at in rows.items()
-        ]
-        yield build_figure(
-            data, HIGH_PX, xaxis=axis("trial"), yaxis=axis(labels[index], range=frame), annotations=notes
-        )
+        look = {"x": 1, "xref": "paper", "xanchor": "right", "showarrow": False, "font": {"size": 10}}
+        notes = [{"text": state, "y": at, **look} for state, at in rows.items()]
+        up = axis(labels[index], range=frame)
+        yield build_figure(data, HIGH_PX, xaxis=axis("trial"), yaxis=up, annotations=notes)
 
 
 def _build_curves(report: SweepReport) -> Iterator[Figure]:
@@ -291,7 +285,7 @@ def _build_curves(report: SweepReport) -> Iterator[Figure]:
         name = f"{('best', 'second', 'third')[place]}: trial {number}"
         data.append({**_join_lines([curves[number]]), "mode": "lines", "name": name, "line": line})
     earlier = [by_number.get(trial.continues) for trial in report.trials if trial.continues is not None]
-    ends = [line[-1] for trial in earlier if trial and (line := list(validation_curve(trial, by_number).items()))]
+    ends = [found[-1] for trial in earlier if trial and (found := list(validation_curve(trial, by_number).items()))]
     if ends:
         marker = {"symbol": "diamond-open", "size": 9, "color": INK}
         places = {"x": [x for x, _ in ends], "y": [y for _, y in ends]}
@@ -310,7 +304,8 @@ def _build_importances(report: SweepReport) -> Iterator[Figure]:
     bars = {
         "type": "bar", "orientation": "h", "x": [share for _, share in ordered],
         "y": [plain(format_parameter_value(names[name])) for name, _ in ordered],
-        "marker": {"color": COLOURS["complete"]}, "text": [f"{share:.0%}" for _, share in ordered], "textposition": "outside", "cliponaxis": False,
+        "marker": {"color": COLOURS["complete"]}, "text": [f"{share:.0%}" for _, share in ordered],
+        "textposition": "outside", "cliponaxis": False,
     }  # fmt: skip
     across = axis("share of the objective's variance explained by the hyperparameter", tickformat=".0%")
     yield build_figure(
@@ -401,7 +396,7 @@ def _build_contour(report: SweepReport) -> Iterator[Figure]:
             "connectgaps": True, "colorscale": "Cividis", "reversescale": better is min, "opacity": 0.85,
             "zmin": axis_limits(list(best.values()))[0], "zmax": axis_limits(list(best.values()))[1],
             "contours": {"coloring": "heatmap"}, "line": {"width": 0.5}, "hoverinfo": "z",
-            "colorbar": {"title": {"text": labels[0], "side": "right"}, "thickness": 12},
+            "colorbar": {"title": {"text": plain(labels[0]), "side": "right"}, "thickness": 12},
         })  # fmt: skip
     for state, members in _group_by_state(t for t in counted_trials(report) if t.number in known).items():
         data.append(_draw_marks([known[trial.number] for trial in members], state, members))
@@ -417,7 +412,7 @@ def _build_pareto_fronts(report: SweepReport) -> Iterator[Figure]:
     complete = [trial for trial in counted_trials(report) if trial.state == "complete"]
     for pair in list(combinations(range(len(report.objectives)), 2))[:PAIRS] if complete else ():
         found = {t.number: [trial_value(t, report.objectives, index) for index in pair] for t in complete}
-        points = {number: tuple((value or 0.0) / sizes[index] for value, index in zip(values, pair, strict=True))
+        points = {number: ((values[0] or 0.0) / sizes[pair[0]], (values[1] or 0.0) / sizes[pair[1]])
                   for number, values in found.items() if None not in values}  # fmt: skip
         front = [trial for trial in complete if trial.number in report.best and trial.number in points]
         others = [trial for trial in complete if trial.number in points and trial not in front]
@@ -431,7 +426,7 @@ def _build_pareto_fronts(report: SweepReport) -> Iterator[Figure]:
         data = [
             _draw_marks([points[t.number] for t in others], "complete", others, name="complete, dominated"),
             _draw_marks([points[t.number] for t in front], "complete", front, **marks),
-            *_draw_star(report, {number: (place[0], place[1]) for number, place in points.items()}),
+            *_draw_star(report, points),
         ]
         better = ["lower" if report.objectives[index].direction == "minimize" else "higher" for index in pair]
         across, up = (axis(f"{labels[index]}, {word} is better") for index, word in zip(pair, better, strict=True))
@@ -490,12 +485,12 @@ def _build_parallel_coordinates(report: SweepReport) -> Iterator[Figure]:
 
     for one in searched:
         found = {trial.number: _axis_value(one, trial) for trial in trials}
-        title = plain(format_parameter_value(names[one.name]))
+        title = _wrap(format_parameter_value(names[one.name]))
         if one.kind == "choice":
             choices = _axis_choices(one, report)
             ranks = {n: None if value is None else float(choices.index(str(value))) for n, value in found.items()}
             add_axis(title, ranks, (0.0, len(choices) - 1.0, False))
-            texts = [plain(break_lines(html.unescape(choice), 14)).replace("\n", " <br>") for choice in choices]
+            texts = [_wrap(html.unescape(choice)) for choice in choices]
             ticks[-1] = [(k / (len(choices) - 1) if len(choices) > 1 else 0.5, text) for k, text in enumerate(texts)]
         else:
             add_axis(
@@ -508,7 +503,7 @@ def _build_parallel_coordinates(report: SweepReport) -> Iterator[Figure]:
         scaled = {number: None if value is None else value / sizes[index] for number, value in values.items()}
         low, high = axis_limits([value for value in scaled.values() if value is not None])
         better = "lower" if objective.direction == "minimize" else "higher"
-        add_axis(f"{labels[index]}<br>({better} is better)", scaled, (low, high, False))
+        add_axis(f"{_wrap(labels[index])}<br>({better} is better)", scaled, (low, high, False))
     yield _draw_parallel_axes(report, trials, places, titles, ticks)
 
 
@@ -548,9 +543,11 @@ def _draw_parallel_axes(
     uprights = [{"type": "line", "x0": k, "x1": k, "y0": 0, "y1": 1, "line": {"color": QUIET, "width": 1}}
                 for k in range(len(titles))]  # fmt: skip
     across = {"side": "top", "tickvals": list(range(len(titles))), "ticktext": list(titles), "showgrid": False,
-              "range": [-0.6, len(titles) - 0.7], "tickangle": 0, "showline": False}  # fmt: skip
-    return build_figure(data, HIGH_PX + 80, xaxis=across, shapes=uprights, margin={"l": 20, "r": 40, "t": 70},
-                        yaxis={"visible": False, "range": [-0.04, 1.04]}, legend={"y": -0.02, "yanchor": "top"})  # fmt: skip
+              "range": [-0.6, len(titles) - 0.7], "tickangle": 0,
+              "ticklabeloverflow": "allow", "showline": False}  # fmt: skip
+    return build_figure(data, HIGH_PX + 80, xaxis=across, shapes=uprights, margin={"l": 20, "r": 60, "t": 70},
+                        yaxis={"visible": False, "range": [-0.04, 1.04]},
+                        legend={"y": -0.02, "yanchor": "top"})  # fmt: skip
 
 
 # Timeline of workers and their trials, and tokens.

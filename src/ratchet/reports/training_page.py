@@ -172,14 +172,14 @@ def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]
 def summarize_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the values of macro `memory`; None if nothing was forecast or measured."""
     if forecast is None:
-        phases = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
-        return {"parts": [], "phases": phases} if measured else None
+        measured_rows = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
+        return {"parts": [], "phases": measured_rows} if measured else None
     parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
     classes = {part: f"part{number % PART_STYLES}" for number, part in enumerate(parts)}
     most = max([forecast.peak.total_bytes, *measured.values(), 1])
     size, unit = choose_unit(most)
     bar = pages.macros().bar
-    phases = []
+    phases: list[tuple[object, ...]] = []
     for phase in forecast.phases:
         count = measured.get(phase.phase)
         shares = [(classes[part], phase.parts.get(part, 0) / most) for part in parts]
