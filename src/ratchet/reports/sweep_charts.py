@@ -4,7 +4,7 @@ Optuna's own charts of the same study are in optuna-dashboard. They do not show 
 and their parallel coordinates need WebGL, which the pages' content security policy forbids.
 """
 
-import html
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -177,9 +177,15 @@ def _axis_range(searched: ParameterAxis, report: SweepReport) -> tuple[float, fl
     return min(ends), max(ends), searched.log and min(ends) > 0
 
 
-def _axis_choices(searched: ParameterAxis, report: SweepReport) -> list[str]:
+def _axis_choices(searched: ParameterAxis, report: SweepReport) -> dict[str, str]:
+    """Return the label of each choice, by its key."""
     items = [*searched.choices, *(t.values[searched.name] for t in report.trials if searched.name in t.values)]
-    return list(dict.fromkeys(plain(format_parameter_value(item)) for item in items))
+    return {_choice_key(item): _wrap(format_parameter_value(item)) for item in items}
+
+
+def _choice_key(item: Any) -> str:
+    """Return a text that is equal for equal values only: labels are cut, and 1 is not true."""
+    return plain(json.dumps(item, default=str))
 
 
 def _axis_value(searched: ParameterAxis, trial: Trial) -> str | float | None:
@@ -188,8 +194,14 @@ def _axis_value(searched: ParameterAxis, trial: Trial) -> str | float | None:
         return None
     item = trial.values[searched.name]
     if searched.kind == "choice":
-        return plain(format_parameter_value(item))
+        return _choice_key(item)
     return float(item) if _is_number(item) else None
+
+
+def _parameter_ticks(searched: ParameterAxis, report: SweepReport, most: int) -> list[float]:
+    low, high, log = _axis_range(searched, report)
+    ticks = choose_ticks(low, high, log, most)
+    return [tick for tick in ticks if tick.is_integer()] or [low, high] if searched.kind == "int" else ticks
 
 
 def _parameter_axis(searched: ParameterAxis, report: SweepReport, **more: Any) -> dict[str, Any]:
@@ -197,12 +209,11 @@ def _parameter_axis(searched: ParameterAxis, report: SweepReport, **more: Any) -
     title = format_parameter_value(shorten_names(one.name for one in report.axes)[searched.name])
     if searched.kind == "choice":
         choices = _axis_choices(searched, report)
-        texts = [_wrap(html.unescape(choice)) for choice in choices]
-        ticks = {"tickvals": choices, "ticktext": texts}
-        return axis(title, type="category", categoryorder="array", categoryarray=choices, **ticks, **more)
+        order = {"categoryorder": "array", "categoryarray": list(choices)}
+        return axis(title, type="category", **order, tickvals=list(choices), ticktext=list(choices.values()), **more)
     low, high, log = _axis_range(searched, report)
     if low < high:
-        numbers = choose_ticks(low, high, log, 5)
+        numbers = _parameter_ticks(searched, report, 5)
         more |= {"tickvals": numbers, "ticktext": [format_number(number) for number in numbers]}
     return axis(title, type="log" if log else "linear", **more)
 
@@ -469,7 +480,9 @@ def _build_parallel_coordinates(report: SweepReport) -> Iterator[Figure]:
     titles: list[str] = []
     ticks: list[list[tuple[float, str]]] = []
 
-    def add_axis(title: str, values: Mapping[int, float | None], limits: tuple[float, float, bool]) -> None:
+    def add_axis(
+        title: str, values: Mapping[int, float | None], limits: tuple[float, float, bool], marks: Sequence[float]
+    ) -> None:
         low, high, log = limits
         scale: Callable[[float], float] = math.log if log else float
         span = scale(high) - scale(low)
@@ -481,29 +494,29 @@ def _build_parallel_coordinates(report: SweepReport) -> Iterator[Figure]:
             value = values[trial.number]
             places[trial.number].append(None if value is None else place(value))
         titles.append(title)
-        ticks.append([(place(tick), format_number(tick)) for tick in (choose_ticks(low, high, log) if span else [low])])
+        ticks.append([(place(mark), format_number(mark)) for mark in marks])
 
     for one in searched:
         found = {trial.number: _axis_value(one, trial) for trial in trials}
         title = _wrap(format_parameter_value(names[one.name]))
         if one.kind == "choice":
             choices = _axis_choices(one, report)
-            ranks = {n: None if value is None else float(choices.index(str(value))) for n, value in found.items()}
-            add_axis(title, ranks, (0.0, len(choices) - 1.0, False))
-            texts = [_wrap(html.unescape(choice)) for choice in choices]
-            ticks[-1] = [(k / (len(choices) - 1) if len(choices) > 1 else 0.5, text) for k, text in enumerate(texts)]
+            keys = list(choices)
+            ranks = {number: None if key is None else float(keys.index(str(key))) for number, key in found.items()}
+            add_axis(title, ranks, (0.0, len(keys) - 1.0, False), ())
+            places_of = [k / (len(keys) - 1) if len(keys) > 1 else 0.5 for k in range(len(keys))]
+            ticks[-1] = list(zip(places_of, choices.values(), strict=True))
         else:
-            add_axis(
-                title,
-                {n: None if value is None else float(value) for n, value in found.items()},
-                _axis_range(one, report),
-            )
+            numbers = {n: None if value is None else float(value) for n, value in found.items()}
+            low, high, log = _axis_range(one, report)
+            add_axis(title, numbers, (low, high, log), _parameter_ticks(one, report, 7) if low < high else [low])
     for index, objective in enumerate(report.objectives):
         values = {t.number: trial_value(t, report.objectives, index) if t.state == "complete" else None for t in trials}
         scaled = {number: None if value is None else value / sizes[index] for number, value in values.items()}
         low, high = axis_limits([value for value in scaled.values() if value is not None])
         better = "lower" if objective.direction == "minimize" else "higher"
-        add_axis(f"{_wrap(labels[index])}<br>({better} is better)", scaled, (low, high, False))
+        title = f"{_wrap(labels[index])}<br>({better} is better)"
+        add_axis(title, scaled, (low, high, False), choose_ticks(low, high, False))
     yield _draw_parallel_axes(report, trials, places, titles, ticks)
 
 
