@@ -1,10 +1,11 @@
 """Tests the page of a sweep: complete, safe with any data, limited in size, and equal bytes for equal reports."""
 
 import base64
+import gzip
 import hashlib
+import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,25 +13,18 @@ from ruamel.yaml import YAML
 
 import sweep_example as example
 from page_reading import heard, read, section
-from ratchet.reports import sweep_page, sweep_plots
-from ratchet.reports.sweep_canvas import render_figure
+from ratchet.reports import pages, sweep_charts, sweep_page
 from ratchet.reports.sweep_page import format_yaml
 from ratchet.storage.records.sweep import ParameterAxis, SweepReport, TrainingCost, Trial
 from ratchet.tuning.trial_summary import compute_savings
 
 FORTY = example.report(40)
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, bytes]:
-    return sweep_plots.draw_all(FORTY)
-
-
-@pytest.fixture(scope="module")
-def page(drawn: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     target = tmp_path_factory.mktemp("page") / "sweep.html"
-    sweep_page.write(FORTY, drawn, target)
+    sweep_page.write(FORTY, target)
     return target.read_text(encoding="utf-8")
 
 
@@ -48,10 +42,6 @@ def changed(trial: Trial, **changes: Any) -> Trial:
     return trial.model_copy(update=changes)
 
 
-def page_of(report: SweepReport) -> str:
-    return sweep_page.render(report, sweep_plots.draw_all(report))
-
-
 def with_trials(*trials: Trial) -> SweepReport:
     best = tuple(one.number for one in trials if one.state == "complete")[:1]
     return FORTY.model_copy(update={"trials": trials, "best": best, "final_round": None, "winner": None})
@@ -61,21 +51,24 @@ def with_trials(*trials: Trial) -> SweepReport:
 
 
 def test_equal_reports_give_equal_bytes(page: str) -> None:
-    assert page_of(SweepReport.model_validate_json(FORTY.model_dump_json())) == page
+    assert sweep_page.render(SweepReport.model_validate_json(FORTY.model_dump_json())) == page
 
 
-def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> None:
-    own = Path(sweep_page.__file__).with_name("sweep.js").read_text(encoding="utf-8")
-    assert re.findall(r"<script>(.*?)</script>", page, flags=re.S) == [own]
-    allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+def test_only_our_own_scripts_may_run_and_nothing_may_be_loaded(page: str) -> None:
+    own = [(pages.TEMPLATES / name).read_text(encoding="utf-8") for name in ("trials.js", "charts.js")]
+    assert re.findall(r"<script>(.*?)</script>", page, flags=re.S) == own
+    packed = re.search(r'<script type="text/plain" id="plotly">(.*?)</script>', page)
+    assert packed
+    plotly = gzip.decompress(base64.b64decode(packed[1])).decode()
+    allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (*own, plotly)]
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy
-    assert policy[1] == f"default-src 'none'; img-src data:; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'"
-    assert not re.search(r"https?:|<link|<iframe|@import|url\((?!#)", page)
-    # Each reference in a picture has its target, and each id occurs once.
+    sources = " ".join(f"'sha256-{one}'" for one in allowed)
+    assert policy[1] == f"default-src 'none'; img-src data: blob:; script-src {sources}; style-src 'unsafe-inline'"
+    assert not re.search(r"https?:|<link|<iframe|@import|url\((?!#)", page.replace(packed[1], ""))
     ids = re.findall(r' id="([^"]*)"', page)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:href="|url\()#([^")]*)', page)) <= set(ids)
+    assert set(re.findall(r'href="#([^"]*)', page)) <= set(ids)
 
 
 def test_texts_of_others_are_texts() -> None:
@@ -101,18 +94,19 @@ def test_texts_of_others_are_texts() -> None:
             "final_round": finals,
                 "axes": axes, "versions": {evil: evil}, "data_digest": evil, "importances": {evil: 1.0}}
     )  # fmt: skip
-    written = page_of(hostile)
+    written = sweep_page.render(hostile)
     tree = read(written)
     assert "img" not in {one.tag for one in tree.iter()}
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
     assert not re.search(r"[\x00\x1b\u202e\ud800]", written)
-    assert len(re.findall(r"<script", written)) == 1
+    charts = sum(map(len, sweep_charts.build_charts(hostile).values()))
+    assert len(re.findall(r"<script", written)) == charts + 3, "charts, Plotly and two scripts"
     assert '<script>alert("1")</script>' in heard(tree)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_small_sweeps_have_a_page(count: int) -> None:
-    written = page_of(example.report(count))
+    written = sweep_page.render(example.report(count))
     assert figures(written)["Trials"][0] == f"{count} of {count}"
     assert ("No trial has started." in heard(section(written, "trials"))) == (count == 0)
     assert ("No recommendation yet" in heard(section(written, "adopt"))) == (count == 0)
@@ -120,7 +114,7 @@ def test_small_sweeps_have_a_page(count: int) -> None:
 
 @pytest.mark.parametrize("state", ["running", "pruned", "infeasible", "failed"])
 def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
-    written = page_of(example.alone(state, 3))
+    written = sweep_page.render(example.alone(state, 3))
     assert figures(written)["Best"] == ("–", "no trial is complete")  # noqa: RUF001
     assert "No recommendation yet" in heard(section(written, "adopt"))
     assert len(table(written, "trials")) == 3
@@ -128,33 +122,30 @@ def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
 
 def test_objective_that_is_nan_is_left_out() -> None:
     odd = changed(FORTY.trials[0], objectives=(math.nan,))
-    written = sweep_page.render(with_trials(odd, *FORTY.trials[1:4]), {})
+    written = sweep_page.render(with_trials(odd, *FORTY.trials[1:4]))
     assert table(written, "trials")[0][2] == "–"  # noqa: RUF001
     assert figures(written)["Best"][0] == "–"  # noqa: RUF001
 
 
-def test_a_thousand_trials_fit_into_two_megabytes() -> None:
-    report = example.report(1000, workers=8)
-    drawn = sweep_plots.draw_all(report)
-    assert sum(map(len, drawn.values())) < 1_100_000
-    written = sweep_page.render(report, drawn)
-    assert len(written.encode()) <= 2_000_000
+def test_a_thousand_trials_fit_into_three_megabytes() -> None:
+    written = sweep_page.render(example.report(1000, workers=8))
+    assert len(written.encode()) <= 3_000_000
     assert len(table(written, "trials")) == 1000
 
 
 # --------------------------------------------------------------------------------------------------------- completeness
 
 
-def test_every_section_is_linked_and_every_picture_is_said(page: str, drawn: dict[str, bytes]) -> None:
+def test_every_section_is_linked_and_every_chart_is_said(page: str) -> None:
     tree = read(page)
     links = [str(one.get("href")) for nav in tree.iter("nav") for one in nav.iter("a")]
     assert links == [f"#{one.get('id')}" for one in tree.iter("section")]
-    pictures = [one for one in tree.iter("svg") if one.get("role") == "img"]
-    assert len(pictures) == len(drawn) == 8
-    titles = [title for name, (title, _) in sweep_page.PICTURES.items() if name in drawn]
-    for one, title in zip(pictures, titles, strict=True):
+    drawn = sweep_charts.build_charts(FORTY)
+    charts = [one for one in tree.iter("div") if one.get("class") == "plot"]
+    titles = [sweep_page.PICTURES[name][0] for name, figures in drawn.items() for _ in figures]
+    assert len(charts) == len(titles) == 9, "six hyperparameters are two rows of slices"
+    for one, title in zip(charts, titles, strict=True):
         assert str(one.get("aria-label")).startswith(title)
-    assert set(sweep_page.PICTURES) == set(sweep_plots.PICTURES)
 
 
 def test_the_head_says_what_came_of_it(page: str) -> None:
@@ -171,7 +162,7 @@ def test_the_head_says_what_came_of_it(page: str) -> None:
     assert said["Saved"][0] == f"{saved.tokens / saved.full_tokens:.1%}".replace("%", " %")
     assert said["Saved"][1].startswith(f"{saved.tokens:,} of {saved.full_tokens:,} answer tokens, 1 h")
     stopped = FORTY.model_copy(update={"stopped": "3 trials failed: the tokenizer has no end of turn"})
-    assert "Stopped early: 3 trials failed" in heard(next(read(sweep_page.render(stopped, {})).iter("header")))
+    assert "Stopped early: 3 trials failed" in heard(next(read(sweep_page.render(stopped)).iter("header")))
 
 
 def test_what_it_cost_adds_up(page: str) -> None:
@@ -181,7 +172,7 @@ def test_what_it_cost_adds_up(page: str) -> None:
     assert sum(tokens.values()) == whole == compute_savings(FORTY).full_tokens
     shares = [float(row[3].removesuffix(" %")) for row in rows.values() if row[3] != "–"]  # noqa: RUF001
     assert sum(shares) == pytest.approx(100, abs=0.3)
-    nothing = sweep_page.render(with_trials(changed(FORTY.trials[0], cost=TrainingCost())), {})
+    nothing = sweep_page.render(with_trials(changed(FORTY.trials[0], cost=TrainingCost())))
     assert table(nothing, "cost")[0][1:] == ["1", "0", "0.0 s", "–"]  # noqa: RUF001
 
 
@@ -219,20 +210,20 @@ def test_finalists_by_seed_and_what_tells_them_apart(page: str) -> None:
         f"+{FORTY.final_round.comparisons[0].difference:.4f}", "\u22120.0030", "0.081", "0.0040", "0.0060", "no",
     ]  # fmt: skip
     assert compared[1][3] == "< 0.001"
-    alone = sweep_page.render(FORTY.model_copy(update={"final_round": None, "winner": None}), {})
+    alone = sweep_page.render(FORTY.model_copy(update={"final_round": None, "winner": None}))
     assert "No final round took place" in heard(section(alone, "finalists"))
     assert "Winner" not in figures(alone)
 
 
 def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named() -> None:
     report = example.report(40, metrics=("validation_loss", "memory_bytes"), final_round=False)
-    written = page_of(report)
+    written = sweep_page.render(report)
     assert [row[0] for row in table(written, "front")] == [str(one) for one in report.best]
     assert table(written, "front")[0][2].endswith(" MiB")
     assert figures(written)["Front"][0] == f"{len(report.best)} trials"
     assert "Choose a trial from the table of the front" in heard(section(written, "adopt"))
     named = report.model_copy(update={"winner": report.best[0]})
-    assert f"Trial {report.best[0]}" in heard(section(sweep_page.render(named, {}), "adopt"))
+    assert f"Trial {report.best[0]}" in heard(section(sweep_page.render(named), "adopt"))
 
 
 def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
@@ -272,38 +263,24 @@ def test_reproduction_and_workers_are_shown(page: str) -> None:
 # ------------------------------------------------------------------------------------------------------- pictures
 
 
-def test_pictures_take_the_colours_of_the_page(page: str) -> None:
-    """All our colors follow the light and dark theme. Others occur only in the contour plot and as black on bars."""
-    tree = read(page)
-    styles = " ".join(one.get("style", "") for svg in tree.iter("svg") for one in svg.iter())
-    assert {"var(--ink)", "var(--paper)", "var(--complete)", "var(--pruned)"} <= set(
-        re.findall(r"var\(--\w+\)", styles)
-    )
-    assert "font-family" not in styles
-    css = page[: page.index("</style>")]
-    for name in set(re.findall(r"var\((--\w+)\)", styles)):
-        assert f"{name}:" in css
-    contour = next(one for one in tree.iter("svg") if str(one.get("aria-label")).startswith("Two hyperparameters"))
-    others = [one for svg in tree.iter("svg") if svg is not contour for one in svg.iter()]
-    assert set(re.findall(r"#[0-9a-f]{6}", " ".join(one.get("style", "") for one in others))) <= {"#000001"}
+def test_charts_have_colours_that_follow_light_and_dark(page: str) -> None:
+    """Each colour of a chart has a dark one in charts.js; the surface has its own scale."""
+    script = (pages.TEMPLATES / "charts.js").read_text(encoding="utf-8")
+    known = set(re.findall(r'"(#[0-9a-f]{6})":', script))
+    figures = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    used = {colour for text in figures for colour in re.findall(r'olor":"(#[0-9a-f]{6})"', text)}
+    assert used
+    assert used <= known
+    assert not any(font in text for text in figures for font in ('"family"', '"template"'))
 
 
-def test_a_picture_may_be_pixels_too() -> None:
-    pixels = b"\x89PNG...."
-    shown = render_figure(pixels, "Title.", "Note.", "Said.")
-    assert f'src="data:image/png;base64,{base64.b64encode(pixels).decode()}"' in shown
-    assert 'alt="Said."' in shown
-    with pytest.raises(ValueError, match="not an SVG"):
-        render_figure(b"<html>", "Title.", "Note.", "Said.")
-
-
-def test_what_a_picture_says_in_letters_is_left_alone() -> None:
-    """Values of hyperparameters may look like colors or attributes."""
-    values = {"train.target_modules": "#1c1e21 fill=x"}
-    trials = tuple(changed(one, values=values) for one in FORTY.trials)
-    axes = (ParameterAxis(name="train.target_modules", kind="choice", choices=("#1c1e21 fill=x", "b")),)
+def test_what_a_chart_says_in_letters_is_left_alone() -> None:
+    """Values of hyperparameters may look like colours, attributes or tags."""
+    value = "#1c1e21 <b>x</b>"
+    trials = tuple(changed(one, values={"train.target_modules": value}) for one in FORTY.trials)
+    axes = (ParameterAxis(name="train.target_modules", kind="choice", choices=(value, "b")),)
     report = FORTY.model_copy(update={"trials": trials, "axes": axes, "importances": {}})
-    slices = {"slices": sweep_plots.draw_all(report)["slices"]}
-    texts = [heard(one) for one in read(sweep_page.render(report, slices)).iter("text")]
-    assert "#1c1e21" in texts
-    assert "fill=x" in texts
+    [figure] = sweep_charts.build_charts(report)["slices"]
+    shown = json.dumps(figure["layout"]["xaxis"]["ticktext"])
+    assert "#1c1e21" in shown
+    assert "&lt;b&gt;" in shown.replace("<br>", "")

@@ -72,7 +72,7 @@ def test_equal_evidence_in_any_order_gives_equal_bytes(page: str, tmp_path: Path
 
 def test_policy_allows_only_own_script_and_page_loads_nothing(page: str) -> None:
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.S)
-    own = Path(verdict_page.__file__).with_name("gate.js").read_text(encoding="utf-8")
+    own = (Path(verdict_page.__file__).with_name("templates") / "samples.js").read_text(encoding="utf-8")
     assert scripts == [own]
     allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all trials")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="directory for chaos.json and timeline.png")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="directory for chaos.json and timeline.html")
     add_json_argument(parser)
 
 
@@ -53,7 +53,7 @@ def format_chaos(report: "ChaosReport") -> str:
     lines += [f"  {failure}" for failure in report.failures]
     failed = f"{report.failed_trials} of {report.trials} trials FAILED"
     state = f"all {report.trials} trials are exact and unaided" if report.has_passed else failed
-    return "\n".join([*lines, f"seed {report.seed}: {state}; {report.output / 'chaos.json'}, timeline.png"])
+    return "\n".join([*lines, f"seed {report.seed}: {state}; {report.output / 'chaos.json'}, timeline.html"])
 
 
 def _format_rows(rows: Sequence[dict[str, Any]]) -> str:

@@ -54,7 +54,7 @@ def format_comparison(result: "CompareResult") -> str:
 
 def _format_finding(finding: "PairwiseTestResult") -> str:
     from ratchet.reports import comparison_page
-    from ratchet.reports.forest_plot import format_p_value
+    from ratchet.reports.pages import format_p_value
 
     first, second = (comparison_page.format_value(finding, value) for value in finding.values)
     p = format_p_value(finding.p_adjusted).replace("\u00a0", " ")

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_report(result: "ReportResult") -> str:
-    """Format the final figures and the paths of the page and its pictures."""
+    """Format the final figures and the path of the page."""
     lines = [result.text, ""] if result.text else [result.title]
     lines += [f"  {name:22} {value}" for name, value in result.figures.items()]
-    return "\n".join([*lines, f"  page: {result.page}", *(f"  picture: {picture}" for picture in result.pictures)])
+    return "\n".join([*lines, f"  page: {result.page}"])

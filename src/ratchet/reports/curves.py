@@ -1,26 +1,21 @@
-"""Renders training curves of one or several runs as SVG, and as data for the interactive plots of curves.js.
+"""Builds the plots of training curves of one or several runs, with their tables and controls.
 
-Colours are those of Okabe and Ito (Color Universal Design, 2008). Each side also has its own dash pattern.
+templates/charts.js draws the plots by optimizer steps, answer tokens or time.
 """
 
-import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.reports.comparison import ComparisonSide
-from ratchet.reports.forest_plot import format_significant
+from ratchet.reports.pages import format_significant
+from ratchet.reports.plots import COLOURS, DASHES, Figure, build_figure, plain, translucent
 from ratchet.reports.run_history import HistoryCurve
-from ratchet.reports.sweep_canvas import round_ticks
-from ratchet.storage.html import NONE, Html, explanation, table, tag
+from ratchet.storage.html import NONE
 
-WIDE, HIGH = 960, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 34
-"""Size and margins of a plot, in its own pixels."""
-COLOURS, DASHES = 7, 4
-"""Numbers of line colours and dash patterns in curves.css. Further lines reuse them."""
+HIGH_PX = 320
 TABLE_ROWS = 10
 """Number of rows in the table below a plot."""
 MAX_EXTENSION, OUTLIER_DISTANCE, MAX_OUTLIERS = 1.0, 0.25, 6
@@ -34,8 +29,11 @@ SIGNS = {
 """Symbol of each kind of event on the step axis."""
 SIGNS_SHOWN = 60
 """Maximum number of symbols per run in a plot."""
-SIGN_WIDTH, HIGHEST_SIGN = 13, 3
-"""Distance in pixels below which symbols are stacked, and maximum number of levels above the lowest level."""
+SIGN_WIDTH, SIGN_HEIGHT, HIGHEST_SIGN = 0.014, 0.06, 3
+"""Distance below which symbols are stacked, and height of a level, as shares of the axes; and maximum number of levels
+above the lowest level."""
+UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
+"""Shortest time of an axis in this unit, seconds of the unit, and its name."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,6 @@ class CurvePlot:
     """Curve, step and value of points outside the frame, farthest first."""
 
 
-def side_classes(number: int) -> str:
-    """Return the CSS classes of a side: colour and dashes."""
-    return f"c{number % COLOURS} d{number % DASHES}"
-
-
-def render_swatch(number: int) -> Html:
-    """Render a short line in the style of the side."""
-    line = tag("line", x1="0", x2="26", y1="5", y2="5", class_=f"curve {side_classes(number)}")
-    return tag("svg", line, width="26", height="10", viewBox="0 0 26 10", aria_hidden="true", class_="swatch")
-
-
 def build_plots(sides: Sequence[ComparisonSide]) -> list[CurvePlot]:
     """Return the plots that have data."""
     plots = []
@@ -167,24 +154,100 @@ def _build_plot(kind: CurveKind, curves: Sequence[CurveSeries]) -> CurvePlot:
     return CurvePlot(kind, curves, low, high + margin, outliers[:MAX_OUTLIERS])
 
 
-def render_figure(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
-    """Render a plot with its caption and its table of values."""
-    kind = plot.kind
+def summarize_curves(sides: Sequence[ComparisonSide]) -> dict[str, Any] | None:
+    """Return the values of macro `curves`; None if no run has done a step."""
+    plots = build_plots(sides)
+    if not plots:
+        return None
+    last = max(float(side.steps.seconds[-1]) for side in sides if len(side.steps))
+    unit_s, unit = next((unit_s, unit) for least, unit_s, unit in UNITS if last >= least)
+    return {
+        "plots": [_summarize_plot(plot, sides) for plot in plots],
+        "axes": [_side_axes(side, unit_s) for side in sides],
+        "unit": unit,
+        "names": [side.name for side in sides],
+        "about": describe_legend(sides),
+    }
+
+
+def _summarize_plot(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> dict[str, Any]:
+    """Return a plot with its description, its outliers, and its table of values."""
+    first = min(curve.step[0] for curve in plot.curves)
+    last = max(curve.step[-1] for curve in plot.curves)
+    steps = sorted({round(first + (last - first) * place / TABLE_ROWS) for place in range(TABLE_ROWS + 1)})
     names = [sides[curve.side].name for curve in plot.curves]
-    description = f"{kind.title} by optimizer step of {', '.join(names)}; the table below has numbers."
-    caption = tag("figcaption", kind.title, tag("span", f" {kind.note}"))
-    parts = [
-        caption,
-        tag("div", _render_svg(plot, sides, description), class_="plot", data_chart=kind.name),
-        _render_readout(),
-    ]
-    if plot.outliers:
-        outliers = "; ".join(
+    return {
+        "name": plot.kind.name,
+        "title": plot.kind.title,
+        "note": plot.kind.note,
+        "figure": _build_curve_figure(plot, sides),
+        "description": f"{plot.kind.title} of {', '.join(names)}. Arrow keys read values; the table below has numbers.",
+        "outliers": [
             f"{sides[curve.side].name}: {format_significant(value)} {_format_step_range(curve, step)}"
             for curve, step, value in plot.outliers
-        )
-        parts.append(explanation(f"Outside the frame: {outliers}."))
-    return tag("figure", *parts, _render_numbers(plot, sides), class_="curves")
+        ],
+        "heads": ["step", *names],
+        "rows": [(f"{step:,}", *(_value_at_step(curve, step) for curve in plot.curves)) for step in steps],
+    }
+
+
+def _build_curve_figure(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Figure:
+    """Return the figure. Its traces have no x values: the page has them once for all plots (`_side_axes`)."""
+    bands: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    height = plot.high - plot.low
+    last = max(curve.step[-1] for curve in plot.curves) or 1.0
+    places: list[float] = []
+    for curve in plot.curves:
+        side, name, colour = sides[curve.side], plain(sides[curve.side].name), COLOURS[curve.side % len(COLOURS)]
+        meta = {"side": curve.side, "on": "vx" if plot.kind.validated else "x", "smooth": plot.kind.smooth}
+        for number, values in enumerate((curve.low, curve.high) if curve.low else ()):
+            fill = {"fill": "tonexty", "fillcolor": translucent(colour)} if number else {}
+            bands.append({
+                "y": _round_values(values), "mode": "lines", "line": {"width": 0, "color": colour},
+                "hoverinfo": "skip", "meta": meta, **fill,
+            })  # fmt: skip
+        has_dots = plot.kind.validated and len(curve.step) <= SIGNS_SHOWN
+        lines.append({
+            "y": _round_values(curve.mean), "name": name, "mode": "lines+markers" if has_dots else "lines",
+            "line": {"color": colour, "width": 1.8, "dash": DASHES[curve.side % len(DASHES)]},
+            "meta": {**meta, "named": True},
+        })  # fmt: skip
+        marks = event_marks(side)
+        levels = []
+        for step, *_ in marks:
+            levels.append(min(HIGHEST_SIGN, sum(abs(step - earlier) < SIGN_WIDTH * last for earlier in places)))
+            places.append(step)
+        if marks:
+            lines.append({
+                "y": [plot.low + (0.5 + level) * SIGN_HEIGHT * height for level in levels], "mode": "text",
+                "text": [sign for *_, sign in marks], "hovertext": [plain(f"{side.name}: {m[3]}") for m in marks],
+                "hoverinfo": "text", "textfont": {"color": colour, "size": 13}, "cliponaxis": False,
+                "meta": {"side": curve.side, "on": "marks"},
+            })  # fmt: skip
+    return build_figure([*bands, *lines], HIGH_PX, showlegend=False, hovermode="x",
+                        xaxis={"rangemode": "tozero"}, yaxis={"range": [plot.low, plot.high]})  # fmt: skip
+
+
+def _side_axes(side: ComparisonSide, unit_s: float) -> dict[str, dict[str, list[float | None]]]:
+    """Return the positions of steps, validations and events of a side on each x-axis."""
+
+    def axes(line: HistoryCurve) -> dict[str, list[float | None]]:
+        return {
+            "step": _round_values(line.step.tolist()),
+            "tokens": _round_values(line.tokens.tolist()),
+            "seconds": _round_values((line.seconds / unit_s).tolist()),
+        }
+
+    steps, tokens, seconds = ([float(mark[place]) for mark in event_marks(side)] for place in range(3))
+    marks = {"step": steps, "tokens": tokens, "seconds": [value / unit_s for value in seconds]}
+    return {
+        "x": axes(side.steps), "vx": axes(side.validations), "marks": {k: _round_values(v) for k, v in marks.items()},
+    }  # fmt: skip
+
+
+def _round_values(values: Sequence[float]) -> list[float | None]:
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def _format_step_range(curve: CurveSeries, last: float) -> str:
@@ -193,90 +256,12 @@ def _format_step_range(curve: CurveSeries, last: float) -> str:
     return f"at step {last:,.0f}" if first == last else f"in steps {max(1.0, first):,.0f} to {last:,.0f}"
 
 
-def _render_readout() -> Html:
-    return tag("p", class_="readout quiet", role="status", hidden="")
-
-
-def _render_numbers(plot: CurvePlot, sides: Sequence[ComparisonSide]) -> Html:
-    first = min(curve.step[0] for curve in plot.curves)
-    last = max(curve.step[-1] for curve in plot.curves)
-    steps = sorted({round(first + (last - first) * place / TABLE_ROWS) for place in range(TABLE_ROWS + 1)})
-    rows = [(f"{step:,}", *(_value_at_step(curve, step) for curve in plot.curves)) for step in steps]
-    heads = ("step", *(sides[curve.side].name for curve in plot.curves))
-    numbers = table(f"{plot.kind.title}: values", "t" + "n" * len(plot.curves), heads, rows)
-    return tag("details", tag("summary", "Numbers"), numbers)
-
-
 def _value_at_step(curve: CurveSeries, step: float) -> str:
     """Format the value of the point that contains a step."""
     place = bisect_left(curve.step, step)
     if place == len(curve.step) or step < curve.step[0]:
         return NONE
     return format_significant(curve.mean[place])
-
-
-def _render_svg(plot: CurvePlot, sides: Sequence[ComparisonSide], description: str) -> Html:
-    last = max(curve.step[-1] for curve in plot.curves) or 1.0
-    low, high = plot.low, plot.high
-
-    def x(value: float) -> float:
-        return LEFT + (WIDE - LEFT - RIGHT) * value / last
-
-    def y(value: float) -> float:
-        share = min(1.0, max(0.0, (value - low) / (high - low)))
-        return HIGH - BOTTOM - (HIGH - TOP - BOTTOM) * share
-
-    parts = []
-    for place, text in round_ticks(low, high, 6):
-        parts.append(
-            tag("line", x1=f"{LEFT}", x2=f"{WIDE - RIGHT}", y1=f"{y(place):.1f}", y2=f"{y(place):.1f}", class_="grid")
-        )
-        parts.append(tag("text", text, x=f"{LEFT - 8}", y=f"{y(place) + 4:.1f}", text_anchor="end"))
-    for place, text in round_ticks(0.0, last, 8):
-        parts.append(tag("text", text, x=f"{x(place):.1f}", y=f"{HIGH - BOTTOM + 24}", text_anchor="middle"))
-    for curve in plot.curves:
-        if curve.low:
-            parts.append(tag("polygon", points=_polygon_points(curve, x, y), class_=f"band c{curve.side % COLOURS}"))
-    for curve in plot.curves:
-        points = " ".join(
-            f"{x(a):.1f},{y(b):.1f}" for a, b in zip(curve.step, curve.mean, strict=True) if math.isfinite(b)
-        )
-        parts.append(tag("polyline", points=points, class_=f"curve {side_classes(curve.side)}"))
-        if plot.kind.validated and len(curve.step) <= SIGNS_SHOWN:
-            parts += [
-                tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r="3", class_=f"dot c{curve.side % COLOURS}")
-                for a, b in zip(curve.step, curve.mean, strict=True)
-            ]
-    parts += _render_event_marks(plot, sides, x)
-    return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=description)
-
-
-def _render_event_marks(
-    plot: CurvePlot, sides: Sequence[ComparisonSide], x: Callable[[float], float]
-) -> Iterator[Html]:
-    """Draw the symbols of events on the step axis. Overlapping symbols are stacked."""
-    places: list[float] = []
-    for curve in plot.curves:
-        for mark in event_marks(sides[curve.side]):
-            place = x(mark[0])
-            level = min(HIGHEST_SIGN, sum(abs(place - earlier) < SIGN_WIDTH for earlier in places))
-            places.append(place)
-            yield tag(
-                "text",
-                tag("title", f"{sides[curve.side].name}: {mark[3]}"),
-                mark[4],
-                x=f"{place:.1f}",
-                y=f"{HIGH - BOTTOM - 3 - SIGN_WIDTH * level}",
-                text_anchor="middle",
-                class_=f"mark c{curve.side % COLOURS}",
-            )
-
-
-def _polygon_points(curve: CurveSeries, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    points = list(zip(curve.step, curve.low, curve.high, strict=True))
-    along = [f"{x(a):.1f},{y(high):.1f}" for a, _, high in points if math.isfinite(high)]
-    back = [f"{x(a):.1f},{y(low):.1f}" for a, low, _ in reversed(points) if math.isfinite(low)]
-    return " ".join((*along, *back))
 
 
 def event_marks(side: ComparisonSide) -> list[tuple[float, float, float, str, str]]:
@@ -296,90 +281,6 @@ def _axis_position(line: HistoryCurve, axis: str, step: float) -> float:
         return 0.0
     place = min(bisect_left(line.step.tolist(), step), len(line) - 1)
     return float(getattr(line, axis)[place])
-
-
-# Data for curves.js, controls, legend and explanation.
-
-
-def render_script_data(plots: Sequence[CurvePlot], sides: Sequence[ComparisonSide]) -> Html:
-    """Render the data for curves.js as JSON, escaped so that it cannot end the script element."""
-    document = {
-        "sides": [
-            {
-                "name": side.name,
-                "x": _curve_axes(side.steps),
-                "vx": _curve_axes(side.validations),
-                "marks": [list(mark) for mark in event_marks(side)],
-            }
-            for side in sides
-        ],
-        "charts": {
-            plot.kind.name: {
-                "title": plot.kind.title,
-                "on": "vx" if plot.kind.validated else "x",
-                "smooth": plot.kind.smooth,
-                "low": plot.low,
-                "high": plot.high,
-                "series": [
-                    {
-                        "side": curve.side,
-                        "y": _round_values(curve.mean),
-                        "low": _round_values(curve.low),
-                        "high": _round_values(curve.high),
-                    }
-                    for curve in plot.curves
-                ],
-            }
-            for plot in plots
-        },
-    }
-    text = json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return tag("script", Html(text), type="application/json", id="curves-data")
-
-
-def _curve_axes(line: HistoryCurve) -> dict[str, list[float | None]]:
-    return {axis: _round_values(getattr(line, axis).tolist()) for axis in ("step", "tokens", "seconds")}
-
-
-def _round_values(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def render_controls(sides: Sequence[ComparisonSide]) -> Html:
-    """Render the controls of the plots."""
-    axes = [
-        tag("option", text, value=value)
-        for value, text in (("step", "optimizer steps"), ("tokens", "answer tokens"), ("seconds", "training time"))
-    ]
-    along = tag("label", tag("span", "along"), tag("select", *axes, data_by="axis"))
-    slider = Html('<input type="range" min="0" max="95" step="5" value="0" data-by="smooth" />')
-    smooth = tag("label", tag("span", "smoothing"), slider)
-    buttons = [
-        tag(
-            "button",
-            render_swatch(number),
-            tag("bdi", side.name),
-            type="button",
-            data_side=str(number),
-            aria_pressed="true",
-        )
-        for number, side in enumerate(sides)
-    ]
-    parts = [tag("div", along, smooth, class_="selects")]
-    if len(sides) > 1:
-        parts.append(tag("div", *buttons, class_="kinds", role="group", aria_label="Visible curves"))
-    return tag("div", *parts, class_="controls", hidden="")
-
-
-def render_legend(sides: Sequence[ComparisonSide]) -> Html:
-    """Render the legend."""
-    return tag(
-        "p",
-        *(tag("span", render_swatch(number), tag("bdi", side.name)) for number, side in enumerate(sides)),
-        class_="key legend",
-    )
 
 
 def describe_legend(sides: Sequence[ComparisonSide]) -> str:

@@ -1,11 +1,14 @@
-"""Renders the dataset card as one self-contained HTML page without scripts."""
+"""Writes the dataset card as one self-contained HTML page without scripts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ratchet.config.prepare import DropLimitSettings
-from ratchet.storage import digests, files, html
-from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, mark_differences, tag
+from ratchet.reports import pages
+from ratchet.storage import digests, files
+from ratchet.storage.html import NONE, format_count, format_percentage
 from ratchet.storage.records.data import DatasetCard, LengthDistribution, NearDuplicateCluster, SplitStratum
 
 OTHER_DROP_MEANINGS = {
@@ -16,101 +19,55 @@ OTHER_DROP_MEANINGS = {
     ),
 }
 """Explanations of drop reasons that have no limit."""
-
 CATEGORIES_SHOWN = 40
 """Maximum number of categories in the table, largest first."""
-
 LABELS_SHOWN = 20
 """Number of the largest labels, and of the smallest labels, that are shown if there are more than twice as many."""
 TEXT_SHOWN = 1000
 """Maximum number of characters shown of a near-duplicate."""
+BARS_PX, MIN_BAR_PX, TICKS = 76, 2, 5
+"""Maximum and minimum height of a bar of a histogram in pixels, and approximate number of ticks."""
 SPLITS = ("train", "validation", "test")
 NO_LENGTHS = LengthDistribution(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
 DROP_MEANINGS = DropLimitSettings.descriptions() | OTHER_DROP_MEANINGS
-Body = Sequence[Html] | str
-"""Content of a section. Text explains why a section is empty."""
-
-STYLE = Path(__file__).with_name("page.css")
-
-
-def explain_repeats(card: DatasetCard) -> str:
-    """Return the reason for repeated training rows, as part of a sentence."""
-    return "for balance" if card.balanced else "by weight"
-
-
-def render_teacher_sources(card: DatasetCard) -> list[Html]:
-    """Render the sources that a teacher answered, and the rows omitted from them."""
-    sources = {
-        name: source.teacher_provenance
-        for name, source in sorted(card.source_cards.items())
-        if source.teacher_provenance
-    }
-    if not sources:
-        return []
-    rows = [
-        (
-            tag("bdi", name),
-            html.place_list(source.teachers),
-            f"{source.answers:,}",
-            html.place_list([f"{filter_.replace('_', ' ')}: {count:,}" for filter_, count in source.filters]),
-            f"{source.rows:,}",
-            f"{source.training_rows:,}",
-        )
-        for name, source in sources.items()
-    ]
-    heads = ("source", "teacher", "answers", "omitted by", "chosen", "training rows kept")
-    share = format_percentage(card.teacher_rows, card.splits.get("train", 0))
-    summary = (
-        f"{format_count(card.teacher_rows, 'training row')} ({share}) are answers of a teacher; "
-        "they are never used for evaluation."
-    )
-    return [tag("p", summary), html.table("Teacher answers", "twnwnn", heads, rows)]
-
-
-def render_balance(card: DatasetCard, labels: Sequence[Html] | str) -> Sequence[Html] | str:
-    """Render the effect of prepare.balance, followed by the resulting balance of labels or strata."""
-    if (balance := card.balanced) is None:
-        return labels
-    most = max(1, *balance.before.values(), *balance.after.values())
-    names = sorted(balance.before, key=lambda name: (-balance.before[name], name))
-    rows = [
-        (
-            tag("bdi", name),
-            bar(("lost", balance.before[name] / most)),
-            f"{balance.before[name]:,}",
-            bar(("train", balance.after[name] / most)),
-            f"{balance.after[name]:,}",
-        )
-        for name in names[:CATEGORIES_SHOWN]
-    ]
-    fewer = sum(count < balance.rows for count in balance.before.values())
-    summary = f"Balanced by {balance.by}: {format_count(balance.rows, 'training row')} of each category per epoch"
-    if fewer:
-        shortage = {"take": "are unchanged", "repeat": "are repeated"}.get(balance.on_shortage, balance.on_shortage)
-        summary += f"; {fewer:,} of {len(names):,} categories have fewer, which {shortage}"
-    heads = ("category", "", "training rows before", "", "per epoch now")
-    content = [tag("p", f"{summary}."), html.table("Training rows by category", "tbnbn", heads, rows)]
-    if len(names) > CATEGORIES_SHOWN:
-        content.append(
-            explanation(
-                f"{len(names) - CATEGORIES_SHOWN:,} smaller categories are omitted; the JSON card has all of them."
-            )
-        )
-    return [*content, *([explanation(labels)] if isinstance(labels, str) else labels)]
-
-
-# The page: one HTML file without external resources. All lists are sorted, so that equal cards give equal bytes for
-# any order of their keys.
+SECTIONS = (
+    "Sources", "Row flow", "Lengths", "Splits", "Class balance", "Near-duplicates", "Leaks", "Truncation", "Packing",
+    "Tokens per epoch", "Template", "Notes",
+)  # fmt: skip
 
 
 def write_dataset_page(card: DatasetCard, target: Path) -> None:
-    """Write the card as one self-contained HTML page. Equal cards give equal bytes."""
-    links = [tag("a", title, href=f"#{html.anchor(title)}") for title in SECTIONS]
-    main = tag("main", *(html.section(title, body(card)) for title, body in SECTIONS.items()))
-    contents = tag("nav", *links, aria_label="Sections")
-    title = f"Dataset card {card.digest[: digests.SHORT]}"
-    page = html.document(title, STYLE.read_text(encoding="utf-8"), _render_header(card), contents, main)
+    """Write the card as one self-contained HTML page. All lists are sorted, so that equal cards give equal bytes."""
+    train = card.lengths.get("train", NO_LENGTHS)
+    near = card.near_duplicates
+    clusters = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept)) if near else []
+    page = pages.render(
+        "data_card",
+        title=f"Dataset card {card.digest[: digests.SHORT]}",
+        sections=SECTIONS,
+        card=card,
+        train=train,
+        figures=list(_key_figures(card, train)),
+        drops=_list_drops(card),
+        dropped=sum(drop.count for drop in card.dropped.values()),
+        histograms=_draw_histograms(card),
+        splits=card.splits,
+        split_rows=_compare_splits(card),
+        source_splits=_source_splits(card),
+        balance=_describe_balance(card),
+        strata=_describe_strata(card),
+        clusters=[_describe_cluster(cluster) for cluster in clusters],
+        leaked=sorted(card.leaks.items(), key=lambda item: (-item[1].rows, item[0])),
+        truncated=_describe_truncation(card),
+        packed=sorted((int(capacity), rate) for capacity, rate in card.packing.items()),
+        repeats=_explain_repeats(card),
+    )
     files.write_atomic(target, page)
+
+
+def _explain_repeats(card: DatasetCard) -> str:
+    """Return the reason for repeated training rows, as part of a sentence."""
+    return "for balance" if card.balanced else "by weight"
 
 
 def _order_splits(splits: Iterable[str]) -> list[str]:
@@ -118,26 +75,11 @@ def _order_splits(splits: Iterable[str]) -> list[str]:
     return sorted(splits, key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name))
 
 
-def _render_header(card: DatasetCard) -> Html:
-    train = card.lengths.get("train", NO_LENGTHS)
-    tokens = f"{format_count(train.total, 'token')} per epoch"
-    figures = [
-        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
-        for name, value, note in _key_figures(card, train)
-    ]
-    return tag(
-        "header",
-        tag("p", "Dataset card ", tag("code", card.digest[: digests.SHORT]), class_="quiet"),
-        tag("h1", f"{format_count(card.rows_in, 'row')} in, {card.rows_out:,} out", tag("span", tokens)),
-        tag("dl", *figures),
-    )
-
-
 def _key_figures(card: DatasetCard, train: LengthDistribution) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and note of each key figure."""
     yield "Rows kept", format_percentage(card.rows_out, card.rows_in), f"{card.rows_in - card.rows_out:,} dropped"
     others = ", ".join(f"{card.splits[name]:,} {name}" for name in _order_splits(card.splits) if name != "train")
-    repeated = f"and {card.repeated:,} repeated {explain_repeats(card)}; " if card.repeated else ""
+    repeated = f"and {card.repeated:,} repeated {_explain_repeats(card)}; " if card.repeated else ""
     yield "Training rows", f"{card.splits.get('train', 0):,}", repeated + others
     yield "Training tokens", f"{train.total:,}", "chat template included"
     yield "Trained tokens", format_percentage(train.trained, train.total), f"{train.trained:,} tokens: the answers"
@@ -159,76 +101,55 @@ def _key_figures(card: DatasetCard, train: LengthDistribution) -> Iterator[tuple
         yield "Cut", f"{sum(cut.rows for cut in card.truncated.values()):,}", "rows truncated to the maximum length"
 
 
-def _render_sources(card: DatasetCard) -> Body:
-    if not card.source_cards:
-        return [html.digest_list(card.sources)] if card.sources else "No source is listed."
-    rows = [
-        (
-            tag("bdi", name),
-            c.record_schema,
-            f"{c.rows:,}",
-            f"{c.weight:g}",
-            c.split or "drawn",
-            html.digest_list(c.files),
+def _list_drops(card: DatasetCard) -> list[dict[str, Any]]:
+    """Return the dropped rows by reason, most frequent first, each with the number of rows before it."""
+    drops: list[dict[str, Any]] = []
+    for reason, drop in sorted(card.dropped.items(), key=lambda item: (-item[1].count, item[0])):
+        before = drops[-1]["before"] + drops[-1]["count"] if drops else 0
+        meaning = DROP_MEANINGS.get(reason, "")
+        drops.append(
+            {"reason": reason, "count": drop.count, "before": before, "meaning": meaning, "examples": drop.examples}
         )
-        for name, c in sorted(card.source_cards.items())
-    ]
-    heads = ("source", "read as", "rows", "weight", "split", "files, SHA-256")
-    return [html.table("Sources", "ttnntw", heads, rows), *render_teacher_sources(card)]
+    return drops
 
 
-def _render_rows(card: DatasetCard) -> Body:
-    """Render all rows as one bar, and the dropped rows enlarged below it, one segment per reason."""
-    drops = sorted(card.dropped.items(), key=lambda item: (-item[1].count, item[0]))
-    dropped, total = sum(drop.count for _, drop in drops), max(1, card.rows_in)
-    sign = "=" if card.rows_in == card.rows_out + dropped else "≠"
-    kept_text = f"kept {format_percentage(card.rows_out, card.rows_in)}"
-    lost = f"dropped {format_percentage(dropped, card.rows_in)}"
-    parts = [("train", card.rows_out / total), *(("lost", drop.count / total) for _, drop in drops)]
-    content = [
-        tag("p", f"{card.rows_in:,} in {sign} {card.rows_out:,} out + {dropped:,} dropped", class_="ledger"),
-        tag("div", bar(*parts), class_="whole", role="img", aria_label=f"All rows: {kept_text}, {lost}"),
-        html.legend(("train", kept_text), ("lost", lost)),
-    ]
-    if not drops:
-        return [*content, explanation("No row was dropped.")]
-    rows, before = [], 0
-    for reason, drop in drops:
-        segment = bar(("gap", before / max(1, dropped)), ("lost", drop.count / max(1, dropped)))
-        name = tag("span", reason.replace("_", " "), tag("small", DROP_MEANINGS.get(reason, "")))
-        share = format_percentage(drop.count, card.rows_in)
-        rows.append((name, segment, f"{drop.count:,}", share, html.place_list(drop.examples)))
-        before += drop.count
-    heads = ("reason", "share of dropped rows", "rows", "share of all rows", "first examples")
-    return [*content, html.table("Dropped rows by reason", "tsnnw", heads, rows)]
-
-
-def _render_lengths(card: DatasetCard) -> Body:
-    """Render one length histogram per split, on the same axes."""
+def _draw_histograms(card: DatasetCard) -> list[dict[str, Any]]:
+    """Return one length histogram per split, on the same axes. Positions and widths are shares of the axis."""
     splits = _order_splits(card.lengths)
-    if not splits:
-        return "No lengths were measured."
     histograms = [card.lengths[name].histogram for name in splits]
-    right = max(max(lengths.greatest + 1, *lengths.histogram, 1) for lengths in card.lengths.values())
-    width = html.compute_bin_width(histograms) or right
+    right = max((max(found.greatest + 1, *found.histogram, 1) for found in card.lengths.values()), default=1)
+    # Empty bins may be missing, so the width is the greatest common divisor of the edges.
+    width = math.gcd(*(edge for histogram in histograms for edge in histogram)) or right
     top = max((max(h.values()) / sum(h.values()) for h in histograms if any(h.values())), default=1.0)
-    content = [explanation("Tokens per row, as share of the split's rows, on one scale.")]
+    minimum = right / TICKS
+    power = int(10 ** (len(str(math.ceil(minimum))) - 1))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= minimum)
+
+    def text(position: int, label: str) -> tuple[float, str, str]:
+        share = position / right
+        return share, "start" if share < 0.1 else "end" if share > 0.9 else "middle", label
+
+    drawn = []
     for name in splits:
-        lengths = card.lengths[name]
-        description = (
-            f"Lengths of {name} rows: {lengths.least:,} to {lengths.greatest:,} tokens, "
-            f"median {lengths.median:,}, 95th percentile {lengths.p95:,}"
-        )
-        marks = {"median": lengths.median, "95\u00a0% ≤": lengths.p95}
-        plot = html.histogram(lengths.histogram, width, (right, top), marks, description)
-        caption = tag("figcaption", name, tag("span", f" · {format_count(card.splits.get(name, 0), 'row')}"))
-        content.append(tag("figure", caption, plot))
-    rows = [
-        (name, f"{lengths.least:,}", f"{lengths.median:,}", f"{lengths.p95:,}", f"{lengths.greatest:,}")
-        for name, lengths in ((name, card.lengths[name]) for name in splits)
-    ]
-    heads = ("split", "shortest", "median", "95th percentile", "longest")
-    return [*content, html.table("Lengths in tokens by split", "tnnnn", heads, rows)]
+        found = card.lengths[name]
+        total = sum(found.histogram.values()) or 1
+        drawn.append({
+            "split": name,
+            "rows": card.splits.get(name, 0),
+            "description": (
+                f"Lengths of {name} rows: {found.least:,} to {found.greatest:,} tokens, median {found.median:,}, 95th "
+                f"percentile {found.p95:,}"
+            ),
+            "bars": [
+                (edge / right, min(width, right - edge) / right, max(BARS_PX * count / total / top, MIN_BAR_PX))
+                for edge, count in sorted(found.histogram.items())
+            ],
+            "ticks": [text(tick, f"{tick:,}") for tick in range(0, right + 1, step)],
+            "marks": [
+                text(found.median, f"median {found.median:,}"), text(found.p95, f"95\u00a0% \u2264 {found.p95:,}"),
+            ],
+        })  # fmt: skip
+    return drawn
 
 
 def _source_splits(card: DatasetCard) -> set[str]:
@@ -236,58 +157,75 @@ def _source_splits(card: DatasetCard) -> set[str]:
     return {source.split for source in card.source_cards.values() if source.split}
 
 
-def _render_splits(card: DatasetCard) -> Body:
-    if not card.splits:
-        return "There are no splits."
+def _compare_splits(card: DatasetCard) -> list[tuple[object, ...]]:
+    """Return a row for each split: its bar, rows, share and wanted share."""
     assigned = _source_splits(card) - {"train"}
     random_total = sum(rows for name, rows in card.splits.items() if name not in assigned)
-    rows = []
+    bar = pages.macros().bar
+    rows: list[tuple[object, ...]] = []
     for name in _order_splits(card.splits):
         count, fraction = card.splits[name], card.wanted.get(name)
-        line = bar((name if name in SPLITS else "train", count / max(1, random_total)), mark=fraction)
-        target = "own source" if name in assigned else NONE if fraction is None else format_percentage(fraction, 1)
-        of_drawn = NONE if name in assigned else format_percentage(count, random_total)
-        rows.append((name, bar() if name in assigned else line, f"{count:,}", of_drawn, target))
-    heads = ("split", "actual share, and a line at the target", "rows", "found", "wanted")
-    content = [html.table("Splits", "tbnnn", heads, rows)]
-    if "train" in _source_splits(card):
-        content.append(explanation("All rows of a source are assigned to train, so train exceeds its fraction."))
-    return content
+        if name in assigned:
+            rows.append((name, bar([]), count, NONE, "own source"))
+            continue
+        shares = bar([(name if name in SPLITS else "train", count / max(1, random_total))], fraction)
+        wanted = NONE if fraction is None else format_percentage(fraction, 1)
+        rows.append((name, shares, count, format_percentage(count, random_total), wanted))
+    return rows
 
 
-def _render_balance_section(card: DatasetCard) -> Body:
+def _describe_balance(card: DatasetCard) -> dict[str, Any] | None:
+    """Return the effect of prepare.balance; None if it is not set."""
+    if (balance := card.balanced) is None:
+        return None
+    most = max(1, *balance.before.values(), *balance.after.values())
+    names = sorted(balance.before, key=lambda name: (-balance.before[name], name))
+    bdi, bar = pages.macros().bdi, pages.macros().bar
+    rows = [
+        (bdi(name), bar([("lost", balance.before[name] / most)]), balance.before[name],
+         bar([("train", balance.after[name] / most)]), balance.after[name])
+        for name in names[:CATEGORIES_SHOWN]
+    ]  # fmt: skip
+    shortage = ""
+    if fewer := sum(count < balance.rows for count in balance.before.values()):
+        effect = {"take": "are unchanged", "repeat": "are repeated"}.get(balance.on_shortage, balance.on_shortage)
+        shortage = f"; {fewer:,} of {len(names):,} categories have fewer, which {effect}"
+    omitted = len(names) - CATEGORIES_SHOWN
+    return {"by": balance.by, "rows": balance.rows, "shortage": shortage, "table": rows, "omitted": omitted}
+
+
+def _describe_strata(card: DatasetCard) -> dict[str, Any] | None:
+    """Return the rows of labels or strata by split; None if there are none."""
     strata = card.strata
     if not strata and card.labels:
         strata = {name: SplitStratum(rows=rows, splits={"train": rows}) for name, rows in card.labels.items()}
     if not strata:
-        return "The data has no labels, and the splits are not stratified."
+        return None
     grouping = "label" if card.labels.keys() <= strata.keys() and card.labels else "stratum"
     names = sorted(strata, key=lambda name: (-strata[name].rows, name))
     splits = _order_splits({split for stratum in strata.values() for split in stratum.splits})
+    kinds = [split if split in SPLITS else "lost" for split in splits]
     most = max(1, strata[names[0]].rows)
-    content = [tag("p", sentence) for sentence in _describe_imbalance(card, strata, names, grouping)]
-    content.append(html.legend(*((split if split in SPLITS else "lost", split) for split in splits)))
+    bdi, bar = pages.macros().bdi, pages.macros().bar
+
+    def row(name: str) -> tuple[object, ...]:
+        counts = [strata[name].splits.get(split, 0) for split in splits]
+        shares = [(kind, count / most) for kind, count in zip(kinds, counts, strict=True)]
+        return bdi(name), bar(shares), strata[name].rows, *counts
+
     omitted = len(names) - 2 * LABELS_SHOWN
-    groups = [names] if omitted <= 0 else [names[:LABELS_SHOWN], names[-LABELS_SHOWN:]]
-    for group, end in zip(groups, ("largest", "smallest"), strict=False):
-        if omitted > 0:
-            content.append(tag("h3", f"The {LABELS_SHOWN} {end} of {len(names):,}"))
-        rows = [
-            (
-                tag("bdi", name),
-                bar(*((s if s in SPLITS else "lost", strata[name].splits.get(s, 0) / most) for s in splits)),
-                f"{strata[name].rows:,}",
-                *(f"{strata[name].splits.get(split, 0):,}" for split in splits),
-            )
-            for name in group
-        ]
-        table = html.table(
-            f"Rows by {grouping} and split", "tbn" + "n" * len(splits), (grouping, "", "rows", *splits), rows
-        )
-        content.append(tag("div", table, class_="dense"))
+    groups = [("", names)]
     if omitted > 0:
-        content.append(explanation(f"{omitted:,} between them are omitted; the JSON card has all of them."))
-    return content
+        title = f"The {LABELS_SHOWN} {{}} of {len(names):,}"
+        groups = [(title.format("largest"), names[:LABELS_SHOWN]), (title.format("smallest"), names[-LABELS_SHOWN:])]
+    return {
+        "sentences": list(_describe_imbalance(card, strata, names, grouping)),
+        "legend": list(zip(kinds, splits, strict=True)),
+        "grouping": grouping,
+        "splits": splits,
+        "groups": [(title, [row(name) for name in group]) for title, group in groups],
+        "omitted": omitted,
+    }
 
 
 def _describe_imbalance(
@@ -316,143 +254,23 @@ def _describe_imbalance(
         )
 
 
-def _render_near_duplicates(card: DatasetCard) -> Body:
-    near = card.near_duplicates
-    if near is None:
-        return "Near-duplicates were not searched (prepare.deduplication.jaccard_threshold is not set)."
-    criterion = f"Jaccard ≥ {near.threshold:g}, shingles of {format_count(near.shingle_words, 'word')}"
-    if not near.clusters:
-        return f"No near-duplicates were found at {criterion}."
-    summary = f"{format_count(near.clusters, 'cluster')} of rows at {criterion}; one row of each is kept. "
-    leaked = f"{format_count(near.across_splits, 'dropped row')} would have leaked: the kept row is in another split."
-    across = leaked if near.across_splits else "No cluster spans several splits."
-    clusters = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept))
-    listing = (
-        f"The {len(clusters)} largest are listed" if len(clusters) < near.clusters else "All are listed, largest first"
-    )
-    return [
-        tag("p", summary, across),
-        explanation(f"{listing}; differing words are marked."),
-        *map(_render_cluster, clusters),
-    ]
+def _describe_cluster(cluster: NearDuplicateCluster) -> dict[str, Any]:
+    """Return a kept row next to one of its dropped near-duplicates."""
+    kept, dropped = (text[:TEXT_SHOWN] for text in (*cluster.texts, "", "")[:2])
+    also = cluster.dropped[1:]
+    return {
+        "size": cluster.size, "kept": cluster.kept, "dropped": next(iter(cluster.dropped), ""),
+        "marked": pages.mark_differences(kept, dropped), "is_equal": kept == dropped,
+        "also": also, "more": cluster.size - 2 - len(also),
+    }  # fmt: skip
 
 
-def _render_cluster(cluster: NearDuplicateCluster) -> Html:
-    """Render a kept row next to one of its dropped near-duplicates."""
-    kept_text, dropped = (text[:TEXT_SHOWN] for text in (*cluster.texts, "", "")[:2])
-    boxes = (
-        tag("div", tag("small", title, tag("bdi", place)), tag("p", text))
-        for title, place, text in (
-            ("kept: ", cluster.kept, mark_differences(kept_text, dropped)),
-            ("dropped: ", next(iter(cluster.dropped), ""), mark_differences(dropped, kept_text)),
-        )
-    )
-    parts = [tag("h3", format_count(cluster.size, "row")), tag("div", *boxes, class_="pair")]
-    if kept_text == dropped:
-        parts.append(tag("small", "They differ only after the visible part."))
-    if also := cluster.dropped[1:]:
-        rest = cluster.size - 2 - len(also)
-        more = f" and {rest:,} more" if rest > 0 else ""
-        parts.append(tag("small", "Also dropped: ", tag("bdi", ", ".join(also)), more))
-    return tag("article", *parts)
-
-
-def _render_leaks(card: DatasetCard) -> Body:
-    if not card.leaks:
-        return "No evaluation set is configured, so none was checked."
-    rows = [
-        (
-            tag("bdi", name),
-            f"{leak.documents:,}",
-            f"{leak.unchecked:,}",
-            f"{leak.rows:,}",
-            html.place_list(leak.examples),
-        )
-        for name, leak in sorted(card.leaks.items(), key=lambda item: (-item[1].rows, item[0]))
-    ]
-    heads = ("evaluation set", "documents", "too short for n-grams", "rows that overlap", "first examples")
-    note = "Rows that share an n-gram with an evaluation set. Documents too short for n-grams are compared whole."
-    return [explanation(note), html.table("Leaks by evaluation set", "tnnnw", heads, rows)]
-
-
-def _render_truncation(card: DatasetCard) -> Body:
+def _describe_truncation(card: DatasetCard) -> list[tuple[object, ...]]:
     if not any(cut.rows for cut in card.truncated.values()):
-        return "No conversation was truncated."
-    rows = []
+        return []
+    rows: list[tuple[object, ...]] = []
     for name in _order_splits(card.truncated):
         cut, remaining = card.truncated[name], card.lengths.get(name, NO_LENGTHS).total
         share = format_percentage(cut.rows, card.splits.get(name, 0))
-        rows.append(
-            (name, f"{cut.rows:,}", share, f"{cut.tokens:,}", format_percentage(cut.tokens, cut.tokens + remaining))
-        )
-    heads = ("split", "rows truncated", "of its rows", "tokens removed", "of its tokens")
-    return [html.table("Truncation by split", "tnnnn", heads, rows)]
-
-
-def _render_packing(card: DatasetCard) -> Body:
-    if not card.packing:
-        return "The fill rate was not measured: the longest row exceeds every usual pack size."
-    rates = sorted((int(capacity), rate) for capacity, rate in card.packing.items())
-    rows = [
-        (format_count(capacity, "token"), bar(("train", rate)), format_percentage(rate, 1)) for capacity, rate in rates
-    ]
-    note = "Fill rate of packs of whole training rows, as stage train packs them. The rest is padding."
-    return [explanation(note), html.table("Fill rate of packs", "tbn", ("pack size", "", "filled"), rows)]
-
-
-def _render_tokens(card: DatasetCard) -> Body:
-    if not card.lengths:
-        return "No tokens were counted."
-    most = max(1, *(lengths.total for lengths in card.lengths.values()))
-    rows = []
-    for name in _order_splits(card.lengths):
-        lengths = card.lengths[name]
-        parts = bar(("train", lengths.trained / most), ("test", (lengths.total - lengths.trained) / most))
-        rows.append(
-            (
-                name,
-                parts,
-                f"{lengths.total:,}",
-                f"{lengths.trained:,}",
-                format_percentage(lengths.trained, lengths.total),
-            )
-        )
-    content = [
-        html.legend(("train", "trained"), ("test", "context only")),
-        html.table("Tokens by split", "tbnnn", ("split", "", "tokens", "trained", "share"), rows),
-    ]
-    if card.repeated:
-        rows_again = f"{format_count(card.repeated, 'row')} repeated {explain_repeats(card)}"
-        content.append(explanation(f"{rows_again} are included in these sums."))
-    return content
-
-
-def _render_template(card: DatasetCard) -> Body:
-    facts = {
-        "End of turn": card.end_of_turn,
-        "Chat template, SHA-256": card.template,
-        "Base model": card.base_digest,
-        "Data": card.digest,
-    }
-    pairs = [(tag("dt", name), tag("dd", tag("code", value or "none"))) for name, value in facts.items()]
-    return [tag("dl", *(part for pair in pairs for part in pair), class_="facts")]
-
-
-def _render_notes(card: DatasetCard) -> Body:
-    return [tag("ul", *(tag("li", tag("bdi", note)) for note in card.notes))] if card.notes else "There are no notes."
-
-
-SECTIONS: dict[str, Callable[[DatasetCard], Body]] = {
-    "Sources": _render_sources,
-    "Row flow": _render_rows,
-    "Lengths": _render_lengths,
-    "Splits": _render_splits,
-    "Class balance": lambda card: render_balance(card, _render_balance_section(card)),
-    "Near-duplicates": _render_near_duplicates,
-    "Leaks": _render_leaks,
-    "Truncation": _render_truncation,
-    "Packing": _render_packing,
-    "Tokens per epoch": _render_tokens,
-    "Template": _render_template,
-    "Notes": _render_notes,
-}
+        rows.append((name, cut.rows, share, cut.tokens, format_percentage(cut.tokens, cut.tokens + remaining)))
+    return rows

@@ -1,16 +1,16 @@
-"""Selects and renders the samples that two models answer differently."""
+"""Selects the samples that two models answer differently, for the gate's page."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.quality_gate.paired_test import MAX_NATS
-from ratchet.reports.forest_plot import REFERENCES, find_metric, format_significant
-from ratchet.storage import html
-from ratchet.storage.html import Html, explanation, format_count, mark_both_differences, tag, void_tag
-from ratchet.storage.records.evaluation import EvaluatedRow, MetricValue, ModelRole, SampleScore
+from ratchet.reports import pages
+from ratchet.reports.pages import format_significant, mark_differences, truncate_middle
+from ratchet.storage.html import NONE
+from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, MetricValue, ModelRole, SampleScore
 from ratchet.storage.records.gate import Verdict
 
 Kind = Literal["lost", "won", "wrong", "right"]
@@ -19,6 +19,8 @@ right; `wrong`, both are wrong; `right`, both are right. If scores are graded: `
 the candidate is better; `right`, both are equal; `wrong` is unused.
 """
 
+REFERENCES: tuple[ModelRole, ...] = ("champion", "base", "anchor")
+"""Reference models of the comparisons, in display order."""
 KINDS: tuple[Kind, ...] = ("lost", "won", "wrong", "right")
 
 MAX_SAMPLES = {"lost": 400, "won": 400, "wrong": 100, "right": 40}
@@ -115,6 +117,11 @@ def read_documents(rows: Sequence[EvaluatedRow], answers: Mapping[ModelRole, Map
     return views
 
 
+def find_metric(report: EvaluationReport, name: str) -> MetricValue | None:
+    """Find a metric in the scores of any model. Unit and direction are the same for all models."""
+    return next((scores.metrics[name] for scores in report.scores.values() if name in scores.metrics), None)
+
+
 def pair_scores(verdict: Verdict, evidence: GateEvidence) -> list[PairedSampleScores]:
     """Pair the per-sample scores of candidate and references by metric.
 
@@ -207,15 +214,13 @@ def _format_text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
-# Browser of flipped samples: complete without JavaScript; reports/gate.js adds filters and pages.
-IndexedScores = tuple[int, PairedSampleScores, Mapping[str, tuple[Kind, int]]]
-"""Number of a metric, its scores, and the position of every sample."""
-SampleResult = tuple[int, PairedSampleScores, Kind, int]
-"""Number of a metric, its scores, kind of a sample, and its position within the kind."""
+# Browser of flipped samples: complete without JavaScript; templates/samples.js adds filters and pages.
 
 
-def render_samples(paired: Sequence[PairedSampleScores], texts: Mapping[SampleKey, SampleView]) -> Sequence[Html] | str:
-    """Render numbers of flipped samples, filters, and as many samples as the page has space for."""
+def select_samples(
+    paired: Sequence[PairedSampleScores], texts: Mapping[SampleKey, SampleView]
+) -> Mapping[str, Any] | None:
+    """Return counts of samples, filters, and as many samples as the page has space for; None if none can be shown."""
     tasks = sorted({task for task, _ in texts})
     known = [
         scores
@@ -223,187 +228,111 @@ def render_samples(paired: Sequence[PairedSampleScores], texts: Mapping[SampleKe
         if any((metric_task(scores.metric, tasks), sample) in texts for sample in scores.scores)
     ]
     if not known:
-        return "No reference has samples that can be shown next to the candidate's."
-    chosen = _select_samples(known, texts, tasks)
-    summary = f"{format_count(len(chosen), 'sample')} shown"
-    if omitted := _count_omitted(known, texts, tasks, chosen):
-        summary += f"; {omitted:,} that changed between right and wrong are omitted to limit the page size"
-    samples = tag("div", *chosen.values(), class_="list", tabindex="0", role="region", aria_label="Samples")
-    return [
-        _render_counts(known),
-        explanation(
-            f"{summary}. The evaluation files have all samples. Words that differ between the answers are marked."
-        ),
-        tag("div", _render_controls(known, _filter_fields(texts)), samples, _render_paging(), id="browser"),
-    ]
+        return None
+    references = list(dict.fromkeys(scores.against for scores in known))
+    fields = sorted({name for view in texts.values() for name in view.fields})[:FIELDS_SHOWN]
+    chosen = _render_samples(known, texts, tasks, fields)
+    flipped = {
+        (scores.against, (metric_task(scores.metric, tasks), sample))
+        for scores in known
+        if not scores.graded
+        for kind in FLIPS
+        for sample in scores.kinds[kind]
+    }
+    return {
+        "counts": [_count_kinds(scores) for scores in known],
+        "articles": list(chosen.values()),
+        "omitted": sum(key in texts for _, key in flipped - set(chosen)),
+        "references": references,
+        "fields": fields,
+        "metrics": [
+            {"name": scores.metric, "reference": references.index(scores.against),
+             "graded": "yes" if scores.graded else "no"}
+            for scores in known
+        ],
+        "kinds": [
+            {"name": kind, "sign": SIGNS[kind], "plain": KIND_NAMES[False][kind], "graded": KIND_NAMES[True][kind]}
+            for kind in KINDS
+        ],
+    }  # fmt: skip
 
 
-def _render_counts(paired: Sequence[PairedSampleScores]) -> Html:
-    """Render the number of samples by kind."""
-    rows = []
-    for scores in paired:
-        counts = [f"{len(scores.kinds[kind]):,}" for kind in KINDS]
-        if scores.graded:
-            counts[2] = html.NONE
-        about = f"{scores.candidate} against {scores.against}"
-        rows.append((tag("span", tag("bdi", scores.metric), tag("small", about)), f"{len(scores.scores):,}", *counts))
-    heads = ("metric", "n", "worse", "better", "both wrong", "both right, or equal")
-    return html.table("Flipped samples by metric", "tnnnnn", heads, rows)
+def _count_kinds(scores: PairedSampleScores) -> tuple[object, ...]:
+    counts: list[object] = [len(scores.kinds[kind]) for kind in KINDS]
+    if scores.graded:
+        counts[2] = NONE
+    macros = pages.macros()
+    name = macros.noted(macros.bdi(scores.metric), f"{scores.candidate} against {scores.against}")
+    return name, len(scores.scores), *counts
 
 
-def _select_samples(
-    paired: Sequence[PairedSampleScores], texts: Mapping[SampleKey, SampleView], tasks: Sequence[str]
-) -> dict[tuple[ModelRole, SampleKey], Html]:
-    """Select samples until the page is full, and sort them by reference, metric and kind."""
-    by_task: dict[tuple[ModelRole, str], list[IndexedScores]] = {}
+def _render_samples(
+    paired: Sequence[PairedSampleScores],
+    texts: Mapping[SampleKey, SampleView],
+    tasks: Sequence[str],
+    fields: Sequence[str],
+) -> dict[tuple[ModelRole, SampleKey], str]:
+    """Render samples until the page is full, and sort them by reference, metric and kind."""
+    by_task: dict[tuple[ModelRole, str], list[tuple[int, PairedSampleScores, Mapping[str, tuple[Kind, int]]]]] = {}
     for number, scores in enumerate(paired):
         by_task.setdefault((scores.against, metric_task(scores.metric, tasks)), []).append(
             (number, scores, scores.places())
         )
-    fields, references = _filter_fields(texts), list(dict.fromkeys(scores.against for scores in paired))
-    selected: dict[tuple[ModelRole, SampleKey], Html] = {}
+    references = list(dict.fromkeys(scores.against for scores in paired))
+    rendered: dict[tuple[ModelRole, SampleKey], str] = {}
     order: dict[tuple[ModelRole, SampleKey], tuple[int, ...]] = {}
-    used = 0
+    used, render = 0, pages.macros().sample
     for scores, sample in order_samples(paired):
         key = (metric_task(scores.metric, tasks), sample)
         place = (scores.against, key)
-        if place in selected or key not in texts:
+        if place in rendered or key not in texts:
             continue
         scored = [
             (number, metric_scores, *kinds[sample])
             for number, metric_scores, kinds in by_task[scores.against, key[0]]
             if sample in kinds
         ]
-        article = _render_sample(texts[key], scores, scored, references.index(scores.against), fields)
+        reference = references.index(scores.against)
+        chips = [_describe_score(*score) for score in scored]
+        article = str(render({**_describe_sample(texts[key], scores, fields), "reference": reference, "scored": chips}))
         used += len(article.encode())
         if used > MAX_BYTES:
             break
         number, _, kind, rank = scored[0]
-        selected[place], order[place] = article, (references.index(scores.against), number, KINDS.index(kind), rank)
-    return {place: selected[place] for place in sorted(selected, key=order.__getitem__)}
+        rendered[place], order[place] = article, (reference, number, KINDS.index(kind), rank)
+    return {place: rendered[place] for place in sorted(rendered, key=order.__getitem__)}
 
 
-def _count_omitted(
-    paired: Sequence[PairedSampleScores],
-    texts: Mapping[SampleKey, SampleView],
-    tasks: Sequence[str],
-    chosen: Collection[tuple[ModelRole, SampleKey]],
-) -> int:
-    """Count the samples that changed between right and wrong and are not shown."""
-    flipped = {
-        (scores.against, (metric_task(scores.metric, tasks), sample))
-        for scores in paired
-        if not scores.graded
-        for kind in FLIPS
-        for sample in scores.kinds[kind]
-    }
-    return sum(place[1] in texts for place in flipped - set(chosen))
+def _describe_score(number: int, scores: PairedSampleScores, kind: Kind, place: int) -> dict[str, str]:
+    """Return a metric's scores of both models for a sample."""
+    before, after = scores.scores[scores.kinds[kind][place]]
+    return {
+        "key": f"{number}{kind[:2]}{place}", "kind": kind, "sign": SIGNS[kind],
+        "words": KIND_NAMES[scores.graded][kind],
+        "text": f"{scores.metric} {format_significant(before)} \u2192 {format_significant(after)}",
+    }  # fmt: skip
 
 
-def _render_sample(
-    view: SampleView, about: PairedSampleScores, scored: Sequence[SampleResult], reference: int, fields: Sequence[str]
-) -> Html:
-    """Render one sample: scores of both models, prompt, expected answer, and both answers with marked differences."""
-    data = {"data_r": str(reference), "data_k": " ".join(f"{n}{kind[:2]}{place}" for n, _, kind, place in scored)}
-    data |= {
-        f"data_f{number}": view.fields[name][:FIELD_SHOWN] for number, name in enumerate(fields) if name in view.fields
-    }
+def _describe_sample(view: SampleView, about: PairedSampleScores, fields: Sequence[str]) -> dict[str, Any]:
+    """Return prompt, expected answer, and both answers with marked differences."""
     labels = [f"task {view.task}"] if view.task else []
     labels += [view.id[:12], *(f"{name} = {value[:FIELD_SHOWN]}" for name, value in sorted(view.fields.items()))]
-    return tag(
-        "article",
-        tag("p", *(_render_chip(*score) for score in scored), class_="chips"),
-        tag(
-            "div",
-            tag("small", "prompt"),
-            tag("p", tag("bdi", _truncate_middle(view.prompt, PROMPT_SHOWN))),
-            class_="prompt",
-        ),
-        tag("div", *_render_answers(view, about), class_="answers"),
-        tag("small", tag("bdi", " \u00b7 ".join(labels))),
-        **data,
-    )
-
-
-def _render_chip(_: int, scores: PairedSampleScores, kind: Kind, place: int) -> Html:
-    """Render a metric's scores of both models for a sample."""
-    before, after = scores.scores[scores.kinds[kind][place]]
-    kind_text = KIND_NAMES[scores.graded][kind]
-    text = f" {scores.metric} {format_significant(before)} \u2192 {format_significant(after)}"
-    return tag("span", tag("b", SIGNS[kind], aria_label=kind_text, title=kind_text, role="img"), text, class_=kind)
-
-
-def _render_answers(view: SampleView, about: PairedSampleScores) -> Iterator[Html]:
-    """Render the expected answer and both models' answers, if they generated text."""
-    yield tag("div", tag("small", "expected"), tag("p", tag("bdi", _truncate_middle(view.expected, ANSWER_SHOWN))))
-    old, new = (_format_answer(view.answers.get(role)) for role in (about.against, about.candidate))
-    if old is None and new is None:
-        return
-    texts = mark_both_differences(old or "", new or "")
-    for role, answer, marked in zip((about.against, about.candidate), (old, new), texts, strict=True):
-        yield tag("div", tag("small", role), tag("p", tag("i", "not answered") if answer is None else marked))
+    roles = (about.against, about.candidate)
+    given = [_format_answer(view.answers.get(role)) for role in roles]
+    marked = mark_differences(given[0] or "", given[1] or "")
+    shown = [(role, None if answer is None else text) for role, answer, text in zip(roles, given, marked, strict=True)]
+    return {
+        "filters": [(n, view.fields[name][:FIELD_SHOWN]) for n, name in enumerate(fields) if name in view.fields],
+        "prompt": truncate_middle(view.prompt, PROMPT_SHOWN),
+        "expected": truncate_middle(view.expected, ANSWER_SHOWN),
+        "answers": shown if any(answer is not None for answer in given) else [],
+        "about": " \u00b7 ".join(labels),
+    }
 
 
 def _format_answer(answers: Sequence[str] | None) -> str | None:
     """Join all answers of a model to one sample. Several answers are numbered."""
     if answers is None:
         return None
-    if len(answers) == 1:
-        return _truncate_middle(answers[0], ANSWER_SHOWN)
-    return _truncate_middle(
-        "\n".join(f"{number}. {answer}" for number, answer in enumerate(answers, start=1)), ANSWER_SHOWN
-    )
-
-
-def _truncate_middle(text: str, most: int) -> str:
-    """Cut the middle of a long text. The end is kept, because it often contains the question."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
-
-
-def _filter_fields(texts: Mapping[SampleKey, SampleView]) -> list[str]:
-    """Return the fields that have a filter."""
-    return sorted({name for view in texts.values() for name in view.fields})[:FIELDS_SHOWN]
-
-
-def _render_controls(paired: Sequence[PairedSampleScores], fields: Sequence[str]) -> Html:
-    """Render the filters. The script adds counts and values, and makes the filters visible."""
-    references = list(dict.fromkeys(scores.against for scores in paired))
-    metrics = [
-        tag("option", scores.metric, value=str(number), data_r=str(references.index(scores.against)),
-            data_graded="yes" if scores.graded else "no")
-        for number, scores in enumerate(paired)
-    ]  # fmt: skip
-    kinds = [
-        tag("button", tag("span", SIGNS[kind], aria_hidden="true"), " ", tag("span", KIND_NAMES[False][kind]), " ",
-            tag("b"), type="button", data_kind=kind[:2], data_yes=KIND_NAMES[True][kind],
-            data_no=KIND_NAMES[False][kind], aria_pressed="false" if kind == "right" else "true")
-        for kind in KINDS
-    ]  # fmt: skip
-    selects = [
-        _render_select(
-            "reference",
-            "reference",
-            *(tag("option", reference, value=str(n)) for n, reference in enumerate(references)),
-        ),
-        _render_select("metric", "metric", *metrics),
-        *(_render_select(name, f"f{number}", tag("option", "all", value="")) for number, name in enumerate(fields)),
-    ]
-    search = tag("label", tag("span", "search"), void_tag("input", type="search", data_by="search", autocomplete="off"))
-    return tag(
-        "div",
-        tag("div", *selects, search, class_="selects"),
-        tag("div", *kinds, class_="kinds", role="group", aria_label="Kinds of samples"),
-        class_="controls", role="search", aria_label="Filter samples", hidden="",
-    )  # fmt: skip
-
-
-def _render_select(name: str, data_key: str, *options: Html) -> Html:
-    return tag("label", tag("span", name), tag("select", *options, data_by=data_key))
-
-
-def _render_paging() -> Html:
-    buttons = [tag("button", text, type="button", data_turn=turn) for text, turn in (("Previous", "-1"), ("Next", "1"))]
-    return tag("div", buttons[0], tag("span", role="status"), buttons[1], class_="paging", hidden="")
+    text = answers[0] if len(answers) == 1 else "\n".join(f"{n}. {text}" for n, text in enumerate(answers, start=1))
+    return truncate_middle(text, ANSWER_SHOWN)

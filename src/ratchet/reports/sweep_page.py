@@ -1,20 +1,20 @@
-"""Renders the report of a sweep as HTML: trials, Pareto front, final round, cost, plots."""
+"""Writes the report of a sweep as HTML: trials, Pareto front, final round, cost, charts."""
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.reports.forest_plot import MINUS, format_p_value, format_significant
-from ratchet.reports.sweep_canvas import STATES, render_figure
-from ratchet.storage import files, html
-from ratchet.storage.html import NONE, Html, explanation, format_count, format_percentage, tag, void_tag
+from ratchet.reports import pages, sweep_charts
+from ratchet.reports.pages import MINUS, format_p_value, format_significant
+from ratchet.reports.sweep_charts import STATES
+from ratchet.storage import files
+from ratchet.storage.html import NONE, format_count, format_percentage
 from ratchet.storage.records.sweep import (
     Finalist,
     FinalistComparison,
-    FinalRound,
     SweepObjective,
     SweepReport,
     Trial,
@@ -40,18 +40,6 @@ REASON_SHOWN, NAME_SHOWN = 160, 40
 SIGNS: Mapping[TrialState, str] = {"complete": "●", "pruned": "×", "infeasible": "▲", "failed": "✚", "running": "□"}  # noqa: RUF001
 """Symbol of each state, as in the plots, so that every state is recognizable without its colour."""
 
-Body = Sequence[Html] | str
-
-COMPARISON_HEADS = (
-    "compared with",
-    "difference",
-    "lower bound",
-    "p",
-    "error from seeds",
-    "from rows",
-    "significant",
-    "method",
-)
 Figure = tuple[str, str, str]
 """Name, value and note."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -76,58 +64,73 @@ PICTURES = {
     "timeline": ("Workers.", "Each bar is a worker with a trial. Hatched bars ended when the worker ended."),
     "savings": ("Tokens.", "Trained tokens in colour, saved tokens hatched."),
 }
-"""Title and explanation of each plot, by the names of reports/sweep_plots.py."""
-NO_PLOTS = "There is no data to plot yet."
-SAVINGS_NOTE = (
-    "Savings are relative to full training of all trials. They include the rest of pruned trials that were not "
-    "continued, and trials that the memory forecast rejected. Saved time is extrapolated from the trial's own tokens "
-    "per second."
-)
-
-PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "sweep.css", "sweep.js"))
+"""Title and explanation of each plot, by the names of reports/sweep_charts.py."""
 
 
-def _render_state(state: TrialState) -> Html:
-    return tag("b", SIGNS[state], class_=f"sign {state}", aria_hidden="true")
+def write(report: SweepReport, target: Path) -> None:
+    """Write the page. Equal reports give equal bytes."""
+    files.write_atomic(target, render(report))
 
 
-def render_trials(report: SweepReport) -> Body:
-    """Render all trials. The table is complete; the script sorts and filters it."""
-    if not report.trials:
-        return "No trial has started."
-    hyperparameters = [axis.name for axis in report.axes]
-    names = shorten_names(hyperparameters)
+def render(report: SweepReport) -> str:
+    """Return the page as text."""
+    saved = compute_savings(report)
+    measured = " × ".join(objective.metric.replace("_", " ") for objective in report.objectives)  # noqa: RUF001
+    finals = report.final_round
+    seeds = max((len(finalist.means) for finalist in finals.finalists), default=0) if finals else 0
+    has_front = len(report.objectives) > 1
+    return pages.render(
+        "sweep",
+        title=f"Sweep {report.study}",
+        scripts=("trials.js",),
+        sections=["Adopt", "Course", "Hyperparameters", *(["Front"] if has_front else []), "Finalists", "Workers",
+                  "Cost", "Trials", "Reproduce"],
+        report=report,
+        measured=f"{measured}, {report.sampler.partition(',')[0]}",
+        figures=list(_key_figures(report, saved)),
+        adopt=_recommend(report),
+        charts=sweep_charts.build_charts(report),
+        pictures=PICTURES,
+        signs=SIGNS,
+        front=_list_front(report),
+        seeds=[f"seed {place + 1}" for place in range(seeds)],
+        finalists=[_finalist_row(finalist, seeds, finals.winner) for finalist in finals.finalists] if finals else [],
+        comparisons=[_comparison_cells(comparison) for comparison in finals.comparisons] if finals else [],
+        workers=_summarize_workers(report),
+        costs=_list_costs(saved),
+        counts={state: sum(trial.state == state for trial in report.trials) for state in STATES},
+        trials=_list_trials(report),
+        facts=_describe_reproduction(report),
+    )  # fmt: skip
+
+
+def _list_trials(report: SweepReport) -> dict[str, Any]:
+    """Return the table of all trials. The script sorts and filters it."""
+    names = shorten_names(axis.name for axis in report.axes)
     continued_by = {trial.continues: trial.number for trial in report.trials if trial.continues is not None}
-    searched = [objective.metric.replace("_", " ") for objective in report.objectives] + [
-        names[parameter] for parameter in hyperparameters
-    ]
-    heads = ("trial", "state", *searched, "tokens", "seconds", "attempts", "run", "workers", "why")
-    kinds = "tt" + "n" * len(report.objectives)
-    kinds += "".join("t" if axis.kind == "choice" else "n" for axis in report.axes) + "nnnttw"
-    rows = [list(_trial_row(report, trial, hyperparameters, continued_by)) for trial in report.trials]
-    table = html.table("All trials", kinds, heads, rows)
-    return [tag("div", _render_controls(report), table, id="sweep")]
+    metrics = [objective.metric.replace("_", " ") for objective in report.objectives]
+    heads = ["trial", "state", *metrics, *(names[axis.name] for axis in report.axes), "tokens", "seconds", "attempts",
+             "run", "workers", "why"]  # fmt: skip
+    kinds = "tt" + "n" * len(report.objectives) + "".join("t" if axis.kind == "choice" else "n" for axis in report.axes)
+    rows = [{"number": trial.number, "state": trial.state, "cells": list(_trial_cells(report, trial, continued_by))}
+            for trial in report.trials]  # fmt: skip
+    return {"heads": heads, "kinds": f"{kinds}nnnttw", "rows": rows}
 
 
-def _trial_row(
-    report: SweepReport, trial: Trial, hyperparameters: Sequence[str], continued_by: Mapping[int, int]
-) -> Iterator[str]:
-    yield str(trial.number)
-    yield tag("span", _render_state(trial.state), f" {trial.state}", class_="state")
+def _trial_cells(report: SweepReport, trial: Trial, continued_by: Mapping[int, int]) -> Iterator[object]:
+    bdi, digest = pages.macros().bdi, pages.macros().digest
     for index, objective in enumerate(report.objectives):
         value = trial_value(trial, report.objectives, index)
         yield NONE if value is None or trial.state in ("failed", "infeasible") else sortable_number(objective, value)
-    for parameter in hyperparameters:
-        yield format_parameter_value(trial.values[parameter]) if parameter in trial.values else NONE
-    yield f"{trial.cost.trained_tokens:,}"
+    for axis in report.axes:
+        yield format_parameter_value(trial.values[axis.name]) if axis.name in trial.values else NONE
+    yield trial.cost.trained_tokens
     yield f"{trial.cost.train_seconds:,.0f}"
-    yield f"{trial.cost.attempts:,}"
-    yield tag("code", trial.run_id[:12], title=trial.run_id) if trial.run_id else NONE
-    yield (
-        tag("bdi", _truncate(", ".join(dict.fromkeys(execution.worker for execution in trial.executions)), NAME_SHOWN))
-        or NONE
-    )
-    yield tag("bdi", _truncate(_explain_outcome(trial, continued_by), REASON_SHOWN))
+    yield trial.cost.attempts
+    yield digest(trial.run_id)
+    workers = ", ".join(dict.fromkeys(execution.worker for execution in trial.executions))
+    yield bdi(_truncate(workers, NAME_SHOWN))
+    yield bdi(_truncate(_explain_outcome(trial, continued_by), REASON_SHOWN))
 
 
 def _explain_outcome(trial: Trial, continued_by: Mapping[int, int]) -> str:
@@ -149,93 +152,29 @@ def sortable_number(objective: SweepObjective, value: float) -> str:
     return f"{value:,.0f}" if objective.metric.endswith(("_bytes", "_tokens", "_seconds")) else f"{value:.4f}"
 
 
-def _render_controls(report: SweepReport) -> Html:
-    """Render the filters, which the script makes visible."""
-    counts = {state: sum(trial.state == state for trial in report.trials) for state in STATES}
-    buttons = [
-        tag(
-            "button",
-            _render_state(state),
-            f" {state} ",
-            tag("b", f"{count:,}"),
-            type="button",
-            data_state=state,
-            aria_pressed="true",
-        )
-        for state, count in counts.items()
-        if count
-    ]
-    search = tag("label", tag("span", "search"), void_tag("input", type="search", autocomplete="off"))
-    return tag(
-        "div", tag("div", search, tag("span", role="status", class_="quiet"), class_="selects"),
-        tag("div", *buttons, class_="kinds", role="group", aria_label="States"),
-        class_="controls", role="search", aria_label="Filter trials", hidden="",
-    )  # fmt: skip
-
-
-def render_pareto_front(report: SweepReport) -> Body:
-    """Render the trials of the Pareto front."""
-    members = [trial for trial in report.trials if trial.number in report.best]
-    if not members:
-        return "No trial is complete."
+def _list_front(report: SweepReport) -> dict[str, Any]:
+    """Return the trials of the Pareto front."""
     hyperparameters = [axis.name for axis in report.axes if axis.kind != "tie"]
     names = shorten_names(hyperparameters)
-    heads = (
-        "trial",
-        *(objective.metric.replace("_", " ") for objective in report.objectives),
-        *(names[parameter] for parameter in hyperparameters),
-    )
-    rows = [
-        (
-            str(trial.number),
-            *(NONE if (value := trial_value(trial, report.objectives, index)) is None
-              else format_objective(objective, value)
-              for index, objective in enumerate(report.objectives)),
-            *(format_parameter_value(trial.values[parameter]) if parameter in trial.values else NONE
-              for parameter in hyperparameters),
-        )
-        for trial in members
-    ]  # fmt: skip
-    return [
-        explanation("No other trial is at least as good in all objectives and better in one of them."),
-        html.table("Pareto front", "t" + "n" * (len(heads) - 1), heads, rows),
-    ]
+    metrics = [objective.metric.replace("_", " ") for objective in report.objectives]
+
+    def cells(trial: Trial) -> Iterator[str]:
+        for index, objective in enumerate(report.objectives):
+            value = trial_value(trial, report.objectives, index)
+            yield NONE if value is None else format_objective(objective, value)
+        for name in hyperparameters:
+            yield format_parameter_value(trial.values[name]) if name in trial.values else NONE
+
+    rows = [(trial.number, *cells(trial)) for trial in report.trials if trial.number in report.best]
+    return {"heads": ["trial", *metrics, *(names[name] for name in hyperparameters)], "rows": rows}
 
 
-def render_finalists(finals: FinalRound | None) -> Body:
-    """Render the finalists with their seeds, and the comparisons of the leader with the others."""
-    if finals is None:
-        return "No final round took place: the best trial is the best of single runs, which is partly luck."
-    better = "lower" if finals.direction == "minimize" else "higher"
-    seeds = max((len(finalist.means) for finalist in finals.finalists), default=0)
-    heads = ("trial", "mean", *(f"seed {place + 1}" for place in range(seeds)), "tokens", "training", "")
-    rows = [_finalist_row(finalist, seeds, finals.winner) for finalist in finals.finalists]
-    rows_text = f", on {format_count(finals.rows, 'validation row')}" if finals.rows else ""
-    parts = [
-        explanation(f"{finals.metric.replace('_', ' ')}, {better} is better{rows_text}."),
-        html.table("Finalists", "tn" + "n" * seeds + "nnw", heads, rows),
-    ]
-    if finals.comparisons:
-        leader = finals.finalists[0].number
-        parts += [
-            tag("h3", f"Trial {leader} compared with the others"),
-            explanation(
-                "Differences of the means, positive if the leader is better, with the one-sided lower bound. A "
-                "difference is significant if the bound is above 0. p is corrected for all comparisons (Holm). "
-                "The standard error has a component from seeds and a component from rows."
-            ),
-            html.table("Comparisons", "tnnnnntw", COMPARISON_HEADS, map(_comparison_cells, finals.comparisons)),
-        ]
-    return [*parts, tag("p", tag("strong", f"Trial {finals.winner} wins: "), tag("bdi", finals.reason))]
-
-
-def _finalist_row(finalist: Finalist, seeds: int, winner: int) -> tuple[str, ...]:
+def _finalist_row(finalist: Finalist, seeds: int, winner: int) -> tuple[object, ...]:
     means = [_format_fixed(mean) for mean in finalist.means] + [NONE] * (seeds - len(finalist.means))
     verdict = "the winner" if finalist.number == winner else ""
-    return (
-        str(finalist.number), _format_fixed(finalist.mean), *means, f"{finalist.cost.trained_tokens:,}",
-        format_duration(finalist.cost.train_seconds), tag("bdi", "; ".join(filter(None, (verdict, finalist.dropped)))),
-    )  # fmt: skip
+    note = pages.macros().bdi("; ".join(filter(None, (verdict, finalist.dropped))))
+    return (finalist.number, _format_fixed(finalist.mean), *means, finalist.cost.trained_tokens,
+            format_duration(finalist.cost.train_seconds), note)  # fmt: skip
 
 
 def _format_fixed(mean: float) -> str:
@@ -247,38 +186,30 @@ def _format_signed(difference: float) -> str:
     return _format_fixed(difference).replace("-", MINUS) if difference <= 0 else f"+{_format_fixed(difference)}"
 
 
-def _comparison_cells(comparison: FinalistComparison) -> tuple[str, ...]:
+def _comparison_cells(comparison: FinalistComparison) -> tuple[object, ...]:
     return (
-        str(comparison.other), _format_signed(comparison.difference), _format_signed(comparison.low),
-        format_p_value(comparison.p),
-        _format_fixed(comparison.seed_error), _format_fixed(comparison.row_error), "yes" if comparison.better else "no",
-        tag("bdi", comparison.method),
+        comparison.other, _format_signed(comparison.difference), _format_signed(comparison.low),
+        format_p_value(comparison.p), _format_fixed(comparison.seed_error), _format_fixed(comparison.row_error),
+        "yes" if comparison.better else "no", pages.macros().bdi(comparison.method),
     )  # fmt: skip
 
 
-def render_costs(savings: SweepSavings) -> Html:
-    """Render trained and saved tokens."""
+def _list_costs(savings: SweepSavings) -> list[tuple[object, ...]]:
+    """Return trained and saved tokens."""
     full_tokens = savings.full_tokens
 
-    def row(name: str, part: CauseSavings) -> tuple[str, ...]:
+    def row(name: str, part: CauseSavings) -> tuple[object, ...]:
         if not part.trials:
             return name, NONE, NONE, NONE, NONE
-        return (
-            name,
-            f"{part.trials:,}",
-            f"{part.tokens:,}",
-            format_duration(part.seconds),
-            format_percentage(part.tokens, full_tokens),
-        )
+        share = format_percentage(part.tokens, full_tokens)
+        return name, part.trials, part.tokens, format_duration(part.seconds), share
 
-    rows = [
+    return [
         row("trained", CauseSavings(savings.trials, savings.trained_tokens, savings.trained_seconds)),
         row("saved by pruning", savings.pruned),
         row("rejected before training", savings.refused),
-        ("full training of all", NONE, f"{full_tokens:,}", format_duration(savings.full_seconds), NONE),
+        ("full training of all", NONE, full_tokens, format_duration(savings.full_seconds), NONE),
     ]
-    heads = ("", "trials", "answer tokens", "time", "share of the tokens")
-    return html.table("Cost", "tnnnn", heads, rows)
 
 
 def format_parameters(trial: Trial) -> str:
@@ -297,26 +228,6 @@ def format_first_objective(report: SweepReport, trial: Trial) -> str:
         if report.objectives
         else format_number(value)
     )
-
-
-# Header, recommended values and reproduction details of a sweep's page.
-
-
-def render_header(report: SweepReport, saved: SweepSavings) -> Html:
-    """Render title and key figures."""
-    measured = " × ".join(objective.metric.replace("_", " ") for objective in report.objectives)  # noqa: RUF001
-    figures = [
-        tag("div", tag("dt", name), tag("dd", tag("strong", tag("bdi", value)), tag("small", tag("bdi", note))))
-        for name, value, note in _key_figures(report, saved)
-    ]
-    parts = [
-        tag("p", "Sweep", class_="quiet"),
-        tag("h1", tag("bdi", report.study), tag("span", f"{measured}, {report.sampler.partition(',')[0]}")),
-        tag("dl", *figures),
-    ]
-    if report.stopped:
-        parts.append(tag("p", tag("strong", "Stopped early: "), tag("bdi", report.stopped), class_="stopped"))
-    return tag("header", *parts)
 
 
 def _key_figures(report: SweepReport, saved: SweepSavings) -> Iterator[Figure]:
@@ -349,23 +260,19 @@ def _best_figure(report: SweepReport) -> Figure:
     )
 
 
-def render_recommendation(report: SweepReport) -> Sequence[Html] | str:
-    """Render the recommended values as they are written into params.yaml."""
+def _recommend(report: SweepReport) -> dict[str, Any]:
+    """Return the recommended values as they are written into params.yaml."""
     trial = recommended_trial(report)
     if trial is None:
-        return (
-            "The Pareto front has several trials and no winner was determined. Choose a trial from the table of "
-            "the front."
-            if len(report.objectives) > 1 and report.best else "No recommendation yet: no trial is complete."
-        )  # fmt: skip
+        reason = "No recommendation yet: no trial is complete."
+        if len(report.objectives) > 1 and report.best:
+            reason = (
+                "The Pareto front has several trials and no winner was determined. Choose a trial from the table of "
+                "the front."
+            )
+        return {"trial": None, "reason": reason}
     reason = report.final_round.reason if report.final_round is not None else "best of single runs; no final round"
-    return [
-        tag("p", tag("strong", f"Trial {trial.number}"), ": ", tag("bdi", reason)),
-        tag("div", tag("pre", tag("code", format_yaml(trial.values))), class_="scroll", role="region",
-            aria_label="Values for params.yaml", tabindex="0"),
-        tag("p", tag("code", "ratchet sweep --adopt"), " writes them into params.yaml; ", tag("code", "dvc repro"),
-            " then finds the trained run.", class_="quiet"),
-    ]  # fmt: skip
+    return {"trial": trial.number, "reason": reason, "yaml": format_yaml(trial.values)}
 
 
 def format_yaml(values: Mapping[str, Any]) -> str:
@@ -407,86 +314,21 @@ def _format_scalar(item: Any) -> str:
     return text
 
 
-def render_reproduction(report: SweepReport) -> Sequence[Html]:
-    """Render everything that determines the trials."""
+def _describe_reproduction(report: SweepReport) -> dict[str, object]:
+    """Return everything that determines the trials."""
     known = {
-        "study": report.study,
-        "sampler": report.sampler,
-        "pruner": report.pruner,
-        **report.versions,
-        "trials": f"{report.planned_trials:,}",
-        "storage": report.storage,
-    }
-    facts = [(name, tag("bdi", text)) for name, text in known.items() if text]
-    facts += [("data", tag("code", report.data_digest)), ("base model", tag("code", report.base_digest))]
-    items = [part for name, text in facts for part in (tag("dt", tag("bdi", name)), tag("dd", text))]
-    note = (
-        "With one worker, the same settings, data, base, seed and versions give the same trials, also across restarts."
-    )
-    return [explanation(note), tag("dl", *items, class_="facts")]
+        "study": report.study, "sampler": report.sampler, "pruner": report.pruner, **report.versions,
+        "trials": f"{report.planned_trials:,}", "storage": report.storage,
+    }  # fmt: skip
+    code = pages.macros().code
+    facts: dict[str, object] = {name: text for name, text in known.items() if text}
+    return facts | {"data": code(report.data_digest), "base model": code(report.base_digest)}
 
 
-# The page: one HTML file without external resources, complete without its script. Callers draw the plots with
-# reports/sweep_plots.py; the page embeds them as SVG.
-
-
-def write(report: SweepReport, plots: Mapping[str, bytes], target: Path) -> None:
-    """Write the page. Equal arguments give equal bytes.
-
-    Args:
-        report: The sweep.
-        plots: SVG (or PNG) by the names of PICTURES. Missing plots are omitted.
-        target: HTML file to write.
-    """
-    files.write_atomic(target, render(report, plots))
-
-
-def render(report: SweepReport, plots: Mapping[str, bytes]) -> str:
-    """Return the page as text."""
-    saved = compute_savings(report)
-    sections: dict[str, Sequence[Html] | str] = {
-        "Adopt": render_recommendation(report),
-        "Course": _render_plots(report, plots, "history", "curves") or NO_PLOTS,
-        "Hyperparameters": _render_plots(report, plots, "importances", "slices", "contour", "parallel") or NO_PLOTS,
-    }
-    if len(report.objectives) > 1:
-        table = render_pareto_front(report)
-        sections["Front"] = table if isinstance(table, str) else [*_render_plots(report, plots, "pareto"), *table]
-    sections |= {
-        "Finalists": render_finalists(report.final_round),
-        "Workers": [*_render_workers(report), *_render_plots(report, plots, "timeline")],
-        "Cost": [render_costs(saved), *_render_plots(report, plots, "savings"), explanation(SAVINGS_NOTE)],
-        "Trials": render_trials(report),
-        "Reproduce": render_reproduction(report),
-    }
-    links = [tag("a", title, href=f"#{html.anchor(title)}") for title in sections]
-    contents = tag("nav", *links, aria_label="Sections")
-    main = tag("main", *(html.section(title, body) for title, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
-    title = f"Sweep {report.study}"
-    head = render_header(report, saved)
-    return html.document(title, style + more, head, contents, main, images=True, script=script)
-
-
-def _render_plots(report: SweepReport, plots: Mapping[str, bytes], *names: str) -> list[Html]:
-    return [
-        render_figure(plots[name], *PICTURES[name], _describe_plot(name, report))
-        for name in PICTURES
-        if name in names and name in plots
-    ]
-
-
-def _describe_plot(name: str, report: SweepReport) -> str:
-    """Describe a plot for screen readers. The tables contain the numbers of the plot."""
-    title, note = PICTURES[name]
-    trials = format_count(len(report.trials), "trial")
-    return f"{title} {note} {trials}; the table of all trials has the numbers."
-
-
-def _render_workers(report: SweepReport) -> list[Html]:
+def _summarize_workers(report: SweepReport) -> str:
     executions = [execution for trial in report.trials for execution in trial.executions]
     if not executions:
-        return [explanation("No worker has run a trial.")]
+        return "No worker has run a trial."
     workers = format_count(len({execution.worker for execution in executions}), "worker")
     takeovers = sum(len(trial.executions) - 1 for trial in report.trials if trial.executions)
     duration_s = max(e.last_seen for e in executions) - min(e.started for e in executions)
@@ -496,4 +338,4 @@ def _render_workers(report: SweepReport) -> list[Html]:
             f" Workers took over trials of other workers {format_count(takeovers, 'time')} and resumed from their "
             "checkpoints."
         )
-    return [explanation(summary)]
+    return summary

@@ -1,18 +1,17 @@
 """Renders the pages of one training: profile (Markdown), memory forecast, and training report."""
 
-import base64
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from ratchet.config.units import choose_unit, format_bytes
-from ratchet.storage import html
-from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, tag
+from ratchet.reports import pages, plots
+from ratchet.reports.plots import Figure
+from ratchet.storage.html import NONE, format_count, format_percentage
 from ratchet.storage.records.training import (
     AdapterAnalysis,
     MemoryForecast,
-    ModuleAnalysis,
     StepPart,
     TrainingProfile,
     TrainReport,
@@ -35,33 +34,9 @@ UNEVEN = 0.3
 LONGEST_NAME = 60
 """Maximum number of characters of an operator's name."""
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
-"""Colours of memory parts for light and dark pages and all kinds of colour vision (Okabe and Ito 2008)."""
-MEMORY_STYLE = "".join(
-    f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
-    # Parts beyond the number of colours reuse the colours with stripes.
-    if number < len(COLOURS)
-    else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
-    "transparent 4px 6px); }\n"
-    for number in range(2 * len(COLOURS))
-)
+PART_STYLES = 14
+"""Number of styles of memory parts (`part0` ... in templates/style.css)."""
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-ROWS_OPEN = 8
-"""Maximum number of validations for which the table is expanded."""
-PICTURES = {
-    "loss": "Training and validation loss by optimizer step",
-    "gradients": "Gradient norm of every module over time, one panel per kind of module, one line per layer",
-    "updates": "Update over weight and effective rank of every module by layer, and singular values by kind of module",
-}
-"""Description of each plot for screen readers."""
-OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{MEMORY_STYLE}"
-UPDATES_NOTE = (
-    "Update: the Frobenius norm of the change of the weights, scale\u00b7B\u00b7A (for DoRA including magnitudes). "
-    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007), that is, the "
-    "number of directions in use."
-)
-
-PAGE_STYLE = Path(__file__).with_name("page.css")
 
 
 def format_profile(profile: TrainingProfile) -> str:
@@ -194,54 +169,36 @@ def _format_table(heads: Sequence[str], sides: str, rows: Iterable[Sequence[str]
 # Forecast and measured memory of a training, by phase.
 
 
-def render_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
-    """Render a bar for each phase on one scale, a table of phases with measured values, and a table of parts."""
+def summarize_memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the values of macro `memory`; None if nothing was forecast or measured."""
     if forecast is None:
-        if not measured:
-            return "No memory was forecast or measured."
         measured_rows = [(phase.replace("_", " "), format_bytes(count)) for phase, count in measured.items()]
-        return [html.table("Measured memory", "tn", ("phase", "measured"), measured_rows)]
+        return {"parts": [], "phases": measured_rows} if measured else None
     parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
-    classes = {part: f"part{number % (2 * len(COLOURS))}" for number, part in enumerate(parts)}
+    classes = {part: f"part{number % PART_STYLES}" for number, part in enumerate(parts)}
     most = max([forecast.peak.total_bytes, *measured.values(), 1])
     size, unit = choose_unit(most)
-    bars = []
+    bar = pages.macros().bar
+    phases: list[tuple[object, ...]] = []
     for phase in forecast.phases:
-        measured_bytes = measured.get(phase.phase)
+        count = measured.get(phase.phase)
         shares = [(classes[part], phase.parts.get(part, 0) / most) for part in parts]
-        phase_bar = bar(*shares, mark=None if measured_bytes is None else measured_bytes / most)
-        measured_cells = (
-            (format_bytes(measured_bytes), f"{phase.total_bytes / measured_bytes - 1:+.1%}")
-            if measured_bytes
-            else (NONE, NONE)
-        )
-        bars.append(
-            (
-                phase.phase.replace("_", " "),
-                phase_bar,
-                format_bytes(phase.total_bytes),
-                *(measured_cells if measured else ()),
-            )
-        )
-    heads = ("phase", "", "forecast", *(("measured", "forecast error") if measured else ()))
-    rows = [(part, *(_format_amount(phase.parts.get(part, 0), size) for phase in forecast.phases)) for part in parts]
-    rows.append(("total", *(_format_amount(phase.total_bytes, size) for phase in forecast.phases)))
+        row = (phase.phase.replace("_", " "), bar(shares, None if count is None else count / most),
+               format_bytes(phase.total_bytes))  # fmt: skip
+        error = (format_bytes(count), f"{phase.total_bytes / count - 1:+.1%}") if count else (NONE, NONE)
+        phases.append((*row, *error) if measured else row)
+
+    def amount(count: int) -> str:
+        return f"{count / size:,.2f}" if count else NONE
+
+    rows = [(part, *(amount(phase.parts.get(part, 0)) for phase in forecast.phases)) for part in parts]
+    rows.append(("total", *(amount(phase.total_bytes) for phase in forecast.phases)))
     names = [phase.phase.replace("_", " ") for phase in forecast.phases]
-    line = ", with a line at the measured value" if measured else ""
-    return [
-        explanation(f"Memory at the peak of each phase{line}."),
-        html.legend(*((classes[part], part) for part in parts)),
-        html.table("Phases", "tbnnn"[: len(heads)], heads, bars),
-        html.table("Parts by phase", "t" + "n" * len(names), (unit, *names), rows),
-    ]
+    legend = [(classes[part], part) for part in parts]
+    return {"measured": bool(measured), "legend": legend, "phases": phases, "unit": unit, "names": names, "parts": rows}
 
 
-def _format_amount(count: int, size: int) -> str:
-    return f"{count / size:,.2f}" if count else NONE
-
-
-# Pages of a training and of a memory forecast: single HTML files without external resources or scripts. Callers draw
-# the plots with reports/plots.py, and the pages embed them as PNG.
+# Pages of a training and of a memory forecast.
 
 
 @dataclass(frozen=True)
@@ -259,7 +216,7 @@ def write_train_page(
     analysis: AdapterAnalysis,
     forecast: MemoryForecast | None,
     measured: Mapping[str, int],
-    plots: Mapping[str, bytes],
+    loss: Figure | None = None,
 ) -> str:
     """Return the page of one training. Equal arguments give equal pages.
 
@@ -268,75 +225,60 @@ def write_train_page(
         analysis: Analysis of the adapter after training.
         forecast: Memory forecast before training, if available.
         measured: Peak bytes of each phase.
-        plots: PNG by the names of PICTURES. Missing plots are omitted.
+        loss: Figure of the loss (`plots.build_loss_figure`).
     """
-    sections = {
-        "Loss": [*_render_picture("loss", plots), _render_losses(report)],
-        "Recommendations for the next run": [_render_list(analysis.advice)]
-        if analysis.advice
-        else "No recommendations.",
-        "Gradients": _render_picture("gradients", plots) or "No plot is available.",
-        "Updates": [*_render_picture("updates", plots), explanation(UPDATES_NOTE)],
-        "Modules": _render_modules(analysis),
-        "Memory": render_memory(forecast, measured),
-    }
-    return _render_page(f"Training {report.run_id}", _render_train_header(report, analysis), sections)
+    best, is_early = report.validation_loss.get(report.best_step), report.steps < report.planned_steps
+    figures = [
+        ("Validation loss", NONE if best is None else f"{best:.4f}", f"nats per token, step {report.best_step:,}"),
+        ("Steps", report.steps, f"of {report.planned_steps:,} planned" if is_early else "as planned"),
+        _trained_share(report),
+        ("Barely moved", len(analysis.unchanged_modules), f"of {format_count(len(analysis.modules), 'module')}"),
+    ]
+    return pages.render(
+        "training",
+        title=f"Training {report.run_id}",
+        sections=("Loss", "Recommendations for the next run", "Gradients", "Updates", "Modules", "Memory"),
+        kind=f"Training {report.run_id}",
+        heading=f"{format_count(report.trained_tokens, 'answer token')} trained",
+        note=f"adapter {report.adapter_digest[:12]}, of step {report.kept_step:,}",
+        figures=figures,
+        report=report,
+        analysis=analysis,
+        loss=loss,
+        gradients=plots.build_gradient_map(analysis),
+        updates=plots.build_update_figure(analysis),
+        kinds=_summarize_kinds(analysis),
+        memory=summarize_memory(forecast, measured),
+    )
+
+
+def _trained_share(counts: TrainReport | MemoryForecast) -> tuple[str, str, str]:
+    trainable, total = counts.trainable_parameters, counts.total_parameters
+    return "Trained", format_percentage(trainable, total), f"{trainable:,} of {total:,} parameters"
 
 
 def write_forecast_page(forecast: MemoryForecast, headroom: MemoryHeadroom | None, about: Sequence[str]) -> str:
     """Return the page of a forecast: a stacked bar for each phase, tables, maximum settings, and notes."""
-    sections = {
-        "Memory": render_memory(forecast, {}),
-        "Maximum settings": _render_headroom(headroom),
-        "Notes": [_render_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
-    }
-    return _render_page("Memory forecast", _render_forecast_header(forecast, headroom), sections)
-
-
-def _render_page(title: str, header: Html, sections: Mapping[str, Sequence[Html] | str]) -> str:
-    main = tag("main", *(html.section(name, body) for name, body in sections.items()))
-    style = PAGE_STYLE.read_text(encoding="utf-8") + OWN_STYLE
-    return html.document(title, style, header, main, images=True)
-
-
-def _render_header(kind: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
-    items = [
-        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", more)))
-        for name, value, more in figures
-    ]
-    return tag("header", tag("p", kind, class_="quiet"), tag("h1", title, tag("span", note)), tag("dl", *items))
-
-
-def _render_train_header(report: TrainReport, analysis: AdapterAnalysis) -> Html:
-    def figures() -> Iterator[tuple[str, str, str]]:
-        best = report.validation_loss.get(report.best_step)
-        early = report.steps < report.planned_steps
-        yield "Validation loss", NONE if best is None else f"{best:.4f}", f"nats per token, step {report.best_step:,}"
-        yield "Steps", f"{report.steps:,}", f"of {report.planned_steps:,} planned" if early else "as planned"
-        share = format_percentage(report.trainable_parameters, report.total_parameters)
-        yield "Trained", share, f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters"
-        yield (
-            "Barely moved",
-            f"{len(analysis.unchanged_modules):,}",
-            f"of {format_count(len(analysis.modules), 'module')}",
-        )
-
-    title = f"{format_count(report.trained_tokens, 'answer token')} trained"
-    note = f"adapter {report.adapter_digest[:12]}, of step {report.kept_step:,}"
-    return _render_header(f"Training {report.run_id}", title, note, figures())
-
-
-def _render_forecast_header(forecast: MemoryForecast, headroom: MemoryHeadroom | None) -> Html:
-    def figures() -> Iterator[tuple[str, str, str]]:
-        yield "Peak", format_bytes(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
-        if headroom:
-            fits = forecast.needed_bytes(headroom.local_ranks) <= headroom.available_bytes
-            yield "Available", format_bytes(headroom.available_bytes), "it fits" if fits else "it does not fit"
-        yield "Host", format_bytes(forecast.host_bytes), "memory of the machine"
-        share = format_percentage(forecast.trainable_parameters, forecast.total_parameters)
-        yield "Trained", share, f"{forecast.trainable_parameters:,} of {forecast.total_parameters:,} parameters"
-
-    return _render_header("Memory forecast", *describe_forecast(forecast), figures())
+    peak = forecast.peak
+    figures = [("Peak", format_bytes(peak.total_bytes), f"in phase {peak.phase.replace('_', ' ')}")]
+    if headroom:
+        fits = forecast.needed_bytes(headroom.local_ranks) <= headroom.available_bytes
+        figures.append(("Available", format_bytes(headroom.available_bytes), "it fits" if fits else "it does not fit"))
+    figures += [("Host", format_bytes(forecast.host_bytes), "memory of the machine"), _trained_share(forecast)]
+    heading, note = describe_forecast(forecast)
+    return pages.render(
+        "training",
+        title="Memory forecast",
+        sections=("Memory", "Maximum settings", "Notes"),
+        kind="Memory forecast",
+        heading=heading,
+        note=note,
+        figures=figures,
+        report=None,
+        memory=summarize_memory(forecast, {}),
+        headroom=headroom,
+        notes=(*forecast.notes, *about),
+    )
 
 
 def describe_forecast(forecast: MemoryForecast) -> tuple[str, str]:
@@ -352,84 +294,19 @@ def describe_forecast(forecast: MemoryForecast) -> tuple[str, str]:
     )
 
 
-def _render_picture(name: str, plots: Mapping[str, bytes]) -> list[Html]:
-    if name not in plots:
-        return []
-    source = f"data:image/png;base64,{base64.b64encode(plots[name]).decode('ascii')}"
-    image = tag("img", src=source, alt=PICTURES[name])
-    return [tag("figure", Html(image.replace("></img>", " />")))]
-
-
-def _render_losses(report: TrainReport) -> Html:
-    most = max(report.validation_loss.values(), default=1.0) or 1.0
-    rows = [
-        (f"{step:,}", bar(("train", loss / most)), f"{loss:.4f}", "kept" if step == report.kept_step else "")
-        for step, loss in sorted(report.validation_loss.items())
-    ]
-    table = html.table("Validation loss by step", "tbnt", ("step", "", "validation loss", ""), rows)
-    return (
-        table
-        if len(rows) <= ROWS_OPEN
-        else tag("details", tag("summary", format_count(len(rows), "validation")), table)
-    )
-
-
-def _render_list(sentences: Sequence[str]) -> Html:
-    return tag("ul", *(tag("li", tag("bdi", sentence)) for sentence in sentences))
-
-
-def _render_modules(analysis: AdapterAnalysis) -> Sequence[Html] | str:
-    if not analysis.modules:
-        return "No module was adapted."
+def _summarize_kinds(analysis: AdapterAnalysis) -> list[tuple[object, ...]]:
+    """Return a row for each kind of module, with medians."""
     kinds: dict[str, list[str]] = {}
     for name in analysis.modules:
         kinds.setdefault(parse_module_name(name).kind, []).append(name)
-    unchanged = set(analysis.unchanged_modules)
-    rows = [_module_kind_row(kind, [analysis.modules[name] for name in names], unchanged & set(names))
-            for kind, names in kinds.items()]  # fmt: skip
-    heads = ("kind of module", "modules", "rank", "effective rank", "update over weight", "barely moved")
-    module_rows = [_module_row(name, module, name in unchanged) for name, module in analysis.modules.items()]
-    module_heads = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
-    modules_table = html.table("All modules", "tnnnnnt", module_heads, module_rows)
-    return [
-        explanation("Medians of each kind, followed by all modules."),
-        html.table("Kinds of modules", "tnnnnn", heads, rows),
-        tag("details", tag("summary", format_count(len(module_rows), "module")), modules_table),
-    ]
-
-
-def _module_kind_row(kind: str, members: Sequence[ModuleAnalysis], unchanged: set[str]) -> tuple[str, ...]:
-    ranks = sorted({module.rank for module in members})
-    ranks_text = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    effective_rank = statistics.median(module.effective_rank for module in members)
-    ratio = statistics.median(module.update_ratio for module in members)
-    return (
-        kind,
-        f"{len(members):,}",
-        ranks_text,
-        f"{effective_rank:.1f}",
-        format_percentage(ratio, 1),
-        f"{len(unchanged):,}" if unchanged else NONE,
-    )
-
-
-def _module_row(name: str, module: ModuleAnalysis, is_unchanged: bool) -> tuple[str, ...]:
-    return (
-        tag("bdi", name), f"{module.rank:,}", f"{module.effective_rank:.1f}", f"{module.update_norm:.3g}",
-        f"{module.weight_norm:.3g}", format_percentage(module.update_ratio, 1), "barely moved" if is_unchanged else "",
-    )  # fmt: skip
-
-
-def _render_headroom(headroom: MemoryHeadroom | None) -> Sequence[Html] | str:
-    if headroom is None:
-        return "The memory of the device is unknown; set it with --memory."
-    rows = [
-        (tag("code", name), "not even one" if count is None else f"{count:,}")
-        for name, count in headroom.largest.items()
-    ]
-    return [
-        explanation(
-            f"Maximum that fits into {format_bytes(headroom.available_bytes)}, if all other settings are unchanged."
-        ),
-        html.table("Maximum settings", "tn", ("setting", "largest"), rows),
-    ]
+    rows: list[tuple[object, ...]] = []
+    for kind, names in kinds.items():
+        modules = [analysis.modules[name] for name in names]
+        ranks = sorted({module.rank for module in modules})
+        ratio = statistics.median(module.update_ratio for module in modules)
+        rows.append((
+            kind, len(modules), f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
+            f"{statistics.median(module.effective_rank for module in modules):.1f}", format_percentage(ratio, 1),
+            len(set(names) & set(analysis.unchanged_modules)) or NONE,
+        ))  # fmt: skip
+    return rows

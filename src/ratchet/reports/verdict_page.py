@@ -1,59 +1,36 @@
-"""Renders the report of the gate as HTML: rules, comparisons, metrics, slices, labels, export, cost, lineage."""
+"""Writes the report of the gate as HTML: rules, comparisons, metrics, slices, labels, export, cost, lineage."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ratchet.config.units import format_bytes
 from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.quality_gate.rules import describe_changed_rules
-from ratchet.reports import forest_plot, sample_browser
-from ratchet.reports.forest_plot import (
-    MINUS,
-    OUTCOME_WORDS,
-    ROLES,
-    format_metric,
-    format_significant,
-    render_digest,
-    render_interval,
-    render_outcome,
-)
+from ratchet.reports import pages, sample_browser
+from ratchet.reports.pages import MINUS, OUTCOME_WORDS, format_metric, format_p_value, format_significant
 from ratchet.reports.sample_browser import Documents
-from ratchet.storage import files, html
-from ratchet.storage.html import NONE, Html, bar, explanation, format_count, format_percentage, table, tag
-from ratchet.storage.records.evaluation import (
-    EvaluatedRow,
-    EvaluationReport,
-    JudgePreference,
-    JudgeReport,
-    MetricValue,
-    ModelRole,
-)
-from ratchet.storage.records.export import ExportArtifact, MergeParity, MergeReport, ModelBundle, TaskScore
-from ratchet.storage.records.gate import Champion, Decision, Outcome, Verdict
+from ratchet.storage import files
+from ratchet.storage.html import NONE, format_count
+from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, MetricValue, ModelRole
+from ratchet.storage.records.gate import Decision, ModelComparison, Outcome, RuleResult, Verdict
 
+ROLES: tuple[ModelRole, ...] = ("base", "candidate", "merged", "champion", "anchor")
+"""Evaluated models, in display order."""
 GENERAL = "general_perplexity"
 """Metric of forgetting."""
-
 SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
 """Maximum numbers of slice scores, labels, and pairs of confused labels on the page."""
-
-CLASSES_OPEN = 15
-"""Number of labels visible before the table is expanded."""
-
 COST_RULES = ("at_least", "above_chance", "budget")
 """Rules shown with the costs."""
-
-Body = Sequence[Html] | str
-
 Classes = Mapping[str, Mapping[str, float]]
 """Precision, recall and other metrics by label."""
 VALUE_SHOWN = 300
 """Maximum number of characters that are shown of a value in a contract."""
-LEFT, TOP, SQUARE = 56, 10, 360
-"""Left margin, top margin, and side length of the reliability diagram, in its own pixels."""
-TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PADDING, TICKS = 0.05, 5
+"""Padding on both sides of the axis of differences, as a fraction of its range, and approximate number of ticks."""
 DECISIONS: dict[Decision, tuple[Outcome, str]] = {
     "PROMOTE": ("pass", "All rules pass: this model may be promoted."),
     "HOLD": ("undecided", "Not enough evidence: do not promote yet."),
@@ -63,539 +40,6 @@ DECISIONS: dict[Decision, tuple[Outcome, str]] = {
 """Outcome and explanation of each decision."""
 PRECEDENCE: tuple[Outcome, ...] = ("invalid", "fail", "undecided", "pass")
 """Outcomes, the most serious first."""
-
-PAGE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "gate.css", "gate.js"))
-
-
-def render_metrics(report: EvaluationReport) -> Body:
-    """Render every metric of every model with its 95 % interval. Slices are collapsed."""
-    models = [role for role in ROLES if role in report.scores]
-    if not models:
-        return "Nothing was measured."
-    content = [
-        explanation("Value and its 95 % interval. Models are compared by paired tests, not by these intervals."),
-        _render_metric_table("Metrics", models, {role: report.scores[role].metrics for role in models}),
-    ]
-    if slices := list(_render_slices(report, models)):
-        content.append(tag("details", *slices))
-    return content
-
-
-def _render_slices(report: EvaluationReport, models: Sequence[ModelRole]) -> Iterator[Html]:
-    """Yield a table for each slice, up to the limit of the page."""
-    parts = sorted({part for role in models for part in report.scores[role].slices}, key=_part_order)
-    if not parts:
-        return
-    remaining = SLICE_FIGURES
-    tables = []
-    for part in parts:
-        by_role = {role: report.scores[role].slices.get(part, {}) for role in models}
-        remaining -= sum(map(len, by_role.values()))
-        if remaining < 0:
-            break
-        tables += [tag("h3", tag("bdi", part)), _render_metric_table(part, models, by_role)]
-    summary = f"By slice: {format_count(len(parts), 'slice')}"
-    yield tag(
-        "summary", summary if remaining >= 0 else f"{summary}, {len(tables) // 2:,} shown; eval.json has all of them"
-    )
-    yield from tables
-
-
-def _part_order(name: str) -> tuple[str, float, str]:
-    """Return a sort key that places `tokens <= 64` before `tokens <= 128`."""
-    field, _, value = name.rpartition(" ")
-    return (field, float(value), "") if value.isdecimal() else (name, 0.0, value)
-
-
-def _render_metric_table(
-    title: str, models: Sequence[ModelRole], metrics_by_role: Mapping[ModelRole, Mapping[str, MetricValue]]
-) -> Html:
-    names = sorted({name for by_name in metrics_by_role.values() for name in by_name})
-    rows = []
-    for name in names:
-        metric = next(by_name[name] for by_name in metrics_by_role.values() if name in by_name)
-        about = ["unknown direction" if metric.better == "unknown" else f"{metric.better} is better"]
-        about += [*([metric.unit] if metric.unit != "1" else []), f"n {metric.n:,}"]
-        about += [] if metric.chance is None else [f"chance {format_metric(metric, metric.chance)}"]
-        first = tag("span", tag("bdi", name), tag("small", ", ".join(about)))
-        rows.append((first, *(render_interval(metrics_by_role[role].get(name)) for role in models)))
-    return html.table(title, "t" + "n" * len(models), ("metric", *models), rows)
-
-
-def render_forgetting(report: EvaluationReport) -> Body:
-    """Render perplexity of general text by model, a measure of forgetting."""
-    metrics = {role: report.scores[role].metrics[GENERAL] for role in ROLES
-             if role in report.scores and GENERAL in report.scores[role].metrics}  # fmt: skip
-    if not metrics:
-        return "Perplexity of general text was not measured."
-    most = max(metric.high for metric in metrics.values()) or 1.0
-    reference = metrics.get("base")
-    rows = [
-        (
-            role,
-            bar(("train", metric.value / most)),
-            format_significant(metric.value),
-            f"{format_significant(metric.low)} to {format_significant(metric.high)}",
-            NONE
-            if reference is None or role == "base"
-            else f"{metric.value / reference.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
-        )
-        for role, metric in metrics.items()
-    ]
-    blocks = format_count(next(iter(metrics.values())).n, "block")
-    return [
-        explanation(f"Perplexity of text unrelated to the task, on the same {blocks} for every model."),
-        html.table(
-            "Perplexity of general text", "tbnnn", ("model", "", "perplexity", "95 %", "relative to the base"), rows
-        ),
-    ]
-
-
-def render_labels(
-    report: EvaluationReport,
-    roles: Sequence[ModelRole],
-    rows: Sequence[EvaluatedRow],
-    answers: Mapping[ModelRole, Mapping[str, Sequence[str]]],
-) -> Body:
-    """Render results by label, worst first, and confused labels.
-
-    Args:
-        report: Report of the evaluation.
-        roles: Roles under which the candidate was scored, the preferred role first.
-        rows: Test rows.
-        answers: Answers of each model, by row id.
-    """
-    scores = report.scores
-    candidate = next((role for role in roles if scores[role].per_class), None)
-    if candidate is None:
-        return "The answers are not labels."
-    reference = next((role for role in ("champion", "base") if role in scores and scores[role].per_class), None)
-    reference_results = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
-    candidate_answers = answers.get(candidate, {})
-    pairs = Counter(
-        (row.expected.strip(), text.strip())
-        for row in rows
-        for text in candidate_answers.get(row.id, ())
-        if row.expected.strip() != text.strip()
-    )
-    return [*render_label_tables(candidate, scores[candidate].per_class, reference_results), *render_confusions(pairs)]
-
-
-def render_label_tables(model: str, results: Classes, reference: tuple[str, Classes] | None) -> list[Html]:
-    """Render results by label, worst first.
-
-    Args:
-        model: Name of the model.
-        results: Results by label.
-        reference: Column title for another model's F1, and its results. None if there is no other model.
-    """
-    order = sorted(results, key=lambda name: (results[name].get("f1", 0.0), name))
-    lines = [
-        (
-            tag("bdi", name),
-            bar(("train", results[name].get("f1", 0.0))),
-            *(_format_share(results[name], key) for key in ("f1", "precision", "recall", "average_precision")),
-            *([_format_share(reference[1].get(name, {}), "f1")] if reference else []),
-            f"{results[name].get('support', 0):,.0f}",
-        )
-        for name in order[:CLASSES_SHOWN]
-    ]
-    heads = (
-        "label",
-        "",
-        "F1",
-        "precision",
-        "recall",
-        "average precision",
-        *([reference[0]] if reference else []),
-        "rows",
-    )
-    kinds = "ts" + "n" * (len(heads) - 2)
-    content = [
-        explanation(f"Results of {model}, worst first{_describe_omitted(len(order), CLASSES_SHOWN)}."),
-        html.table("Worst labels", kinds, heads, lines[:CLASSES_OPEN]),
-    ]
-    if rest := lines[CLASSES_OPEN:]:
-        table = html.table("Other labels", kinds, heads, rest)
-        content.append(tag("details", tag("summary", f"{len(rest):,} more"), table))
-    return content
-
-
-def _describe_omitted(count: int, most: int) -> str:
-    return f"; {count - most:,} of {count:,} labels are omitted" if count > most else ""
-
-
-def _format_share(metrics: Mapping[str, float], name: str) -> str:
-    return f"{metrics[name]:.3f}" if name in metrics else NONE
-
-
-def render_confusions(pairs: Counter[tuple[str, str]]) -> Iterator[Html]:
-    """Render the most frequent confusions. `pairs` counts (expected, answered) labels."""
-    yield tag("h3", "Confused labels")
-    if not pairs:
-        yield explanation("No label was confused with another.")
-        return
-    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
-    lines = [
-        (tag("bdi", right), tag("bdi", answered[:80] or "(nothing)"), f"{count:,}")
-        for (right, answered), count in frequent
-    ]
-    yield html.table("Confused labels", "ttn", ("expected", "answered", "times"), lines)
-    yield explanation(
-        f"{len(frequent):,} of {format_count(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in total."
-    )
-
-
-def render_costs(evidence: GateEvidence, verdict: Verdict) -> Body:
-    """Render the results of the rules for minimum scores and budgets, and the inference cost."""
-    content = []
-    if rules := [reason for reason in verdict.reasons if reason.rule in COST_RULES]:
-        items = (tag("li", f"{reason.rule.replace('_', ' ')}: ", tag("bdi", reason.text)) for reason in rules)
-        content.append(tag("ul", *items))
-    content.append(tag("p", f"The export has {format_bytes(evidence.bundle.size_bytes)}, {evidence.bundle.dtype}."))
-    rows = [
-        (role, f"{cost.latency_s:.3g}", f"{cost.latency_p95_s:.3g}", f"{cost.tokens_per_s:.4g}",
-         format_bytes(cost.memory_bytes), f"{cost.rows:,}", cost.device)
-        for role, cost in ((role, evidence.report.costs[role]) for role in ROLES if role in evidence.report.costs)
-    ]  # fmt: skip
-    if not rows:
-        return [*content, explanation("Latency and memory were not measured (set evaluate.latency_rows).")]
-    heads = ("model", "median s", "95 % within s", "tokens/s", "peak memory", "answers", "device")
-    return [*content, html.table("Inference cost", "tnnnnnt", heads, rows)]
-
-
-def render_noise(evidence: GateEvidence) -> Body:
-    """Render the differences between two evaluations of the same candidate, if they were measured."""
-    noise = evidence.noise
-    if noise is None:
-        return "Not measured. Run `ratchet gate --aa` to evaluate the candidate a second time."
-    first = next(
-        (scores for scores in evidence.report.scores.values() if scores.model_digest == noise.model_digest), None
-    )
-    rows = [
-        (
-            tag("bdi", name),
-            render_interval(first.metrics.get(name)) if first else NONE,
-            render_interval(metric),
-            _describe_noise(evidence, name),
-        )
-        for name, metric in sorted(noise.metrics.items())
-    ]
-    first_rows, second_rows = noise.batch_rows
-    batches = f"batches of {first_rows:,} and {second_rows:,} rows"
-    note = f"Model {noise.model_digest[:12]}, {noise.model_format}, with {batches}."
-    heads = ("metric", "first", "second", "samples that differ")
-    return [explanation(note), html.table("Evaluation noise", "tnnn", heads, rows)]
-
-
-def _describe_noise(evidence: GateEvidence, metric: str) -> str:
-    second = evidence.noise_samples.get(metric, {})
-    role = next(
-        (scored_role for scored_role in evidence.scored_roles if metric in evidence.samples.get(scored_role, {})), None
-    )
-    first = evidence.samples[role][metric] if role else {}
-    shared = [sample for sample in second if sample in first]
-    return (
-        f"{sum(second[sample].value != first[sample].value for sample in shared):,} of {len(shared):,}"
-        if shared
-        else NONE
-    )
-
-
-def _describe_use_limit(verdict: Verdict) -> str:
-    return f"; at most {verdict.max_test_set_uses:,} allowed" if verdict.max_test_set_uses else ""
-
-
-def render_lineage(verdict: Verdict, evidence: GateEvidence) -> Body:
-    """Render the digests that determine the verdict, the contracts of the scores, and notes."""
-    report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
-    facts: dict[str, str] = {
-        "Run": tag("bdi", verdict.run_id),
-        "Model": tag("code", verdict.model_digest),
-        "Adapter": tag("code", verdict.adapter_digest),
-        "Base": tag("code", bundle.base_digest),
-        "Base loaded as": bundle.base_weight_format or NONE,
-        "Merged from": bundle.merge_base,
-        "Data": tag("code", bundle.data_digest),
-        "Champion": tag("code", verdict.champion_digest) if verdict.champion_digest else "none",
-        "Anchor": tag("code", verdict.anchor_digest) if verdict.anchor_digest else "none",
-        "Test set": tag("code", verdict.test_set_digest or report.test_set_digest),
-        "Evaluations of it": f"{format_count(evidence.test_set_uses, 'model')}, including this one"
-        f"{_describe_use_limit(verdict)}",
-    }
-    if verdict.earlier_decisions:
-        facts["Earlier decisions"] = describe_changed_rules(verdict)
-    if champion.champion:
-        facts["Champion version"] = f"{champion.champion.version:,}, run {champion.champion.run_id}"
-    if champion.ledger:
-        facts["Last ledger entry"] = tag("code", champion.ledger)
-    content = [_render_facts(facts), tag("h3", "Scores")]
-    rows = [
-        (role, scores.model_format, render_digest(scores.model_digest), render_digest(scores.contract))
-        for role, scores in ((role, report.scores[role]) for role in ROLES if role in report.scores)
-    ]
-    content.append(html.table("Models scored", "tttt", ("model", "format", "digest", "contract"), rows))
-    for fingerprint, contract in sorted(report.contracts.items()):
-        contract_facts = _render_facts({name: tag("bdi", value) for name, value in _flatten_contract(contract)})
-        content.append(tag("details", tag("summary", f"Contract {fingerprint[:12]}"), contract_facts))
-    if report.selection_overlaps:
-        listed_sets = (
-            tag("li", f"{name}: {rows:,} of its samples are in the gate set")
-            for name, rows in sorted(report.selection_overlaps.items())
-        )
-        content += [tag("h3", "Model selection sets"), tag("ul", *listed_sets)]
-    if report.notes:
-        content += [tag("h3", "Notes"), tag("ul", *(tag("li", tag("bdi", note)) for note in report.notes))]
-    return content
-
-
-def _render_facts(facts: Mapping[str, str]) -> Html:
-    pairs = ((tag("dt", name), tag("dd", value)) for name, value in facts.items())
-    return tag("dl", *(part for pair in pairs for part in pair), class_="facts")
-
-
-def _flatten_contract(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and values of a contract, sorted."""
-    for name, value in sorted(document.items()):
-        if isinstance(value, Mapping) and value:
-            yield from _flatten_contract(value, f"{prefix}{name}.")
-        else:
-            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            shortened = (
-                f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
-            )
-            yield f"{prefix}{name}", shortened
-
-
-# Export: the merge, and every format compared with base + adapter.
-
-
-def render_export(bundle: ModelBundle) -> Sequence[Html]:
-    """Render the merge with its parity, and the test of each format in its own runtime."""
-    content = [*_render_merge(bundle.parity)]
-    if bundle.merge is not None:
-        content += _render_merge_trials(bundle.merge, bundle.merge_base)
-    if bundle.artifacts:
-        content += [
-            tag("h3", "Formats"),
-            explanation(
-                "Every format was loaded in its runtime and compared with base + adapter on the same inputs: "
-                "divergence and equal tokens at answer positions, answers to the gate's samples with a paired 95 % "
-                "interval of the difference, and texts that its own tokenizer splits identically."
-            ),
-            _render_format_table(bundle.artifacts),
-        ]
-        content += [tag("p", f"{artifact.name}: {note}") for artifact in bundle.artifacts for note in artifact.notes]
-    return content
-
-
-def _render_merge(parity: MergeParity) -> Iterator[Html]:
-    rows = [
-        ("maximum logit difference", format_significant(parity.max_logit_difference)),
-        ("mean logit difference", format_significant(parity.mean_logit_difference)),
-        ("same top token", format_percentage(parity.greedy_agreement, 1)),
-        ("rows", f"{parity.rows:,}"),
-        ("positions compared", f"{parity.tokens:,}"),
-    ]
-    yield explanation("The merged model, read back from disk, compared with base + adapter on the same test rows.")
-    yield html.table("Export parity", "tn", ("", "measured"), rows)
-
-
-def _render_merge_trials(merge: MergeReport, chosen: str) -> Iterator[Html]:
-    method = "tensor by tensor, shard by shard" if merge.streamed else "in memory"
-    yield tag("h3", "Merge")
-    yield explanation(
-        f"{merge.changed:,} tensors changed, {method}. Each module received the same input as in base + adapter, and "
-        "its outputs were compared."
-    )
-    rows = [
-        (
-            f"into the {trial.merge_base} base" + (", selected" if trial.merge_base == chosen else ""),
-            format_significant(trial.parity.max_logit_difference), format_significant(trial.kl),
-            format_percentage(trial.parity.greedy_agreement, 1),
-            f"{trial.check.modules:,} + {trial.check.layers:,}",
-            (f"{format_significant(trial.check.worst[0].max_difference)} in {trial.check.worst[0].name}"
-             if trial.check.worst else NONE),
-            format_significant(trial.check.adapter_effect),
-        )
-        for trial in merge.trials
-    ]  # fmt: skip
-    heads = (
-        "merged", "maximum logit difference", "divergence, nats", "same token", "modules + layers compared",
-        "largest deviation at", "distance from the base",
-    )  # fmt: skip
-    yield html.table("Merge variants", "tnnnntn", heads, rows)
-
-
-def _render_format_table(artifacts: Sequence[ExportArtifact]) -> Html:
-    heads = (
-        "format", "runtime", "size", "divergence, nats", "maximum difference, nats", "same token", "perplexity",
-        "answers", "difference", "same answers", "texts", "tokens/s",
-    )  # fmt: skip
-    return html.table("Formats", "ttnnnnnnnnnn", heads, map(_format_row, artifacts))
-
-
-def _format_row(artifact: ExportArtifact) -> Sequence[str]:
-    distance, task = artifact.distance, artifact.task
-    return (
-        artifact.name, artifact.runtime, format_bytes(artifact.size_bytes),
-        format_significant(distance.kl), format_significant(distance.max_difference),
-        format_percentage(distance.greedy_agreement, 1),
-        f"{distance.perplexity:.4g} ({distance.reference_perplexity:.4g})",
-        f"{task.value:.4g} {task.metric}" if task else NONE, _format_difference(task) if task else NONE,
-        format_percentage(task.same_answers, 1) if task else NONE,
-        f"{artifact.texts_tokenised:,} of {artifact.texts:,}",
-        f"{artifact.tokens_per_second:.4g}",
-    )  # fmt: skip
-
-
-def _format_difference(task: TaskScore) -> str:
-    return f"{task.difference:+.3f} [{task.low:+.3f}, {task.high:+.3f}]".replace("-", MINUS)
-
-
-# Reliability diagram: accuracy of the most likely label by its probability. M. H. DeGroot and S. E. Fienberg, "The
-# Comparison and Evaluation of Forecasters", The Statistician 32, 1983.
-
-
-@dataclass(frozen=True)
-class ReliabilityDiagramBin:
-    """Prompts whose most likely label has a probability within one bin."""
-
-    low: float
-    high: float
-    confidence: float
-    """Mean probability of the most likely label."""
-    accuracy: float
-    """Accuracy of the most likely label."""
-    accuracy_low: float
-    """Lower end of the 95 % interval of the accuracy."""
-    accuracy_high: float
-    n: int
-
-
-def render_reliability_diagram(bars: Sequence[ReliabilityDiagramBin], error: float) -> Html:
-    """Render the diagram and its numbers. All bars of a calibrated model end on the diagonal."""
-    parts = []
-    for tick in TICKS:
-        x, y = f"{LEFT + SQUARE * tick:.0f}", f"{TOP + SQUARE * (1 - tick):.0f}"
-        parts.append(tag("line", x1=f"{LEFT}", x2=f"{LEFT + SQUARE}", y1=y, y2=y, class_="grid"))
-        parts.append(tag("text", f"{tick:g}", x=f"{LEFT - 8}", y=y, dy="4", text_anchor="end"))
-        parts.append(tag("text", f"{tick:g}", x=x, y=f"{TOP + SQUARE + 20}", text_anchor="middle"))
-    parts += [part for bar in bars for part in _draw_bin(bar)]
-    ends = {"x1": f"{LEFT}", "y1": f"{TOP + SQUARE}", "x2": f"{LEFT + SQUARE}", "y2": f"{TOP}"}
-    parts.append(tag("line", **ends, class_="dashed"))
-    middle = TOP + SQUARE // 2
-    vertical = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
-    across, up = "probability of the most likely label", "accuracy"
-    parts.append(tag("text", across, x=f"{LEFT + SQUARE // 2}", y=f"{TOP + SQUARE + 38}", text_anchor="middle"))
-    parts.append(tag("text", up, text_anchor="middle", **vertical))
-    description = (
-        f"Reliability diagram of {format_count(sum(bar.n for bar in bars), 'prompt')}; expected calibration error "
-        f"{error:.3f}. The table below has the numbers."
-    )
-    size = f"0 0 {LEFT + SQUARE + 12} {TOP + SQUARE + 44}"
-    svg = tag("svg", *parts, viewBox=size, role="img", aria_label=description, class_="square")
-    note = " Bars below the dashed line: overconfident; above: underconfident. Lines: 95 % intervals."
-    caption = tag("figcaption", "Reliability.", tag("span", note))
-    return tag("figure", caption, svg, _render_numbers(bars))
-
-
-def _draw_bin(bar: ReliabilityDiagramBin) -> Sequence[Html]:
-    place, width = LEFT + SQUARE * bar.low, SQUARE * (bar.high - bar.low)
-    high, middle = SQUARE * bar.accuracy, place + width / 2
-    tooltip = tag("title", f"{bar.low:g} to {bar.high:g}: {bar.accuracy:.1%} of {format_count(bar.n, 'prompt')} right")
-    size = {"x": f"{place:.1f}", "y": f"{TOP + SQUARE - high:.1f}", "width": f"{width:.1f}", "height": f"{high:.1f}"}
-    ends = {"y1": f"{TOP + SQUARE * (1 - bar.accuracy_low):.1f}", "y2": f"{TOP + SQUARE * (1 - bar.accuracy_high):.1f}"}
-    line = tag("line", x1=f"{middle:.1f}", x2=f"{middle:.1f}", **ends)
-    return [tag("rect", tooltip, **size, fill_opacity="0.55"), line]
-
-
-def _render_numbers(bars: Sequence[ReliabilityDiagramBin]) -> Html:
-    rows = [
-        (
-            f"{bar.low:g} to {bar.high:g}",
-            f"{bar.confidence:.3f}",
-            f"{bar.accuracy:.3f}",
-            f"{bar.accuracy_low:.3f} to {bar.accuracy_high:.3f}",
-            f"{bar.n:,}",
-        )
-        for bar in bars
-    ]
-    return table(
-        "Calibration values", "tnnnn", ("probability", "mean probability", "accuracy", "95 % interval", "prompts"), rows
-    )
-
-
-# Verdicts of the judge model on the candidate's answers (evaluate.judge).
-
-
-def render_judge_results(report: EvaluationReport) -> Body:
-    """Render the judge's preferences by opponent, and the cost of the verdicts."""
-    judge_report = report.judge_report
-    if judge_report is None:
-        return "No judge is configured (evaluate.judge)."
-    if not judge_report.comparisons:
-        return "There was no model to compare with."
-    note = explanation(
-        "A judge model chose the better of two answers, each pair in both orders. It may be biased towards the first "
-        "position, long answers, or its own style. The verdicts are informative: no gate rule uses them. "
-        "Intervals are 95 %."
-    )
-    rows = [_preference_row(preference) for preference in judge_report.comparisons.values()]
-    heads = (
-        f"{judge_report.candidate} against",
-        "win rate",
-        "better / tied / worse",
-        "both orders agree",
-        "first answer preferred",
-    )
-    return [
-        note,
-        html.table("Verdicts of the judge", "tnnnn", heads, rows),
-        explanation(" ".join(_describe_judge_result(judge_report))),
-    ]
-
-
-def _preference_row(preference: JudgePreference) -> tuple[Html, ...]:
-    notes = [f"{preference.identical_answers:,} identical answers"] if preference.identical_answers else []
-    notes += [f"{preference.skipped:,} skipped"] if preference.skipped else []
-    name = tag("span", preference.against, tag("small", ", ".join([format_count(preference.rows, "pair"), *notes])))
-    counts = tag("span", f"{preference.wins:,} / {preference.ties:,} / {preference.losses:,}")
-    return (
-        name,
-        _render_share(preference.win_rate),
-        counts,
-        _render_share(preference.agreement),
-        _render_share(preference.position_bias, signed=True),
-    )
-
-
-def _render_share(metric: MetricValue | None, signed: bool = False) -> Html:
-    if metric is None:
-        return tag("span", NONE)
-    value, low, high = (_format_percent(share, signed) for share in (metric.value, metric.low, metric.high))
-    return tag("span", value, tag("small", f"{low} to {high}"))
-
-
-def _format_percent(share: float, signed: bool) -> str:
-    return f"{100 * share:{'+' if signed else ''}.1f}\u00a0%".replace("-", MINUS)
-
-
-def _describe_judge_result(judge_report: JudgeReport) -> Iterator[str]:
-    yield f"Judge: {judge_report.model} at {judge_report.base_url}, rubric {judge_report.rubric_digest[:12]}."
-    counts = [format_count(judge_report.questions, "question"), format_count(judge_report.requests, "request")]
-    if judge_report.prompt_tokens is not None and judge_report.tokens is not None:
-        counts.append(f"{judge_report.prompt_tokens:,} tokens sent, {judge_report.tokens:,} generated")
-    if judge_report.cost is not None:
-        counts.append(f"price {judge_report.cost:,.4g}")
-    yield f"{', '.join(counts)}."
-    for preference in judge_report.comparisons.values():
-        if preference.unreadable:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in preference.unreadable.items())
-            yield f"Replies without a verdict, {preference.against}: {reasons}."
-
-
-# The page: one HTML file without external resources, complete without its script.
 
 
 def write(
@@ -616,80 +60,368 @@ def write(
         documents: Harness documents {id, prompt, target, answers, scores}, by model and task.
         target: HTML file to write.
     """
+    report = evidence.report
     texts = sample_browser.read_documents(rows, answers, documents)
-    sections: dict[str, Sequence[Html] | str] = {
-        "Rules": _render_rules(verdict),
-        "Comparisons": forest_plot.render_comparisons(verdict, evidence.report),
-        "Flipped samples": sample_browser.render_samples(sample_browser.pair_scores(verdict, evidence), texts),
-        "Metrics": render_metrics(evidence.report),
-        "Forgetting": render_forgetting(evidence.report),
-        "Labels": render_labels(evidence.report, evidence.scored_roles, rows, answers),
-        "Export parity": render_export(evidence.bundle),
-        "Cost and floors": render_costs(evidence, verdict),
-        **({"Judge": render_judge_results(evidence.report)} if evidence.report.judge_report is not None else {}),
-        "Noise": render_noise(evidence),
-        "Lineage": render_lineage(verdict, evidence),
-    }
-    links = [tag("a", title, href=f"#{html.anchor(title)}") for title in sections]
-    contents = tag("nav", *links, aria_label="Sections")
-    main = tag("main", *(html.section(title, body) for title, body in sections.items()))
-    style, more, script = (path.read_text(encoding="utf-8") for path in (PAGE_STYLE, STYLE, SCRIPT))
-    title = f"{verdict.decision}: {verdict.run_id}"
-    page = html.document(title, style + more, _render_header(verdict, evidence), contents, main, script=script)
+    rules = sorted(verdict.reasons, key=lambda reason: PRECEDENCE.index(reason.outcome))
+    counts = Counter(reason.outcome for reason in rules)
+    compared = [
+        ForestPlotRow(reason, comparison, metric_scale(sample_browser.find_metric(report, comparison.metric)))
+        for reason in verdict.reasons
+        for comparison in reason.comparisons
+    ]
+    judge = ["Judge"] if report.judge_report is not None else []
+    sections = ["Rules", "Comparisons", "Flipped samples", "Metrics", "Forgetting", "Labels", "Export parity",
+                "Cost and floors", *judge, "Noise", "Lineage"]  # fmt: skip
+    page = pages.render(
+        "gate",
+        title=f"{verdict.decision}: {verdict.run_id}",
+        scripts=("samples.js",),
+        sections=sections,
+        decision=DECISIONS[verdict.decision],
+        verdict=verdict,
+        bundle=evidence.bundle,
+        champion=evidence.champion,
+        report=report,
+        rules=rules,
+        rule_counts=", ".join(f"{OUTCOME_WORDS[name]} {counts[name]:,}" for name in PRECEDENCE if counts[name]),
+        plots=[
+            _build_plot(scale, [row for row in compared if row.scale == scale])
+            for scale in dict.fromkeys(row.scale for row in compared)
+        ],
+        comparisons=[_format_numbers(row) for row in compared],
+        browser=sample_browser.select_samples(sample_browser.pair_scores(verdict, evidence), texts),
+        metrics=summarize_metrics(report),
+        forgetting=summarize_forgetting(report),
+        labels=summarize_labels(report, evidence.scored_roles, rows, answers),
+        floors=[reason for reason in verdict.reasons if reason.rule in COST_RULES],
+        costs={role: report.costs[role] for role in ROLES if role in report.costs},
+        noise=_summarize_noise(evidence),
+        lineage=_describe_lineage(verdict, evidence),
+        scores={role: report.scores[role] for role in ROLES if role in report.scores},
+        contracts=[(name, dict(_flatten_contract(report.contracts[name]))) for name in sorted(report.contracts)],
+    )
     files.write_atomic(target, page)
 
 
-def _render_header(verdict: Verdict, evidence: GateEvidence) -> Html:
-    outcome, explanation_text = DECISIONS[verdict.decision]
-    figures = {
-        "Model": (render_digest(verdict.model_digest), evidence.bundle.dtype),
-        "Run": (tag("bdi", verdict.run_id), f"adapter {verdict.adapter_digest[:12]}"),
-        "Champion": _render_promoted(verdict.champion_digest, evidence.champion.champion),
-        "Anchor": _render_promoted(verdict.anchor_digest, evidence.champion.anchor),
-    }
-    items = [
-        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
-        for name, (value, note) in figures.items()
-    ]
-    if verdict.is_champion:
-        explanation_text += " It is already the champion."
-    parts = [
-        tag("p", "Gate verdict", class_="quiet"),
-        tag("h1", render_outcome(outcome, verdict.decision), tag("span", explanation_text), class_="verdict"),
-        tag("dl", *items),
-    ]
-    for name, promoted in (("champion", evidence.champion.champion), ("anchor", evidence.champion.anchor)):
-        if promoted and promoted.forced:
-            forced = promoted.forced
-            text = f"The {name}, version {promoted.version:,}, was promoted despite the verdict {forced.decision} by "
-            parts.append(tag("p", render_outcome("invalid", "forced"), " ", text, tag("bdi", forced.actor), ": ",
-                             tag("bdi", forced.reason), class_="forced"))  # fmt: skip
-    return tag("header", *parts)
+# Metrics, labels and forgetting. The page of a run shows them too.
 
 
-def _render_promoted(fingerprint: str | None, promoted: Champion | None) -> tuple[Html, str]:
-    if fingerprint is None:
-        return Html(NONE), "none"
-    return render_digest(
-        fingerprint
-    ), f"version {promoted.version:,}" if promoted and promoted.model_digest == fingerprint else ""
+def summarize_metrics(report: EvaluationReport) -> dict[str, Any] | None:
+    """Return every metric of every model, and the slices up to the limit of the page; None if nothing was measured."""
+    models = [role for role in ROLES if role in report.scores]
+    if not models:
+        return None
+    parts = sorted({part for role in models for part in report.scores[role].slices}, key=_part_order)
+    slices: list[dict[str, Any]] = []
+    remaining = SLICE_FIGURES
+    for part in parts:
+        by_role = {role: report.scores[role].slices.get(part, {}) for role in models}
+        remaining -= sum(map(len, by_role.values()))
+        if remaining < 0:
+            break
+        slices.append(_tabulate_metrics(part, by_role))
+    all_metrics = _tabulate_metrics("Metrics", {role: report.scores[role].metrics for role in models})
+    return {"all": all_metrics, "parts": len(parts), "slices": slices}
 
 
-def _render_rules(verdict: Verdict) -> Sequence[Html] | str:
-    if not verdict.reasons:
-        return "No rule was applied."
-    ordered = sorted(verdict.reasons, key=lambda reason: PRECEDENCE.index(reason.outcome))
-    lines = [
-        (
-            render_outcome(reason.outcome, OUTCOME_WORDS[reason.outcome]),
-            tag("span", reason.rule.replace("_", " "), tag("small", tag("bdi", reason.metric.strip("-")))),
-            tag("bdi", reason.text),
-        )
-        for reason in ordered
-    ]
-    counts = {outcome: sum(reason.outcome == outcome for reason in ordered) for outcome in PRECEDENCE}
-    summary = ", ".join(f"{OUTCOME_WORDS[outcome]} {number:,}" for outcome, number in counts.items() if number)
+def _part_order(name: str) -> tuple[str, float, str]:
+    """Return a sort key that places `tokens <= 64` before `tokens <= 128`."""
+    field, _, value = name.rpartition(" ")
+    return (field, float(value), "") if value.isdecimal() else (name, 0.0, value)
+
+
+def _tabulate_metrics(title: str, by_role: Mapping[ModelRole, Mapping[str, MetricValue]]) -> dict[str, Any]:
+    names = sorted({name for by_name in by_role.values() for name in by_name})
+    rows = []
+    for name in names:
+        metric = next(by_name[name] for by_name in by_role.values() if name in by_name)
+        about = ["unknown direction" if metric.better == "unknown" else f"{metric.better} is better"]
+        about += [*([metric.unit] if metric.unit != "1" else []), f"n {metric.n:,}"]
+        about += [] if metric.chance is None else [f"chance {format_metric(metric, metric.chance)}"]
+        metrics = [by_name.get(name) for by_name in by_role.values()]
+        rows.append({"name": name, "about": ", ".join(about), "metrics": metrics})
+    return {"title": title, "models": list(by_role), "rows": rows}
+
+
+def summarize_forgetting(report: EvaluationReport) -> list[dict[str, Any]]:
+    """Return the perplexity of general text by model, a measure of forgetting."""
+    metrics = {role: report.scores[role].metrics[GENERAL] for role in ROLES
+               if role in report.scores and GENERAL in report.scores[role].metrics}  # fmt: skip
+    most = max((metric.high for metric in metrics.values()), default=1.0) or 1.0
+    base = metrics.get("base")
     return [
-        tag("p", f"{format_count(len(ordered), 'rule')}: {summary}."),
-        html.table("Rules", "ttw", ("", "rule", "result"), lines),
+        {
+            "role": role, "metric": metric, "share": metric.value / most,
+            "relative": NONE if base is None or role == "base"
+            else f"{metric.value / base.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
+        }
+        for role, metric in metrics.items()
+    ]  # fmt: skip
+
+
+def summarize_labels(
+    report: EvaluationReport,
+    roles: Sequence[ModelRole],
+    rows: Sequence[EvaluatedRow],
+    answers: Mapping[ModelRole, Mapping[str, Sequence[str]]],
+) -> dict[str, Any] | None:
+    """Return results by label, worst first, and confused labels; None if the answers are not labels.
+
+    Args:
+        report: Report of the evaluation.
+        roles: Roles under which the candidate was scored, the preferred role first.
+        rows: Test rows.
+        answers: Answers of each model, by row id.
+    """
+    scores = report.scores
+    candidate = next((role for role in roles if scores[role].per_class), None)
+    if candidate is None:
+        return None
+    reference = next((role for role in ("champion", "base") if role in scores and scores[role].per_class), None)
+    given = answers.get(candidate, {})
+    pairs = Counter(
+        (row.expected.strip(), text.strip())
+        for row in rows
+        for text in given.get(row.id, ())
+        if row.expected.strip() != text.strip()
+    )
+    compared = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
+    results = tabulate_labels(candidate, scores[candidate].per_class, compared)
+    return {**results, "confused": summarize_confusions(pairs)}
+
+
+def tabulate_labels(model: str, results: Classes, reference: tuple[str, Classes] | None) -> dict[str, Any]:
+    """Return the table of results by label, worst first.
+
+    Args:
+        model: Name of the model.
+        results: Results by label.
+        reference: Column title for another model's F1, and its results. None if there is no other model.
+    """
+    bar = pages.macros().bar
+    order = sorted(results, key=lambda name: (results[name].get("f1", 0.0), name))
+
+    def share(metrics: Mapping[str, float], name: str) -> str:
+        return f"{metrics[name]:.3f}" if name in metrics else NONE
+
+    rows = [
+        (
+            pages.macros().bdi(name),
+            bar([("train", results[name].get("f1", 0.0))]),
+            *(share(results[name], key) for key in ("f1", "precision", "recall", "average_precision")),
+            *([share(reference[1].get(name, {}), "f1")] if reference else []),
+            f"{results[name].get('support', 0):,.0f}",
+        )
+        for name in order[:CLASSES_SHOWN]
+    ]
+    more = len(order) - CLASSES_SHOWN
+    omitted = f"; {more:,} of {len(order):,} labels are omitted" if more > 0 else ""
+    return {"model": model, "omitted": omitted, "reference": reference[0] if reference else None, "rows": rows}
+
+
+def summarize_confusions(pairs: Counter[tuple[str, str]]) -> dict[str, Any]:
+    """Return the most frequent confusions. `pairs` counts (expected, answered) labels."""
+    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
+    return {"frequent": frequent, "count": len(pairs), "total": sum(pairs.values())}
+
+
+# Noise and lineage.
+
+
+def _summarize_noise(evidence: GateEvidence) -> dict[str, Any] | None:
+    """Return the differences between two evaluations of the same candidate, if they were measured."""
+    noise = evidence.noise
+    if noise is None:
+        return None
+    scores = evidence.report.scores.values()
+    first = next((found.metrics for found in scores if found.model_digest == noise.model_digest), {})
+    rows = [
+        (name, first.get(name), metric, _count_noise(evidence, name)) for name, metric in sorted(noise.metrics.items())
+    ]
+    return {"found": noise, "rows": rows}
+
+
+def _count_noise(evidence: GateEvidence, metric: str) -> str:
+    second = evidence.noise_samples.get(metric, {})
+    role = next((role for role in evidence.scored_roles if metric in evidence.samples.get(role, {})), None)
+    first = evidence.samples[role][metric] if role else {}
+    shared = [sample for sample in second if sample in first]
+    differing = sum(second[sample].value != first[sample].value for sample in shared)
+    return f"{differing:,} of {len(shared):,}" if shared else NONE
+
+
+def _describe_lineage(verdict: Verdict, evidence: GateEvidence) -> dict[str, object]:
+    """Return the digests that determine the verdict."""
+    bundle, champion, code = evidence.bundle, evidence.champion, pages.macros().code
+    limit = f"; at most {verdict.max_test_set_uses:,} allowed" if verdict.max_test_set_uses else ""
+    facts: dict[str, object] = {
+        "Run": verdict.run_id,
+        "Model": code(verdict.model_digest),
+        "Adapter": code(verdict.adapter_digest),
+        "Base": code(bundle.base_digest),
+        "Base loaded as": bundle.base_weight_format or NONE,
+        "Merged from": bundle.merge_base,
+        "Data": code(bundle.data_digest),
+        "Champion": code(verdict.champion_digest) if verdict.champion_digest else "none",
+        "Anchor": code(verdict.anchor_digest) if verdict.anchor_digest else "none",
+        "Test set": code(verdict.test_set_digest or evidence.report.test_set_digest),
+        "Evaluations of it": f"{format_count(evidence.test_set_uses, 'model')}, including this one{limit}",
+    }
+    if verdict.earlier_decisions:
+        facts["Earlier decisions"] = describe_changed_rules(verdict)
+    if champion.champion:
+        facts["Champion version"] = f"{champion.champion.version:,}, run {champion.champion.run_id}"
+    if champion.ledger:
+        facts["Last ledger entry"] = code(champion.ledger)
+    return facts
+
+
+def _flatten_contract(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys and values of a contract, sorted."""
+    for name, value in sorted(document.items()):
+        if isinstance(value, Mapping) and value:
+            yield from _flatten_contract(value, f"{prefix}{name}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            is_long = len(text) > VALUE_SHOWN
+            yield f"{prefix}{name}", f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if is_long else text or NONE
+
+
+# The comparisons as a forest plot, one axis per unit, and the same values as a table.
+
+
+@dataclass(frozen=True)
+class MetricScale:
+    """Unit and format of the differences of a metric. Comparisons with the same scale share an axis."""
+
+    unit: str
+    factor: float
+    places: int | None
+    """Number of digits after the decimal point. None: as many as four significant digits need."""
+
+    def signed(self, amount: float) -> str:
+        """Format an amount with its sign, including infinity."""
+        return ("+" if amount > 0 else MINUS if amount < 0 else "") + self.plain(amount)
+
+    def plain(self, amount: float) -> str:
+        """Format an amount without its sign."""
+        if math.isnan(amount):
+            return NONE
+        amount = abs(amount) * self.factor
+        if math.isinf(amount):
+            return "\u221e"
+        return format_significant(amount) if self.places is None else f"{amount:,.{self.places}f}"
+
+
+POINTS, PERCENT = MetricScale("percentage points", 100.0, 2), MetricScale("per cent of the perplexity", 100.0, 2)
+
+
+def metric_scale(metric: MetricValue | None) -> MetricScale:
+    """Return the scale of a metric's paired differences. The unit of an unmeasured metric is unknown."""
+    if metric is None:
+        return MetricScale("unknown unit", 1.0, None)
+    if metric.kind == "perplexity":
+        return PERCENT
+    return POINTS if metric.unit == "proportion" else MetricScale(metric.unit, 1.0, None)
+
+
+@dataclass(frozen=True)
+class ForestPlotRow:
+    """One comparison of one rule."""
+
+    reason: RuleResult
+    comparison: ModelComparison
+    scale: MetricScale
+
+    @property
+    def about(self) -> str:
+        """Models and rule."""
+        return f"against {self.comparison.against}, {self.comparison.role}, {self.reason.rule.replace('_', ' ')}"
+
+    @property
+    def description(self) -> str:
+        """All values, for screen readers."""
+        found, signed = self.comparison, self.scale.signed
+        return (
+            f"{found.metric} against {found.against}: {signed(found.difference)} {self.scale.unit}, bounds "
+            f"{signed(found.low)} and {signed(found.high)}, threshold {signed(found.bound)}; the rule "
+            f"{OUTCOME_WORDS[self.reason.outcome]}"
+        )
+
+    @property
+    def counts(self) -> str:
+        """Numbers of samples, and the detectable difference."""
+        found = self.comparison
+        counts = f"n {found.n:,}"
+        if found.better is not None and found.worse is not None:
+            counts += f", {found.better:,} better, {found.worse:,} worse"
+        return f"{counts}; detects {self.scale.plain(found.detectable)}"
+
+
+def _build_plot(scale: MetricScale, rows: Sequence[ForestPlotRow]) -> dict[str, Any]:
+    """Return the values of macro `forest`: positions are shares of the axis."""
+    low, high = _axis_limits([row.comparison for row in rows])
+
+    def at(value: float) -> float:
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+    def end(value: float) -> tuple[float, str]:
+        # A bound that is not finite is drawn as an arrow.
+        return at(value), "M0-5V5" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
+
+    def draw(row: ForestPlotRow) -> dict[str, Any]:
+        found = row.comparison
+        is_measured = not math.isnan(found.difference)
+        return {
+            "metric": found.metric, "about": row.about, "description": row.description, "counts": row.counts,
+            "outcome": row.reason.outcome, "difference": scale.signed(found.difference),
+            "detectable": (at(-found.detectable), at(found.detectable)) if math.isfinite(found.detectable) else None,
+            "bound": at(found.bound) if found.bound else None,
+            "ends": (end(found.low), end(found.high)) if is_measured else (),
+            "at": at(found.difference) if is_measured else None,
+        }  # fmt: skip
+
+    rough = (high - low) / TICKS
+    ten = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= rough * (1 - 1e-9))
+    ticks = [float(f"{number * step:.10g}") for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    texts = [f"{'+' if tick > 0 else MINUS}{abs(tick) * scale.factor:g}" if tick else "0" for tick in ticks]
+    return {"unit": scale.unit, "zero": at(0.0), "rows": [draw(row) for row in rows],
+            "ticks": list(zip(map(at, ticks), texts, strict=True))}  # fmt: skip
+
+
+def _axis_limits(comparisons: Sequence[ModelComparison]) -> tuple[float, float]:
+    values = [0.0]
+    for found in comparisons:
+        values += [v for v in (found.difference, found.low, found.high, found.bound) if math.isfinite(v)]
+    low, high = min(values), max(values)
+    if low == high:
+        # If no difference was measured, the detectable difference sets the scale.
+        detectable = [found.detectable for found in comparisons if 0 < found.detectable < math.inf]
+        high = 2 * max(detectable, default=0.5)
+        low = -high
+    padding = PADDING * (high - low)
+    return low - padding, high + padding
+
+
+def _format_numbers(row: ForestPlotRow) -> list[str | tuple[str, str]]:
+    """Return the cells of a comparison: texts, or texts with a note."""
+    found, scale = row.comparison, row.scale
+    counts = [f"in {found.groups:,} groups"] if found.groups is not None else []
+    if found.better is not None and found.worse is not None:
+        counts.append(f"{found.better:,} better, {found.worse:,} worse")
+    if row.reason.outcome == "pass" or found.required_samples is None:
+        # For a threshold of zero, the number of required samples cannot be derived.
+        needed = "sufficient" if found.bound else NONE
+    else:
+        needed = f"{found.required_samples:,}"
+    return [
+        (found.metric, f"{row.about}; {scale.unit}"),
+        (scale.signed(found.difference), f"{scale.signed(found.low)} to {scale.signed(found.high)}"),
+        scale.signed(found.bound),
+        (f"{found.n:,}", ", ".join(counts)),
+        (format_p_value(found.p), "" if found.p_adjusted is None else f"Holm {format_p_value(found.p_adjusted)}"),
+        scale.plain(found.detectable),
+        needed,
+        (found.method, f"bounds at {found.confidence:.3g} each"),
     ]

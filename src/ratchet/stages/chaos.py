@@ -83,7 +83,7 @@ class ChaosOptions:
     keep: bool = False
     """Whether the projects of all trials are kept."""
     output: Path | None = None
-    """Directory for chaos.json and timeline.png; None: experiments/chaos."""
+    """Directory for chaos.json and timeline.html; None: experiments/chaos."""
 
 
 class ChaosReport(Record):
@@ -147,7 +147,7 @@ def chaos(
         shutil.rmtree(folder, ignore_errors=True)
     report = _build_report(options, campaign, results)
     files.write_json(output / "chaos.json", report)
-    plots.draw_timeline([_build_lane(result) for result in results], output / "timeline.png")
+    plots.draw_timeline([_build_lane(result) for result in results], output / "timeline.html")
     failed = [result for result in results if not (result.exact and result.recovered)]
     failures = []
     for result in failed:

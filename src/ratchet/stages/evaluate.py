@@ -11,7 +11,7 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.errors import BaseModelError, DataError, MemoryExhaustedError, SettingsError, first_line
-from ratchet.evaluation import comparability, harness, judge, metrics, model_loader, rows
+from ratchet.evaluation import comparability, harness, judge, model_loader, rows
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
 from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModelLoader
 from ratchet.evaluation.rows import TestRows
@@ -295,13 +295,13 @@ def _write_model(scratch: Path, role: ModelRole, result: EvaluationResult, rows:
     if result.confusion:
         table = {"labels": result.confusion.labels, "matrix": result.confusion.matrix}
         files.write_json(scratch / f"confusion/{role}.json", table)
-        if role == "candidate" or (role == "merged" and not (scratch / "confusion" / "candidate.png").exists()):
-            labels = [*result.confusion.labels, metrics.OTHER]
-            plots.draw_confusion_matrix(labels, result.confusion.matrix, scratch / f"confusion/{role}.png")
+        if role == "candidate" or (role == "merged" and not (scratch / "confusion" / "candidate.html").exists()):
+            confusion = result.confusion
+            plots.draw_confusion_matrix(confusion.labels, confusion.matrix, scratch / f"confusion/{role}.html")
     if result.curves:
         files.write_json(scratch / curves_file(role), result.curves)
         if role in ("candidate", "merged"):
-            plots.draw_precision_recall(result.curves, scratch / curves_file(role).with_suffix(".png"))
+            plots.draw_precision_recall(result.curves, scratch / curves_file(role).with_suffix(".html"))
 
 
 def write_samples(scratch: Path, role: str, samples_by_metric: Mapping[str, Sequence[SampleScore]]) -> None:
@@ -381,5 +381,5 @@ def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[s
     )
     with files.sealed_directory(layout.quantization, "quantization") as scratch:
         report.save(scratch / "quantization.json")
-        plots.draw_quantization_report(report, scratch / "quantization.png")
-    return QuantizationResult(report=report, picture=layout.quantization / "quantization.png")
+        plots.draw_quantization_report(report, scratch / "quantization.html")
+    return QuantizationResult(report=report, picture=layout.quantization / "quantization.html")

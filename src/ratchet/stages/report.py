@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ from ratchet.reports.comparison import (
     EvaluationIndex,
     SubjectScores,
 )
-from ratchet.reports.forest_plot import REFERENCES
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
+from ratchet.reports.sample_browser import REFERENCES
 from ratchet.runs import directory
 from ratchet.stages.project import Project
 from ratchet.storage import html
@@ -52,7 +50,6 @@ class ReportResult(Record):
     figures: dict[str, str]
     """The final figures as text, by name."""
     page: Path
-    pictures: tuple[Path, ...] = ()
     text: str = ""
     """Analysis of the answers of a generation; empty for a training."""
 
@@ -92,13 +89,12 @@ def report(project: Project, name: str | None = None, output: Path | None = None
     evaluations = EvaluationIndex(layout, index)
     side = comparison.read_side(layout, index.subject(name), index, evaluations, MOST_POINTS)
     target = output or layout.pages / f"report-{side.runs[0].run_id}.html"
-    with _remove_old_plots(target):
-        run_page.write(
-            side,
-            _load_run_evaluation(layout, settings, side, evaluations),
-            _load_provenance(layout, side, target),
-            target,
-        )
+    run_page.write(
+        side,
+        _load_run_evaluation(layout, settings, side, evaluations),
+        _load_provenance(layout, side, target),
+        target,
+    )
     figures = {name: value for name, [value] in comparison_page.summarize_sides([side]) if value != NONE}
     return ReportResult(title=f"run {side.runs[0].run_id}", figures=figures, page=target)
 
@@ -109,7 +105,7 @@ def _is_file(name: str) -> bool:
 
 
 def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> ReportResult:
-    """Write the page and the pictures about the answers of a generation."""
+    """Write the page about the answers of a generation."""
     from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
@@ -117,32 +113,13 @@ def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, o
         read_generation(path.absolute(), settings.prepare.task), settings.evaluate.seed
     )
     target = output or layout.pages / f"answers-{analysis.answers.card.id}.html"
-    plots = answers_page.write_plots(analysis, _plots_folder(target))
-    with _remove_old_plots(target, plots):
-        html.write(target, answers_page.render(analysis))
+    html.write(target, answers_page.render(analysis))
     return ReportResult(
         title=f"generation {analysis.answers.card.id}",
         figures={},
         page=target,
-        pictures=tuple(plots),
         text=answer_analysis.format_analysis(analysis),
     )
-
-
-def _plots_folder(target: Path) -> Path:
-    """Return the folder of a page's pictures."""
-    return target.with_name(f"{target.stem}-pictures")
-
-
-@contextmanager
-def _remove_old_plots(target: Path, plots: Collection[Path] = ()) -> Iterator[None]:
-    """If the block replaces a page, remove the old page's pictures after the block, except those in `plots`."""
-    is_replaced = target.is_file()
-    yield
-    if is_replaced and (folder := _plots_folder(target)).is_dir():
-        from ratchet.reports import answers_page
-
-        answers_page.remove_plots(folder, plots)
 
 
 def _load_run_evaluation(

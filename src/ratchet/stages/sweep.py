@@ -17,7 +17,7 @@ from ratchet.config import params_file
 from ratchet.config.machine import Machine
 from ratchet.config.settings import Settings
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
-from ratchet.reports import plots, sweep_page, sweep_plots
+from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.signals import StopSignal
 from ratchet.runs.status import RunProgress
@@ -356,19 +356,18 @@ class _SweepCommand:
         except (StorageError, LockHeldError):  # the storage has failed: MLflow receives the last report
             report = self._last
         paths = write_report(self._folder, report)
-        artifacts = {"": paths[:2], "plots": paths[2:]}
         tracking_sync.close(
-            self._settings.machine.tracking_timeout_s, partial(self._sweep_tracker.finish, report, artifacts, status)
+            self._settings.machine.tracking_timeout_s, partial(self._sweep_tracker.finish, report, {"": paths}, status)
         )
 
 
 def write_report(folder: Path, report: SweepReport) -> list[Path]:
-    """Write page, record and pictures of a sweep. Returns their paths, page and record first."""
+    """Write page and record of a sweep, and return their paths."""
     page, record = folder / PAGE, folder / "report.json"
     files.make_directory(folder)
     report.save(record)
-    sweep_page.write(report, sweep_plots.draw_all(report), page)
-    return [page, record, *sweep_plots.write(report, folder / "plots")]
+    sweep_page.write(report, page)
+    return [page, record]
 
 
 def _savings_metrics(report: SweepReport) -> dict[str, float]:

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from io import BytesIO
 from pathlib import Path
 
 from ratchet.config.machine import Machine
@@ -174,10 +173,7 @@ def write_page(paths: RunPaths) -> None:
         TrainReport.load(paths.result / "train.json"),
         AdapterAnalysis.load(paths.result / "analysis.json"),
     )
-    loss = BytesIO()
-    plots.draw_loss_curve(paths.journal, loss)
-    pictures = {"loss": loss.getvalue()}
-    pictures |= {"gradients": plots.draw_gradient_map(analysis), "updates": plots.draw_updates(analysis)}
     forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
     measured = status.read_progress(paths).memory.peaks
-    files.write_atomic(paths.page, write_train_page(report, analysis, forecast, measured, pictures))
+    loss = plots.build_loss_figure(paths.journal)
+    files.write_atomic(paths.page, write_train_page(report, analysis, forecast, measured, loss))

@@ -124,7 +124,7 @@ class ProjectLayout:
 
     @property
     def quantization(self) -> Path:
-        """Output of `ratchet evaluate --quantization` (not a stage): quantization.json and quantization.png."""
+        """Output of `ratchet evaluate --quantization` (not a stage): quantization.json and quantization.html."""
         return self.experiments / "quantization"
 
     @property

@@ -49,7 +49,7 @@ class MlflowTracker:
         Args:
             paths: paths of the run.
             settings: settings of the project. Training settings are read from the run itself.
-            draw: draws the journal (first argument) into a PNG file (second).
+            draw: draws the journal (first argument) into a page (second).
             reconcile: whether the callback first calls `reconcile`. False in a sweep, where a trial that is not in
                 training may be waiting for its next worker.
         """

@@ -458,7 +458,7 @@ class MlflowRunCallback:
             *((path, "dataset") for path in (layout.dataset_card, layout.dataset_page) if self._card is not None),
         ]
         with tempfile.TemporaryDirectory() as scratch:
-            image, settings = Path(scratch) / "loss.png", Path(scratch) / SETTINGS
+            image, settings = Path(scratch) / "loss.html", Path(scratch) / SETTINGS
             self._draw(self._paths.journal, image)
             settings.write_text(params_file.dump(self._settings), encoding="utf-8")
             artifacts += [(image, "plots"), (settings, None)]

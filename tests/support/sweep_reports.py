@@ -1,17 +1,11 @@
-"""Plots of a sweep: each report can be drawn, equal reports give equal plots, and the plots show the report's
-values."""
+"""Reports of sweeps of all kinds, for the tests of their charts."""
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib.figure
-import pytest
-
 import sweep_example as example
-from ratchet.reports import sweep_canvas as canvas
-from ratchet.reports import sweep_plots
+from ratchet.reports.sweep_charts import STATES
 from ratchet.storage.records.sweep import ParameterAxis, SweepReport, TrainingCost, Trial, TrialExecution
 
 FORTY = example.report(40)
@@ -58,7 +52,7 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
     "not over": lambda: example.report(24, final_round=False),
     **{
         f"only {state}": lambda state=state: example.alone(state, 12)  # type: ignore[misc]
-        for state in canvas.STATES
+        for state in STATES
     },
     "one running": lambda: example.alone("running"),
     "one failed": lambda: example.alone("failed"),
@@ -99,23 +93,3 @@ REPORTS: dict[str, Callable[[], SweepReport]] = {
     "read back": lambda: SweepReport.model_validate_json(FORTY.model_dump_json()),
     "a thousand": lambda: example.report(1000, workers=8),
 }
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
-    """Return a list of the figures, in their state when they are saved."""
-    found: list[matplotlib.figure.Figure] = []
-    save = matplotlib.figure.Figure.savefig
-
-    def keep(figure: matplotlib.figure.Figure, *args: Any, **options: Any) -> None:
-        found.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
-    return found
-
-
-def svg(name: str, report: SweepReport) -> bytes:
-    stream = io.BytesIO()
-    sweep_plots.PICTURES[name](report, stream, "svg")
-    return stream.getvalue()
