@@ -4,7 +4,6 @@ import json
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -17,7 +16,7 @@ from ratchet.config.sweep import ObjectiveSettings, PrunerSettings, SamplerSetti
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial, TrialExecution
-from ratchet.tuning import journal_storage, leases
+from ratchet.tuning import leases
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage, open_storage
@@ -379,17 +378,16 @@ def test_a_fork_takes_nothing_that_cannot_be_compared(
 def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_program_is_kept(
     storage: StudyStorage,
 ) -> None:
-    """An unfinished study has no identity, so its number of objectives does not bind the next study."""
-    first = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+    storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
     two = settings(
         objectives=(ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="memory_bytes")),
         pruner=PrunerSettings(kind="none"),
     )
-    assert opened(storage, two).study == "sweep.2"
-    assert opened(storage, settings(), name="other").study == "other"
-    storage.optuna.create_new_trial(first)
-    with pytest.raises(SettingsError, match=r"'sweep' was created by another program; choose another sweep.name"):
-        opened(storage, settings())
+    assert opened(storage, two).study == "sweep"
+    theirs = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "theirs")
+    storage.optuna.create_new_trial(theirs)
+    with pytest.raises(SettingsError, match=r"'theirs' was created by another program; choose another sweep.name"):
+        opened(storage, settings(), name="theirs")
 
 
 def test_a_study_of_a_newer_version_is_left_alone(store: TrialStore, storage: StudyStorage) -> None:
@@ -428,25 +426,3 @@ def test_many_trials_are_read_in_no_time(store: TrialStore, here: SweepWorker, m
     monkeypatch.setattr("ratchet.tuning.study.deserialize_trial", counted)
     assert len(store.trials()) == 31
     assert read == [30]
-
-
-def test_a_repaired_journal_is_continued(project: ProjectLayout, here: SweepWorker) -> None:
-    storage = open_storage(project, None)
-    store = opened(storage, settings())
-    for _ in range(3):
-        begin(store, here)
-    store.finish(0, ended(), here)
-    storage.close()
-    path: Path = project.study_journal
-    lines = path.read_bytes().splitlines(keepends=True)
-    place = next(n for n, line in enumerate(lines) if b'"op_code":4' in line) + 1
-    lines[place] = lines[place].replace(b"train.rank", b"train.runk", 1)
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(DamagedFileError, match=f":{place + 1}: "):
-        open_storage(project, None)
-    journal_storage.repair(path)
-    storage = open_storage(project, None)
-    store = opened(storage, settings())
-    assert [(trial.number, trial.state) for trial in store.trials()] == [(0, "running")]
-    assert begin(store, here) == 1
-    storage.close()

@@ -9,9 +9,8 @@ A trial has these attributes in Optuna, each as JSON:
     from                                 study and number of the original, if a fork has copied the trial
 
 A study has a new version for each new identity (`compute_identity`). A new version gets copies of the trials of the
-previous version that are valid in its own space. A version is created in steps that a crash may interrupt: the study,
-its format attribute, its identity, the copied trials, and last their number. The next process continues with the first
-missing step.
+previous version that are valid in its own space. Their number is stored last: a version without it was interrupted by a
+crash, and the next process creates it again.
 """
 
 import json
@@ -19,12 +18,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import count
+from importlib.metadata import version
 from typing import Any
 
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -104,21 +102,39 @@ class StudyVersion:
     attributes: Mapping[str, Any]
 
     @property
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of this version; None if a crash left the study without an identity."""
-        identity: dict[str, Any] | None = self.attributes.get(IDENTITY_KEY)
+    def identity(self) -> dict[str, Any]:
+        """Identity of this version."""
+        identity: dict[str, Any] = self.attributes[IDENTITY_KEY]
         return identity
 
 
 def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
-    """Return all versions of a study, oldest first.
+    """Return all versions of a study, oldest first, without one whose creation was interrupted.
 
     Raises:
         SettingsError: a study with this name belongs to another program.
         DamagedFileError: a newer Ratchet wrote a version.
         StorageError: the storage does not answer.
     """
-    return list(_iterate_versions(storage, name))
+    with storage.connected():
+        studies = {study.study_name: study for study in storage.optuna.get_all_studies()}
+        versions: list[StudyVersion] = []
+        while (study := studies.get(_version_name(name, len(versions) + 1))) is not None:
+            attributes = study.user_attrs
+            if FORMAT_KEY not in attributes and (attributes or storage.optuna.get_n_trials(study._study_id)):
+                raise SettingsError(
+                    f"{storage.where}: the study {study.study_name!r} was created by another program; choose another "
+                    "sweep.name in params.yaml"
+                )
+            if (form := attributes.get(FORMAT_KEY, STUDY_FORMAT)) > STUDY_FORMAT:
+                raise DamagedFileError(
+                    f"{storage.where}: the study {study.study_name!r} was written by a newer version of Ratchet "
+                    f"(format {form}, this one knows {STUDY_FORMAT}); update Ratchet on this machine"
+                )
+            if CARRIED_KEY not in attributes:
+                break
+            versions.append(StudyVersion(study.study_name, study._study_id, attributes))
+    return versions
 
 
 def find_or_create(
@@ -143,44 +159,39 @@ def find_or_create(
         versions = list_versions(storage, name)
         same = [study for study in versions if study.identity == wanted]
         if same:
-            return _complete_carry_over(storage, same[-1], wanted, space)
-        parents = [study for study in versions if study.identity is not None]
+            return same[-1]
         new_name = _version_name(name, len(versions) + 1)
-        if parents and not fork:
-            raise SettingsError(_explain_refusal(parents[-1], wanted, new_name))
-        directions = [_DIRECTIONS[direction] for _, direction in wanted["objectives"]]
-        incomplete = versions[-1:] if versions and versions[-1].identity is None else []
-        if incomplete and storage.optuna.get_study_directions(incomplete[0].study_id) == directions:
-            new_name, study_id = incomplete[0].name, incomplete[0].study_id
-        else:
-            study_id = _create_study(storage, new_name, directions)
-        _write_attributes(storage, study_id, wanted, parents[-1].name if parents else None)
-        return _complete_carry_over(storage, _read_version(storage, new_name, study_id), wanted, space)
+        if versions and not fork:
+            raise SettingsError(_explain_refusal(versions[-1], wanted, new_name))
+        return _create_version(storage, new_name, wanted, versions[-1] if versions else None, space)
 
 
-def _iterate_versions(storage: StudyStorage, name: str) -> Iterator[StudyVersion]:
-    with storage.connected():
-        summaries = {summary.study_name: summary for summary in storage.optuna.get_all_studies()}
-    for number in count(1):
-        version_name = _version_name(name, number)
-        if version_name not in summaries:
-            return
-        study = StudyVersion(version_name, summaries[version_name]._study_id, summaries[version_name].user_attrs)
-        if FORMAT_KEY not in study.attributes and (study.attributes or _has_trials(storage, study)):
-            raise SettingsError(
-                f"{storage.where}: the study {version_name!r} was created by another program; choose another "
-                "sweep.name in params.yaml"
-            )
-        if (form := study.attributes.get(FORMAT_KEY, STUDY_FORMAT)) > STUDY_FORMAT:
-            raise DamagedFileError(
-                f"{storage.where}: the study {version_name!r} was written by a newer version of Ratchet "
-                f"(format {form}, this one knows {STUDY_FORMAT}); update Ratchet on this machine"
-            )
-        yield study
+def _create_version(
+    storage: StudyStorage, name: str, identity: Mapping[str, Any], parent: StudyVersion | None, space: SearchSpace
+) -> StudyVersion:
+    backend = storage.optuna
+    interrupted = [study._study_id for study in backend.get_all_studies() if study.study_name == name]
+    for study_id in interrupted:
+        backend.delete_study(study_id)
+    study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    attributes = {
+        FORMAT_KEY: STUDY_FORMAT,
+        VERSIONS_KEY: {library: version(distribution) for library, distribution in _LIBRARIES.items()},
+        PARENT_KEY: parent.name if parent else None,
+        IDENTITY_KEY: identity,
+    }
+    for key, value in attributes.items():
+        backend.set_study_user_attr(study_id, key, value)
+    carried = 0
+    if parent is not None:
+        migration = StudyMigration(parent.identity, identity, space)
+        carried = carry_over_trials(storage, parent, study_id, migration)
+    backend.set_study_user_attr(study_id, CARRIED_KEY, carried)
+    return StudyVersion(name, study_id, {**attributes, CARRIED_KEY: carried})
 
 
 def _explain_refusal(newest: StudyVersion, identity: Mapping[str, Any], new_name: str) -> str:
-    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity or {}, identity))
+    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity, identity))
     return (
         f"params.yaml: the study {newest.name!r} was created with other settings:{changes}\n"
         f"Undo these changes to continue it; or run `ratchet sweep --fork` to create {new_name!r} with the "
@@ -190,60 +201,6 @@ def _explain_refusal(newest: StudyVersion, identity: Mapping[str, Any], new_name
 
 def _version_name(name: str, number: int) -> str:
     return name if number == 1 else f"{name}.{number}"
-
-
-def _has_trials(storage: StudyStorage, study: StudyVersion) -> bool:
-    with storage.connected():
-        return bool(storage.optuna.get_n_trials(study.study_id))
-
-
-def _create_study(storage: StudyStorage, name: str, directions: list[StudyDirection]) -> int:
-    try:
-        return storage.optuna.create_new_study(directions, name)
-    except DuplicatedStudyError:
-        raise SettingsError(
-            f"{storage.where}: another program has created a study {name!r} at the same time; choose another sweep.name"
-        ) from None
-
-
-def _write_attributes(storage: StudyStorage, study_id: int, identity: Mapping[str, Any], parent: str | None) -> None:
-    attributes = {
-        FORMAT_KEY: STUDY_FORMAT,
-        VERSIONS_KEY: _library_versions(),
-        PARENT_KEY: parent,
-        IDENTITY_KEY: identity,
-    }
-    for key, value in attributes.items():
-        storage.optuna.set_study_user_attr(study_id, key, value)
-
-
-def _library_versions() -> dict[str, str]:
-    versions = {}
-    for library, distribution in _LIBRARIES.items():
-        try:
-            versions[library] = version(distribution)
-        except PackageNotFoundError:
-            versions[library] = "not installed"
-    return versions
-
-
-def _read_version(storage: StudyStorage, name: str, study_id: int) -> StudyVersion:
-    return StudyVersion(name, study_id, dict(storage.optuna.get_study_user_attrs(study_id)))
-
-
-def _complete_carry_over(
-    storage: StudyStorage, study: StudyVersion, identity: Mapping[str, Any], space: SearchSpace
-) -> StudyVersion:
-    """Copy the trials that are missing in a new version, and return the version."""
-    if CARRIED_KEY not in study.attributes:
-        parent = study.attributes[PARENT_KEY]
-        carried = 0
-        if parent is not None:
-            old = _read_version(storage, parent, storage.optuna.get_study_id_from_name(parent))
-            migration = StudyMigration(old.identity or {}, identity, space)
-            carried = carry_over_trials(storage, old.study_id, study.study_id, migration)
-        storage.optuna.set_study_user_attr(study.study_id, CARRIED_KEY, carried)
-    return _read_version(storage, study.name, study.study_id)
 
 
 # The trials of a version.
@@ -260,7 +217,7 @@ class TrialStore:
         self.storage = storage
         self.study = study_version.name
         """Name with version, such as `sweep.2`."""
-        self.identity: Mapping[str, Any] = study_version.identity or {}
+        self.identity: Mapping[str, Any] = study_version.identity
         """See `compute_identity`."""
         self.versions: Mapping[str, str] = study_version.attributes.get(VERSIONS_KEY, {})
         """Versions of the libraries that created the study: optuna, cmaes, ratchet."""
@@ -285,7 +242,7 @@ class TrialStore:
     @classmethod
     def newest(cls, storage: StudyStorage, name: str) -> "TrialStore | None":
         """Open the newest version of any identity; None if there is none."""
-        versions = [study for study in list_versions(storage, name) if study.identity is not None]
+        versions = list_versions(storage, name)
         return cls(storage, versions[-1]) if versions else None
 
     def locked(self) -> AbstractContextManager[None]:
@@ -581,28 +538,20 @@ class StudyMigration:
         )
 
 
-def carry_over_trials(storage: StudyStorage, old: int, new: int, migration: StudyMigration) -> int:
-    """Copy the trials of study `old` that have a result and are in the new space to study `new`.
-
-    After an interruption, the call may be repeated. The caller holds the storage's lock. Returns the number of copied
-    trials.
+def carry_over_trials(storage: StudyStorage, parent: StudyVersion, new: int, migration: StudyMigration) -> int:
+    """Copy the trials of a version that have a result and are in the new space to study `new`; return their number.
 
     Raises:
-        DamagedFileError: another program has added a trial to study `old`, or a record in it is invalid.
+        DamagedFileError: another program has added a trial to the version, or a record in it is invalid.
     """
     if not migration.is_comparable:
         return 0
-    name = storage.optuna.get_study_name_from_id(old)
-    stored_trials = storage.optuna.get_all_trials(old, deepcopy=False)
-    trials = {frozen.number: deserialize_trial(name, frozen) for frozen in stored_trials}
-    numbers = {
-        frozen.user_attrs[ORIGIN][1]: frozen.number
-        for frozen in storage.optuna.get_all_trials(new, deepcopy=False)
-        if ORIGIN in frozen.user_attrs
-    }
+    stored_trials = storage.optuna.get_all_trials(parent.study_id, deepcopy=False)
+    trials = {frozen.number: deserialize_trial(parent.name, frozen) for frozen in stored_trials}
+    numbers: dict[int, int] = {}
     for number, trial in sorted(trials.items()):
         values = None if trial.state in ("running", "failed") else migration.values(trial.values)
-        if number in numbers or values is None:
+        if values is None:
             continue
         changes = {
             "values": values,
@@ -610,8 +559,9 @@ def carry_over_trials(storage: StudyStorage, old: int, new: int, migration: Stud
             "continues": _map_trial_number(trial.continues, trials, numbers),
         }
         free = select_searched(migration.space, values)
-        copy = serialize_finished(trial.model_copy(update=changes), free, origin=(name, number))
-        numbers[number] = storage.optuna.get_trial(storage.optuna.create_new_trial(new, copy)).number
+        copy = serialize_finished(trial.model_copy(update=changes), free, origin=(parent.name, number))
+        storage.optuna.create_new_trial(new, copy)
+        numbers[number] = len(numbers)
     return len(numbers)
 
 
