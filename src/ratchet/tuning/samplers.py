@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from ratchet.tuning.search_space import (
     draw_value,
     encode_value,
     from_unit,
-    iterate_points,
     to_distribution,
     to_unit,
 )
@@ -205,15 +205,17 @@ def _draw_untried(
     space: SearchSpace, source: random.Random, is_tried: Callable[[Mapping[str, Any]], bool]
 ) -> Values | None:
     """Draw untried values uniformly; None if all have been tried."""
-    size = space.size()
-    if size is None or size > MAX_LISTED_POINTS:
-        drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
-        untried = next((values for values in drawn if not is_tried(values)), None)
-        if untried is not None or size is None:
-            return untried
-        return next((values for values in iterate_points(space) if not is_tried(values)), None)
-    remaining = [values for values in iterate_points(space) if not is_tried(values)]
-    return source.choice(remaining) if remaining else None
+    if (
+        space.is_finite
+        and len(points := list(islice(space.iterate_points(), MAX_LISTED_POINTS + 1))) <= MAX_LISTED_POINTS
+    ):
+        remaining = [values for values in points if not is_tried(values)]
+        return source.choice(remaining) if remaining else None
+    drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
+    untried = next((values for values in drawn if not is_tried(values)), None)
+    if untried is not None or not space.is_finite:
+        return untried
+    return next((values for values in space.iterate_points() if not is_tried(values)), None)
 
 
 # Trainings, and the study in memory for Optuna's samplers and pruners.
