@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import optuna
 from cmaes import CMA
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
@@ -33,7 +32,6 @@ from ratchet.tuning.search_space import (
     draw_value,
     encode_value,
     from_unit,
-    to_distribution,
     to_unit,
 )
 
@@ -321,7 +319,7 @@ def build_in_memory_study(
     are_all_infeasible = all(is_infeasible(line.decisive) for line in ended)
     has_infeasible = any(is_infeasible(line.decisive) for line in ended)
     for line in counted:
-        params, distributions = _split_params(space, line.decisive.values)
+        params, distributions = space.to_params(line.decisive.values)
         if line.decisive.state == "running":
             content: dict[str, Any] = {"state": TrialState.RUNNING}
         elif kind == "tpe":
@@ -337,13 +335,6 @@ def build_in_memory_study(
                 content["constraints"] = {INFEASIBLE: 1.0 if is_infeasible(line.decisive) else -1.0}
         study.add_trial(create_trial(params=params, distributions=distributions, **content))
     return study
-
-
-def _split_params(space: SearchSpace, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    """Return the searched values as Optuna stores them, and their distributions."""
-    free = space.select_drawn(values)
-    distributions = {name: to_distribution(space.dimension(name)) for name in free}
-    return {name: encode_value(value) for name, value in free.items()}, distributions
 
 
 def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchDimension, SearchSpace, apply_values
-from ratchet.tuning.study import TrialStore, select_searched
+from ratchet.tuning.study import TrialStore
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
@@ -201,14 +201,14 @@ class TrialScheduler:
     def _begin_trial(
         self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None
     ) -> TrialTask | None:
-        free = select_searched(self.space, values)
+        params = self.space.to_params(values)
         try:
             settings = apply_values(self.settings, values)
             self._rows_per_step(settings)
         except SettingsError as error:
-            self.store.add(_make_infeasible_trial(values, error), free)
+            self.store.add(_make_infeasible_trial(values, error), params)
             return None
-        number = self.store.begin(values, free, run_id, self.worker, continues)
+        number = self.store.begin(values, params, run_id, self.worker, continues)
         return self._make_task(self.store.trials()[number])
 
     def _rows_per_step(self, settings: Settings) -> float:
@@ -344,7 +344,7 @@ class FinalRoundScheduler:
             values = final_round.values_for_seed(self.settings, history[number], index)
             run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
             if run_id not in running:
-                seed_trial = self.seeds.begin(values, {}, run_id, self.worker)
+                seed_trial = self.seeds.begin(values, ({}, {}), run_id, self.worker)
                 return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 

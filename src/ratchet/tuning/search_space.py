@@ -739,6 +739,12 @@ class SearchSpace:
         """Return the drawn values of a trial, which determine the derived ones."""
         return {d.name: snap_value(d, values[d.name]) for d in self.dimensions() if d.name in values}
 
+    def to_params(self, values: Mapping[str, Any]) -> "Params":
+        """Return the drawn values of a trial as Optuna stores them."""
+        drawn = self.select_drawn(values)
+        distributions = {name: to_distribution(self.dimension(name)) for name in drawn}
+        return {name: encode_value(value) for name, value in drawn.items()}, distributions
+
     def grid(self, points: int) -> list[dict[str, Any]]:
         """Return all combinations; the last dimension changes fastest. Ranges without step have `points` values.
 
@@ -852,7 +858,7 @@ def to_unit(dimension: SearchDimension, value: float) -> float:
     return (position - low) / (high - low) if high > low else 0.5
 
 
-def from_unit(dimension: SearchDimension, position: float) -> float | int:
+def from_unit(dimension: SearchDimension, position: float) -> Any:
     """Return the value at a position; a position outside of 0 to 1 is clipped. A finite range has the closest value."""
     low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
@@ -887,6 +893,10 @@ def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
 
 
 # Optuna's distributions, and values as Optuna stores them (JSON, without lists as choices).
+
+
+Params = tuple[dict[str, Any], dict[str, BaseDistribution]]
+"""Drawn values of a trial as Optuna stores them, and their distributions."""
 
 
 def to_distribution(dimension: SearchDimension) -> BaseDistribution:

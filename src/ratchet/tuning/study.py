@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -33,9 +32,8 @@ from ratchet.storage import digests
 from ratchet.storage.records.evaluation import GENERATED_METRICS
 from ratchet.storage.records.sweep import Trial
 from ratchet.storage.records.sweep import TrialState as State
-from ratchet.tuning import search_space
-from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor, next_heartbeat
-from ratchet.tuning.search_space import SearchDimension, SearchSpace, to_tuples
+from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor
+from ratchet.tuning.search_space import Params, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
 
 OUTCOME = "outcome"
@@ -82,12 +80,7 @@ _LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "ratchet": "ratchet-llm"}
 _COMPARABLE_PARTS = ("format", "data", "base", "recipe", "rows")
 """Parts of two identities that must be equal, so that results are comparable. Sampler and pruner may differ."""
 
-ABSENT = object()
-"""Placeholder for the value of a key that one of two compared identities lacks."""
-
 _DIGEST = re.compile(r"[0-9a-f]{40,}")
-Free = Mapping[str, tuple[SearchDimension, Any]]
-"""Drawn values with their dimensions, by dotted key."""
 
 
 # Versions of a study.
@@ -264,7 +257,7 @@ class TrialStore:
     def begin(
         self,
         values: Mapping[str, Any],
-        free: Free,
+        params: Params,
         run_id: str | None,
         worker: SweepWorker,
         continues: int | None = None,
@@ -273,7 +266,7 @@ class TrialStore:
 
         Args:
             values: all values that the trial sets, including derived ones.
-            free: the drawn values (`select_searched`).
+            params: the drawn values (`SearchSpace.to_params`).
             run_id: the run that trains with these values.
             worker: holder of the lease.
             continues: number of the pruned or failed trial that this trial continues.
@@ -282,14 +275,14 @@ class TrialStore:
         trial = Trial(
             number=0, values=dict(values), run_id=run_id, state="running", continues=continues, started=lease.started[0]
         )
-        return self._store(serialize_running(trial, free, lease))
+        return self._store(_serialize_running(trial, params, lease))
 
-    def add(self, trial: Trial, free: Free) -> int:
+    def add(self, trial: Trial, params: Params) -> int:
         """Add a trial that is over; return its number."""
         if not trial.is_over:
             raise ValueError("a running trial must be added with begin()")
         self._check(trial)
-        return self._store(serialize_finished(trial, free))
+        return self._store(_serialize_finished(trial, params))
 
     def report(self, number: int, rows: int, value: float) -> None:
         """Store the validation loss after a number of rows.
@@ -323,11 +316,12 @@ class TrialStore:
             trial_id, frozen, _ = self._require_lease(number, worker)
             for rows in sorted(outcome.curve.keys() - frozen.intermediate_values.keys()):
                 self._optuna.set_trial_intermediate_value(trial_id, rows, outcome.curve[rows])
-            self._optuna.set_trial_user_attr(trial_id, OUTCOME, outcome_fields(outcome))
-            for key, value in constraint_attributes(outcome, frozen).items():
+            self._optuna.set_trial_user_attr(trial_id, OUTCOME, _outcome_fields(outcome))
+            # Constraints of an interrupted call are reset to 0.
+            constraints = {**dict.fromkeys(frozen.constraints, 0.0), **outcome.constraints}
+            for key, value in create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs.items():
                 self._optuna.set_trial_system_attr(trial_id, key, value)
-            state, values = to_optuna_state(outcome), objective_values(outcome)
-            if not self._optuna.set_trial_state_values(trial_id, state, values):
+            if not self._optuna.set_trial_state_values(trial_id, _STATES[outcome.state], _objective_values(outcome)):
                 raise StorageError(f"{self.storage.where}: trial {number} could not be stored; run the command again")
 
     def renew(self, number: int, worker: SweepWorker) -> None:
@@ -338,9 +332,7 @@ class TrialStore:
         """
         with self._convert_errors(number):
             trial_id, frozen, lease = self._require_lease(number, worker)
-            self._optuna.set_trial_user_attr(
-                trial_id, lease.heartbeat_key, next_heartbeat(lease.heartbeat(frozen.user_attrs))
-            )
+            self._optuna.set_trial_user_attr(trial_id, lease.heartbeat_key, lease.next_heartbeat(frozen.user_attrs))
             self._require_lease(number, worker)  # another worker may have taken the trial over before the heartbeat
 
     def release(self, number: int, worker: SweepWorker) -> None:
@@ -457,31 +449,17 @@ def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line for each dotted key that differs, such as `space.train.rank.high: 64 -> 128`, sorted."""
-    return sorted(_iterate_differences(_canonicalize(old), _canonicalize(new), ""))
-
-
-def _iterate_differences(old: Any, new: Any, key: str) -> Iterator[str]:
-    if _is_same(old, new):
-        return
-    nodes = [node for node in (old, new) if node is not ABSENT]
-    if all(isinstance(node, dict) for node in nodes) and any(nodes):
-        before, after = (node if isinstance(node, dict) else {} for node in (old, new))
-        for name in dict.fromkeys((*before, *after)):
-            path = f"{key}.{name}" if key else str(name)
-            yield from _iterate_differences(before.get(name, ABSENT), after.get(name, ABSENT), path)
-    else:
-        yield f"{key}: {_format_value(old)} -> {_format_value(new)}"
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    if ABSENT in (old, new):
-        return old is new
-    return digests.canonical_json(old) == digests.canonical_json(new)  # in JSON, true differs from 1
+    before, after = (dict(_flatten_tree(_canonicalize(identity))) for identity in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    lines = []
+    for key in keys:
+        texts = [_format_value(values[key]) if key in values else "(none)" for values in (before, after)]
+        if texts[0] != texts[1] and not any(other.startswith(f"{key}.") for other in keys):
+            lines.append(f"{key}: {texts[0]} -> {texts[1]}")
+    return lines
 
 
 def _format_value(value: Any) -> str:
-    if value is ABSENT:
-        return "(none)"
     if isinstance(value, str):
         return value[: digests.SHORT] if _DIGEST.fullmatch(value) else value
     return json.dumps(value, ensure_ascii=False)
@@ -558,8 +536,8 @@ def carry_over_trials(storage: StudyStorage, parent: StudyVersion, new: int, mig
             "objectives": migration.objectives(trial.objectives),
             "continues": _map_trial_number(trial.continues, trials, numbers),
         }
-        free = select_searched(migration.space, values)
-        copy = serialize_finished(trial.model_copy(update=changes), free, origin=(parent.name, number))
+        params = migration.space.to_params(values)
+        copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.name, number))
         storage.optuna.create_new_trial(new, copy)
         numbers[number] = len(numbers)
     return len(numbers)
@@ -579,74 +557,57 @@ def _fixed_settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         parameter: tuple(v) if isinstance(v, list) else v
-        for parameter, v in (*_flatten_tree(identity["train"]), *otherwise.items())
+        for parameter, v in (*_flatten_tree(identity["train"], "train."), *otherwise.items())
     }
 
 
-def _flatten_tree(tree: Mapping[str, Any], prefix: str = "train") -> Iterator[tuple[str, Any]]:
+def _flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree with their dotted keys; an empty section is a leaf."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten_tree(value, f"{prefix}.{key}")
+        if isinstance(value, Mapping) and value:
+            yield from _flatten_tree(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}.{key}", value
+            yield f"{prefix}{key}", value
 
 
 # The stored form of trials.
 
 
-def select_searched(space: SearchSpace, values: Mapping[str, Any]) -> Free:
-    """Return the drawn values of a trial with their dimensions."""
-    return {name: (space.dimension(name), value) for name, value in space.select_drawn(values).items()}
-
-
-def to_optuna_state(trial: Trial) -> TrialState:
-    """Return Optuna's state of a trial."""
-    return _STATES[trial.state]
-
-
-def serialize_running(trial: Trial, free: Free, lease: TrialLease) -> FrozenTrial:
+def _serialize_running(trial: Trial, params: Params, lease: TrialLease) -> FrozenTrial:
     """Return a running trial as Optuna's record, to be stored in one operation."""
-    params, spaces = _split_params(free)
     attributes = {**_start_fields(trial), LEASE: lease.document()}
-    return create_trial(state=TrialState.RUNNING, params=params, distributions=spaces, user_attrs=attributes)
+    return create_trial(state=TrialState.RUNNING, params=params[0], distributions=params[1], user_attrs=attributes)
 
 
-def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) -> FrozenTrial:
+def _serialize_finished(trial: Trial, params: Params, origin: tuple[str, int] | None = None) -> FrozenTrial:
     """Return a trial that is over as Optuna's record, to be stored in one operation.
 
     Args:
         trial: the trial.
-        free: its drawn values.
+        params: its drawn values.
         origin: study and number of the original, for a copy.
     """
-    params, spaces = _split_params(free)
-    attributes = {**_start_fields(trial), OUTCOME: outcome_fields(trial)}
+    attributes = {**_start_fields(trial), OUTCOME: _outcome_fields(trial)}
     attributes[OUTCOME]["executions"] = [execution.model_dump(mode="json") for execution in trial.executions]
     return create_trial(
-        state=to_optuna_state(trial),
-        values=objective_values(trial),
-        params=params,
-        distributions=spaces,
+        state=_STATES[trial.state],
+        values=_objective_values(trial),
+        params=params[0],
+        distributions=params[1],
         user_attrs=attributes if origin is None else {**attributes, ORIGIN: list(origin)},
         intermediate_values=dict(trial.curve),
         constraints=dict(trial.constraints),
     )
 
 
-def objective_values(trial: Trial) -> list[float] | None:
+def _objective_values(trial: Trial) -> list[float] | None:
     """Return the objectives for Optuna; None unless the trial is complete, because Optuna accepts no others."""
     return list(trial.objectives) if trial.state == "complete" else None
 
 
-def outcome_fields(trial: Trial) -> dict[str, Any]:
+def _outcome_fields(trial: Trial) -> dict[str, Any]:
     """Return the outcome of a trial that is over, without its curve and objectives, as JSON."""
     return trial.model_dump(mode="json", include=_OUTCOME_FIELDS)
-
-
-def constraint_attributes(trial: Trial, earlier: FrozenTrial) -> dict[str, float]:
-    """Return the constraints under Optuna's keys; constraints from an interrupted `finish` are reset to 0."""
-    constraints = {**dict.fromkeys(earlier.constraints, 0.0), **trial.constraints}
-    return create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs
 
 
 def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
@@ -686,8 +647,3 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
 
 def _start_fields(trial: Trial) -> dict[str, Any]:
     return trial.model_dump(mode="json", include={"values", "run_id", "continues", "started"})
-
-
-def _split_params(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    params = {parameter: search_space.encode_value(value) for parameter, (_, value) in free.items()}
-    return params, {parameter: search_space.to_distribution(dimension) for parameter, (dimension, _) in free.items()}
