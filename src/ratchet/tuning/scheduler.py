@@ -64,9 +64,6 @@ EPOCHS = "train.epochs"
 FINAL_ROUND_NOTE = "final_round"
 """Key of the note of a study that contains its FinalRound, after the winner was decided."""
 
-AnswerScorer = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
-"""Scores a trained run by its answers to validation rows; takes settings, run id and metrics."""
-
 WorkItem = Callable[[], None]
 """Work that a worker does outside the study's lock, before it asks for the next decision."""
 
@@ -79,7 +76,8 @@ class TrialScheduler:
     settings: Settings
     store: TrialStore
     worker: SweepWorker
-    score_answers: AnswerScorer
+    check_stop: Callable[[], None]
+    """Function that is called while a process scores; it raises an exception after a request to stop."""
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -248,7 +246,7 @@ class TrialScheduler:
         sweep = self.settings.sweep
         reported = {aim.metric: objective_value(aim, report, cost) for aim in sweep.objectives}
         missing = [metric for metric, value in reported.items() if value is None]
-        scored = self.score_answers(settings, report.run_id, missing) if missing else {}
+        scored = score_run(self.layout, settings, report.run_id, missing, self.check_stop) if missing else {}
         return tuple(scored[name] if value is None else value for name, value in reported.items())
 
 
