@@ -27,7 +27,7 @@ from ratchet.tuning import final_round, samplers
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import open_storage
-from ratchet.tuning.study import TrialStore, compute_identity, select_searched
+from ratchet.tuning.study import TrialStore, compute_identity
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import postgres
@@ -45,7 +45,7 @@ def fill(store: TrialStore, space: SearchSpace, count: int, worker: SweepWorker)
     """Add complete trials until the study has `count` trials."""
     for number in range(len(store.trials()), count):
         values = study_histories.drawn(space, number)
-        here = store.begin(values, select_searched(space, values), f"{number:016x}", worker)
+        here = store.begin(values, space.to_params(values), f"{number:016x}", worker)
         loss = study_histories.loss(values)
         curve = {rows: loss + 10 / rows for rows in range(100, 1100, 100)}
         done = Trial(
@@ -87,7 +87,7 @@ def measured(url: str, count: int) -> Iterator[Row]:
         yield told(f"{count} trials: first look at all, s", time.perf_counter() - began)
         yield told(f"{count} trials: a later look, s", *seconds(store.trials))
         values = study_histories.drawn(space, -1)
-        running = store.begin(values, select_searched(space, values), "f" * 16, worker)
+        running = store.begin(values, space.to_params(values), "f" * 16, worker)
         yield told(f"{count} trials: a heartbeat, s", *seconds(lambda: store.renew(running, worker)))
         store.finish(running, history[0].model_copy(update={"number": running}), worker)
         objectives = final_round.sweep_objectives(SETTINGS.sweep)

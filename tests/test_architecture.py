@@ -46,9 +46,10 @@ DECLARED_AS = {
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
 }  # fmt: skip
-USED_INDIRECTLY = {"dvc", "onnxscript"}
+USED_INDIRECTLY = {"dvc", "onnxscript", "s3fs"}
 BROUGHT_BY = {
     "alembic": "mlflow",
+    "fsspec": "datasets",
     "numpy": "scikit-learn",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "transformers",

@@ -12,7 +12,7 @@ EXTRAS = {
     "export": ("gguf", "onnx", "onnxruntime", "onnxscript", "xllamacpp"),
     "harness": ("lm_eval", "rouge_score", "sacrebleu"),
     "sweep": ("cmaes", "optuna"),
-    "storage": ("obstore",),
+    "storage": ("s3fs",),
     "sign": ("sigstore",),
     "postgres": ("psycopg",),
     "ray": ("ray",),

@@ -5,14 +5,15 @@ import dataclasses
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import journal_storage
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import StudyStorage, open_storage
 from ratchet.tuning.study import TrialStore
@@ -158,10 +159,11 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     assert store.take_over(here, 1.0) is None
     while not any(take.last_seen > take.started for take in store.trials()[0].executions):
         time.sleep(0.01)
-    # The test holds the journal's lock while it stops the process. A process that is stopped while it holds the lock
-    # would block all others until it is killed.
-    with journal_storage._make_append_lock(project.study_journal).acquire(5):
+    # A child that is stopped while it writes into the SQLite file would block all others until it is killed.
+    with closing(sqlite3.connect(":memory:" if url else project.studies, timeout=5, isolation_level=None)) as file:
+        file.execute("BEGIN IMMEDIATE")
         os.kill(child.pid, signal.SIGSTOP)
+        file.execute("ROLLBACK")
     while store.take_over(here, 1.0) is None:
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGCONT)

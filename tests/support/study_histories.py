@@ -10,7 +10,7 @@ from ratchet.config.settings import Settings
 from ratchet.config.sweep import SamplerSettings, Sweep, SweepParameter
 from ratchet.storage.records.sweep import SweepObjective, Trial
 from ratchet.tuning.samplers import propose
-from ratchet.tuning.search_space import SearchSpace, draw_value
+from ratchet.tuning.search_space import SearchSpace, draw_value, to_tuples
 
 LOSS = (SweepObjective(metric="validation_loss", direction="minimize"),)
 
@@ -93,3 +93,12 @@ def eventful(space: SearchSpace, trials: int = 16) -> list[Trial]:
         for one in history
         for change in (changes.get(one.number, {}),)
     ]
+
+
+def is_in_space(space: SearchSpace, values: Mapping[str, Any]) -> bool:
+    """Return whether a trial of the space can have exactly these values."""
+    plain = {key: to_tuples(value) for key, value in values.items()}
+    try:
+        return space.draw(lambda dimension: plain[dimension.name]) == plain
+    except (KeyError, ValueError):
+        return False

@@ -12,10 +12,10 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.storage import StudyStorage, open_storage
 
 
-@pytest.fixture(params=["journal", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str | None:
-    """Return the address of a new storage, or None for the journal storage."""
-    if request.param == "journal":
+    """Return the address of a new storage, or None for the SQLite file."""
+    if request.param == "sqlite":
         return None
     server: postgres.Server = request.getfixturevalue("postgres_server")
     return server.database()

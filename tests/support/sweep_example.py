@@ -256,7 +256,7 @@ def _report(room: Room, count: int, finals: bool) -> SweepReport:
               "train.adapter": 0.02}  # fmt: skip
     return SweepReport(
         study="sweep",
-        storage="journal",
+        storage="sqlite",
         objectives=objectives,
         axes=AXES,
         sampler="tpe, seed 0, 8 random trials first",

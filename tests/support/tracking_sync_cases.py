@@ -45,7 +45,7 @@ class Study:
 
     def report(self) -> SweepReport:
         return SweepReport(
-            study="sweep", storage="journal",
+            study="sweep", storage="sqlite",
             objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
             axes=(), sampler="random", pruner="asha", versions={}, data_digest=CARD.digest, base_digest="b" * 64,
             planned_trials=20, trials=tuple(self.trials),

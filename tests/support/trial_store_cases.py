@@ -11,7 +11,7 @@ from ratchet.storage.records.sweep import Trial
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage
-from ratchet.tuning.study import TrialStore, compute_identity, select_searched
+from ratchet.tuning.study import TrialStore, compute_identity
 
 DATA, TINY_BASE = "d" * 64, "b" * 64
 WIDE = {
@@ -53,9 +53,7 @@ def begin(
     store: TrialStore, worker: SweepWorker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
 ) -> int:
     chosen = chosen or values()
-    return store.begin(
-        chosen, select_searched(SearchSpace.from_settings(settings()), chosen), "run-1", worker, continues
-    )
+    return store.begin(chosen, SearchSpace.from_settings(settings()).to_params(chosen), "run-1", worker, continues)
 
 
 def ended(state: str = "complete", **changes: Any) -> Trial:
@@ -100,10 +98,10 @@ def populate(store: TrialStore, here: SweepWorker) -> None:
         ended("infeasible", values=values(16), constraints={"memory": 1.0}), ended("failed"), ended(),
     ]  # fmt: skip
     for trial in told:
-        store.add(trial, select_searched(free, trial.values))
+        store.add(trial, free.to_params(trial.values))
     begin(store, here)
     later = (
         ended(values=values(32)), ended("failed", values=values(4), continues=1), ended(values=values(4), continues=8)
     )  # fmt: skip
     for trial in later:
-        store.add(trial, select_searched(free, trial.values))
+        store.add(trial, free.to_params(trial.values))

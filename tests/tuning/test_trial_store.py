@@ -4,7 +4,6 @@ import json
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -17,11 +16,11 @@ from ratchet.config.sweep import ObjectiveSettings, PrunerSettings, SamplerSetti
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial, TrialExecution
-from ratchet.tuning import journal_storage, leases
+from ratchet.tuning import leases
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage, open_storage
-from ratchet.tuning.study import OUTCOME, TrialStore, compute_identity, deserialize_trial, select_searched
+from ratchet.tuning.study import OUTCOME, TrialStore, compute_identity, deserialize_trial
 from trial_store_cases import (
     DATA,
     LONG,
@@ -112,7 +111,7 @@ def test_lists_and_nothing_come_back_as_settings_have_them(storage: StudyStorage
     space = SearchSpace.from_settings(wanted)
     store = opened(storage, wanted)
     for choice in space.grid(2):
-        store.begin(choice, select_searched(space, choice), None, here)
+        store.begin(choice, space.to_params(choice), None, here)
     assert [trial.values for trial in store.trials()] == space.grid(2)
     assert store.trials()[1].values == {"train.target_modules": ("q_proj", "v_proj")}
     assert store.trials()[0].run_id is None
@@ -123,10 +122,10 @@ def test_a_trial_that_is_over_is_added_in_one_piece(store: TrialStore, here: Swe
     store.finish(0, ended(), here)
     take = TrialExecution(worker="node7/1", started=1.0, last_seen=2.0)
     done = ended(executions=(take,), curve={70: 1.0})
-    assert store.add(done, select_searched(SearchSpace.from_settings(settings()), done.values)) == 1
+    assert store.add(done, SearchSpace.from_settings(settings()).to_params(done.values)) == 1
     assert store.trials()[1] == done.model_copy(update={"number": 1})
     refused = ended("infeasible", run_id=None, constraints={"memory": 1.0})
-    assert store.add(refused, select_searched(SearchSpace.from_settings(settings()), refused.values)) == 2
+    assert store.add(refused, SearchSpace.from_settings(settings()).to_params(refused.values)) == 2
     assert store.trials()[2] == refused.model_copy(update={"number": 2})
     assert frozen(store, 2).constraints == {"memory": 1.0}
     # An earlier version wrote an additional field.
@@ -146,7 +145,7 @@ def test_invalid_outcomes_are_refused(store: TrialStore, here: SweepWorker) -> N
         with pytest.raises(ValueError, match=r"objectives|over|running"):
             store.finish(0, wrong, here)
         with pytest.raises(ValueError, match=r"objectives|over|running"):
-            store.add(wrong, {})
+            store.add(wrong, ({}, {}))
     assert [trial.state for trial in store.trials()] == ["running"]
 
 
@@ -309,7 +308,7 @@ def test_directions_are_those_of_the_objectives_and_a_fork_reorders_them(storage
     study = optuna.load_study(study_name=first.study, storage=storage.optuna)
     assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
     done = ended(objectives=(0.5, 7.0))
-    first.add(done, select_searched(SearchSpace.from_settings(settings()), done.values))
+    first.add(done, SearchSpace.from_settings(settings()).to_params(done.values))
     second = opened(storage, settings(objectives=aims[::-1], pruner=PrunerSettings(kind="none")), fork=True)
     assert [trial.objectives for trial in second.trials()] == [(7.0, 0.5)]
     assert frozen(second).values == [7.0, 0.5]
@@ -354,7 +353,7 @@ def test_a_fork_knows_what_a_setting_was_that_was_not_searched(storage: StudySto
     first = opened(storage, one)
     for rank in (now, 2 * now):
         chosen = {"train.rank": rank}
-        first.add(ended(values=chosen), select_searched(SearchSpace.from_settings(one), chosen))
+        first.add(ended(values=chosen), SearchSpace.from_settings(one).to_params(chosen))
     two = settings({"train.learning_rate": SweepParameter(low=1e-5, high=1e-1, log=True)})
     second = opened(storage, two, fork=True)
     assert [trial.values for trial in second.trials()] == [{"train.learning_rate": two.train.learning_rate}]
@@ -379,17 +378,16 @@ def test_a_fork_takes_nothing_that_cannot_be_compared(
 def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_program_is_kept(
     storage: StudyStorage,
 ) -> None:
-    """An unfinished study has no identity, so its number of objectives does not bind the next study."""
-    first = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+    storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
     two = settings(
         objectives=(ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="memory_bytes")),
         pruner=PrunerSettings(kind="none"),
     )
-    assert opened(storage, two).study == "sweep.2"
-    assert opened(storage, settings(), name="other").study == "other"
-    storage.optuna.create_new_trial(first)
-    with pytest.raises(SettingsError, match=r"'sweep' was created by another program; choose another sweep.name"):
-        opened(storage, settings())
+    assert opened(storage, two).study == "sweep"
+    theirs = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "theirs")
+    storage.optuna.create_new_trial(theirs)
+    with pytest.raises(SettingsError, match=r"'theirs' was created by another program; choose another sweep.name"):
+        opened(storage, settings(), name="theirs")
 
 
 def test_a_study_of_a_newer_version_is_left_alone(store: TrialStore, storage: StudyStorage) -> None:
@@ -414,7 +412,7 @@ def test_changes_by_another_program_are_reported(store: TrialStore, storage: Stu
 
 def test_many_trials_are_read_in_no_time(store: TrialStore, here: SweepWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished trials are converted to records only once."""
-    free = select_searched(SearchSpace.from_settings(settings()), values())
+    free = SearchSpace.from_settings(settings()).to_params(values())
     for _ in range(30):
         store.add(ended(), free)
     begin(store, here)
@@ -428,25 +426,3 @@ def test_many_trials_are_read_in_no_time(store: TrialStore, here: SweepWorker, m
     monkeypatch.setattr("ratchet.tuning.study.deserialize_trial", counted)
     assert len(store.trials()) == 31
     assert read == [30]
-
-
-def test_a_repaired_journal_is_continued(project: ProjectLayout, here: SweepWorker) -> None:
-    storage = open_storage(project, None)
-    store = opened(storage, settings())
-    for _ in range(3):
-        begin(store, here)
-    store.finish(0, ended(), here)
-    storage.close()
-    path: Path = project.study_journal
-    lines = path.read_bytes().splitlines(keepends=True)
-    place = next(n for n, line in enumerate(lines) if b'"op_code":4' in line) + 1
-    lines[place] = lines[place].replace(b"train.rank", b"train.runk", 1)
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(DamagedFileError, match=f":{place + 1}: "):
-        open_storage(project, None)
-    journal_storage.repair(path)
-    storage = open_storage(project, None)
-    store = opened(storage, settings())
-    assert [(trial.number, trial.state) for trial in store.trials()] == [(0, "running")]
-    assert begin(store, here) == 1
-    storage.close()

@@ -4,9 +4,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, print_text, progress_printer
-from ratchet.cli.projects import find_layout, open_project
-from ratchet.errors import EXIT_OK, SettingsError
+from ratchet.cli.output import add_json_argument, print_record, progress_printer
+from ratchet.cli.projects import open_project
+from ratchet.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from ratchet.stages.project import Project
@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adopt", nargs="?", const=True, type=int, metavar="TRIAL",
         help="write the values of the winner, or of a trial, into params.yaml without running more trials",
     )  # fmt: skip
-    mode.add_argument("--repair", action="store_true", help="cut a damaged study journal at the first bad line")
     add_json_argument(parser)
 
 
@@ -45,11 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from ratchet.stages import sweep
 
-    if arguments.repair and arguments.json:
-        raise SettingsError("--json: --repair prints a sentence; leave out one of the two")
-    if arguments.repair:
-        print_text(sweep.repair_journal(find_layout(arguments)))
-        return EXIT_OK
     project = open_project(arguments)
     if arguments.adopt is not None:
         number = None if arguments.adopt is True else arguments.adopt

@@ -33,7 +33,7 @@ MIN_LOG_BYTES = 4096
 """Enough for one record with its fields."""
 
 UNUSABLE_STUDY_DATABASES = {
-    "sqlite": "SQLite locks the whole file for each writer; 5 of 8 workers on one file died of it",
+    "sqlite": "an SQLite file cannot be shared by machines; null uses one in the project",
     "mysql": "only PostgreSQL is tested",
     "redis": "only PostgreSQL is tested, and Redis may lose stored data",
 }
@@ -60,7 +60,7 @@ STAT_TIMEOUT_S = 2.0
 def find_study_storage_problem(url: str) -> str:
     """Return why an address cannot be that of a study database; empty if it can. The text has no part of the address
     but its scheme, because the rest may be a password."""
-    expected = "expected postgresql://USER@HOST:PORT/DATABASE, or null for a journal in experiments/sweeps"
+    expected = "expected postgresql://USER@HOST:PORT/DATABASE, or null for an SQLite file in experiments/sweeps"
     scheme = url.partition(":")[0].lower()
     if not re.fullmatch(r"postgres(ql)?(\+psycopg)?", scheme):
         reason = UNUSABLE_STUDY_DATABASES.get(scheme.partition("+")[0], "only PostgreSQL is supported")
@@ -327,7 +327,7 @@ class Machine(Section):
     restart_delay_s: NotNegative = 1.0
     """Delay before a restart, in seconds. It doubles while there is no progress."""
     study_storage: Annotated[str | None, BeforeValidator(_check_study_storage)] = None
-    """Database of Optuna studies, such as postgresql://user@host/name. null: a journal in experiments/sweeps."""
+    """Database of Optuna studies, such as postgresql://user@host/name. null: an SQLite file in experiments/sweeps."""
     lease_timeout_s: Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)] = 60.0
     """After this time without a heartbeat, in seconds, another machine takes over a trial or a replicated run."""
     replica: Annotated[Name | None, BeforeValidator(_check_replica_url)] = None

@@ -32,7 +32,7 @@ from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
-from ratchet.tuning import final_round, journal_storage, ray_cluster, samplers, scheduler, worker_pool
+from ratchet.tuning import final_round, ray_cluster, samplers, scheduler, worker_pool
 from ratchet.tuning import report as adoption
 from ratchet.tuning.report import AdoptedTrial
 from ratchet.tuning.search_space import SearchSpace
@@ -162,19 +162,6 @@ class _NoDisplay:
 
     def close(self, report: SweepReport) -> None:
         """Do nothing."""
-
-
-def repair_journal(layout: ProjectLayout) -> str:
-    """Cut a damaged study journal at the first bad line. Returns a sentence about the result.
-
-    Raises LockHeldError while a sweep runs on this machine.
-    """
-    for path in sorted(layout.stage_lock("sweep").parent.glob("sweep-*")):
-        if (lock := FileLock(path, f"sweep {path.name.removeprefix('sweep-')}")).is_held():
-            raise LockHeldError(
-                f"{lock.subject} runs here and writes to the journal; stop it and run the command again"
-            )
-    return journal_storage.repair(layout.study_journal)
 
 
 def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None]) -> None:

@@ -182,9 +182,9 @@ class ProjectLayout:
         return self.experiments / "sweeps"
 
     @property
-    def study_journal(self) -> Path:
-        """Optuna's journal of all studies; unused if machine.study_storage is a database."""
-        return self.sweeps / "studies.jsonl"
+    def studies(self) -> Path:
+        """SQLite file with all studies of Optuna; unused if machine.study_storage is a database."""
+        return self.sweeps / "studies.db"
 
     def sweep(self, study: str) -> Path:
         """Return the folder of a study: report.json, page.html, finals/, plots/."""

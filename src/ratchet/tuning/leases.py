@@ -138,6 +138,10 @@ class TrialLease:
         """Return the holder's last heartbeat."""
         return len(self.workers) - 1, attributes.get(self.heartbeat_key, (0, 0.0))[0]
 
+    def next_heartbeat(self, attributes: Mapping[str, Any]) -> tuple[int, float]:
+        """Return the holder's next heartbeat to store: its counter, and the time for display."""
+        return self.heartbeat(attributes)[1] + 1, time.time()
+
     def executions(self, attributes: Mapping[str, Any]) -> tuple[TrialExecution, ...]:
         """Return the executions as records; times are by the clocks of the workers."""
         return tuple(
@@ -150,11 +154,6 @@ class TrialLease:
 
 def _heartbeat_key(execution: int) -> str:
     return f"heartbeat.{execution}"
-
-
-def next_heartbeat(heartbeat: Heartbeat) -> tuple[int, float]:
-    """Return the next heartbeat to store: its counter, and the time for display."""
-    return heartbeat[1] + 1, time.time()
 
 
 class TrialLeaseMonitor:

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import optuna
 from cmaes import CMA
-from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
@@ -32,8 +32,6 @@ from ratchet.tuning.search_space import (
     draw_value,
     encode_value,
     from_unit,
-    iterate_points,
-    to_distribution,
     to_unit,
 )
 
@@ -205,15 +203,17 @@ def _draw_untried(
     space: SearchSpace, source: random.Random, is_tried: Callable[[Mapping[str, Any]], bool]
 ) -> Values | None:
     """Draw untried values uniformly; None if all have been tried."""
-    size = space.size()
-    if size is None or size > MAX_LISTED_POINTS:
-        drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
-        untried = next((values for values in drawn if not is_tried(values)), None)
-        if untried is not None or size is None:
-            return untried
-        return next((values for values in iterate_points(space) if not is_tried(values)), None)
-    remaining = [values for values in iterate_points(space) if not is_tried(values)]
-    return source.choice(remaining) if remaining else None
+    if (
+        space.is_finite
+        and len(points := list(islice(space.iterate_points(), MAX_LISTED_POINTS + 1))) <= MAX_LISTED_POINTS
+    ):
+        remaining = [values for values in points if not is_tried(values)]
+        return source.choice(remaining) if remaining else None
+    drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
+    untried = next((values for values in drawn if not is_tried(values)), None)
+    if untried is not None or not space.is_finite:
+        return untried
+    return next((values for values in space.iterate_points() if not is_tried(values)), None)
 
 
 # Trainings, and the study in memory for Optuna's samplers and pruners.
@@ -319,7 +319,7 @@ def build_in_memory_study(
     are_all_infeasible = all(is_infeasible(line.decisive) for line in ended)
     has_infeasible = any(is_infeasible(line.decisive) for line in ended)
     for line in counted:
-        params, distributions = _split_params(space, line.decisive.values)
+        params, distributions = space.to_params(line.decisive.values)
         if line.decisive.state == "running":
             content: dict[str, Any] = {"state": TrialState.RUNNING}
         elif kind == "tpe":
@@ -335,13 +335,6 @@ def build_in_memory_study(
                 content["constraints"] = {INFEASIBLE: 1.0 if is_infeasible(line.decisive) else -1.0}
         study.add_trial(create_trial(params=params, distributions=distributions, **content))
     return study
-
-
-def _split_params(space: SearchSpace, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    """Return the searched values as Optuna stores them, and their distributions."""
-    free = space.select_drawn(values)
-    distributions = {name: to_distribution(space.dimension(name)) for name in free}
-    return {name: encode_value(value) for name, value in free.items()}, distributions
 
 
 def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchDimension, SearchSpace, apply_values
-from ratchet.tuning.study import TrialStore, select_searched
+from ratchet.tuning.study import TrialStore
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
@@ -64,9 +64,6 @@ EPOCHS = "train.epochs"
 FINAL_ROUND_NOTE = "final_round"
 """Key of the note of a study that contains its FinalRound, after the winner was decided."""
 
-AnswerScorer = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
-"""Scores a trained run by its answers to validation rows; takes settings, run id and metrics."""
-
 WorkItem = Callable[[], None]
 """Work that a worker does outside the study's lock, before it asks for the next decision."""
 
@@ -79,7 +76,8 @@ class TrialScheduler:
     settings: Settings
     store: TrialStore
     worker: SweepWorker
-    score_answers: AnswerScorer
+    check_stop: Callable[[], None]
+    """Function that is called while a process scores; it raises an exception after a request to stop."""
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -201,14 +199,14 @@ class TrialScheduler:
     def _begin_trial(
         self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None
     ) -> TrialTask | None:
-        free = select_searched(self.space, values)
+        params = self.space.to_params(values)
         try:
             settings = apply_values(self.settings, values)
             self._rows_per_step(settings)
         except SettingsError as error:
-            self.store.add(_make_infeasible_trial(values, error), free)
+            self.store.add(_make_infeasible_trial(values, error), params)
             return None
-        number = self.store.begin(values, free, run_id, self.worker, continues)
+        number = self.store.begin(values, params, run_id, self.worker, continues)
         return self._make_task(self.store.trials()[number])
 
     def _rows_per_step(self, settings: Settings) -> float:
@@ -248,7 +246,7 @@ class TrialScheduler:
         sweep = self.settings.sweep
         reported = {aim.metric: objective_value(aim, report, cost) for aim in sweep.objectives}
         missing = [metric for metric, value in reported.items() if value is None]
-        scored = self.score_answers(settings, report.run_id, missing) if missing else {}
+        scored = score_run(self.layout, settings, report.run_id, missing, self.check_stop) if missing else {}
         return tuple(scored[name] if value is None else value for name, value in reported.items())
 
 
@@ -344,7 +342,7 @@ class FinalRoundScheduler:
             values = final_round.values_for_seed(self.settings, history[number], index)
             run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
             if run_id not in running:
-                seed_trial = self.seeds.begin(values, {}, run_id, self.worker)
+                seed_trial = self.seeds.begin(values, ({}, {}), run_id, self.worker)
                 return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 

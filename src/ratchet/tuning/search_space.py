@@ -10,14 +10,13 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
-from math import prod
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -31,6 +30,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ratchet.config.fields import Section
+from ratchet.config.params_file import apply_changes
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
@@ -46,7 +46,7 @@ MAX_NAMES = 8
 """Maximum number of names in a message."""
 
 MAX_POINTS = 100_000
-"""Maximum number of points in a grid, and of points that `SearchSpace.size` counts one by one."""
+"""Maximum number of points in a grid."""
 
 STEP_TOLERANCE = 1e-9
 """Allowed rounding error of a position in a stepped range, in steps."""
@@ -106,7 +106,9 @@ class SettingField:
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
-            raise ValueError(f"found {format_value(value)}: {describe_error(error)}") from None
+            messages = [str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors()]
+            problems = dict.fromkeys(message[:1].lower() + message[1:] for message in messages)
+            raise ValueError(f"found {format_value(value)}: {'; '.join(problems)}") from None
 
     def get(self, settings: Settings) -> Any:
         """Return the value of this setting in `settings`."""
@@ -123,31 +125,6 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
     return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-def describe_error(error: ValueError) -> str:
-    """Return a validation error as one line, with the setting or section of each problem."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(dict.fromkeys(_describe_problem(dict(problem)) for problem in error.errors(include_url=False)))
-
-
-def _describe_problem(problem: dict[str, Any]) -> str:
-    known, place = {*_all_settings(), *_section_names()}, ""
-    for part in problem["loc"]:  # the location ends with tags of unions, which are not in params.yaml
-        longer = f"{place}.{part}" if place else str(part)
-        if longer not in known:
-            break
-        place = longer
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if place in _section_names() and f"{place}.{re.split('[.: ]', message, maxsplit=1)[0]}" in known:
-        return f"{place}.{message}"  # a message about a section names its keys
-    message = message if problem["type"] == "value_error" else _lower_first(message)
-    return f"{place}: {message}" if place else message
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def make_space_error(key: str, problem: str) -> SettingsError:
@@ -267,19 +244,6 @@ class SearchDimension:
             return int((self.high - self.low) // int(self.step or 1)) + 1
         return None if self.step is None else int((self.high - self.low) / self.step + STEP_TOLERANCE) + 1
 
-    def contains(self, value: Any) -> bool:
-        """Return whether this is one of the values."""
-        if self.kind == "choice":
-            return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
-            return False
-        if self.kind == "int" and value != int(value):
-            return False
-        if self.step is None:
-            return True
-        steps = (value - self.low) / self.step
-        return abs(steps - round(steps)) < STEP_TOLERANCE
-
 
 def snap_value(dimension: SearchDimension, value: Any) -> Any:
     """Return the closest value of the dimension, as settings store it.
@@ -290,35 +254,29 @@ def snap_value(dimension: SearchDimension, value: Any) -> Any:
     Raises:
         ValueError: no value of the dimension is close enough.
     """
-    values = _match_choice(dimension, value) if dimension.kind == "choice" else (_snap_number(dimension, value),)
-    if not values or not dimension.contains(values[0]):
-        raise ValueError(f"{dimension.name}: found {format_value(value)}; expected {describe_dimension(dimension)}")
-    return values[0]
+    if dimension.kind == "choice":
+        value = to_tuples(value)
+        is_bool = isinstance(value, bool)
+        for choice in dimension.choices:
+            if choice == value and isinstance(choice, bool) == is_bool:
+                return choice
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = dimension.low, dimension.high
+        tolerance = ROUNDING * max(abs(low), abs(high))
+        if low - tolerance <= value <= high + tolerance:
+            value = min(max(value, low), high)
+            if dimension.points is None:
+                return float(value)
+            steps = (value - low) / (dimension.step or 1)
+            if abs(steps - round(steps)) <= ROUNDING * max(1.0, steps):
+                return value_at(dimension, round(steps))
+    raise ValueError(f"{dimension.name}: found {format_value(value)}; expected {describe_dimension(dimension)}")
 
 
-def _match_choice(dimension: SearchDimension, value: Any) -> tuple[Any, ...]:
-    value = tuple(value) if isinstance(value, list) else value
-    is_bool = isinstance(value, bool)
-    return tuple(choice for choice in dimension.choices if choice == value and isinstance(choice, bool) == is_bool)
-
-
-def _snap_number(dimension: SearchDimension, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    low, high = dimension.low, dimension.high
-    tolerance = ROUNDING * max(abs(low), abs(high))
-    if low - tolerance <= value <= high + tolerance:
-        value = min(max(value, low), high)
-    if not low <= value <= high:
-        return None
-    if dimension.kind == "float" and dimension.step is None:
-        return float(value)
-    steps = (value - low) / (dimension.step or 1)
-    return stepped_value(dimension, round(steps)) if abs(steps - round(steps)) <= ROUNDING * max(1.0, steps) else None
-
-
-def stepped_value(dimension: SearchDimension, index: int) -> int | float:
-    """Return a value of a stepped range by its index from the lower end, computed in decimals."""
+def value_at(dimension: SearchDimension, index: int) -> Any:
+    """Return a value of a finite dimension by its index from 0; steps are computed in decimals."""
+    if dimension.kind == "choice":
+        return dimension.choices[index]
     if dimension.kind == "int":
         return int(dimension.low) + index * int(dimension.step or 1)
     return float(Decimal(repr(float(dimension.low))) + index * Decimal(repr(float(dimension.step or 0))))
@@ -352,10 +310,8 @@ def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
     because logarithms may differ between machines.
     """
     count = dimension.points
-    if dimension.kind == "choice":
-        return list(dimension.choices)
-    if count is not None and (dimension.step is not None or count <= points):
-        return [stepped_value(dimension, index) for index in range(count)]
+    if count is not None and (dimension.kind == "choice" or dimension.step is not None or count <= points):
+        return list(iterate_values(dimension))
     low, high = dimension.low, dimension.high
     shares = [index / (points - 1) for index in range(1, points - 1)]
     inner = [low * (high / low) ** share if dimension.log else low + (high - low) * share for share in shares]
@@ -363,9 +319,9 @@ def grid_values(dimension: SearchDimension, points: int) -> list[Any]:
     return list(dict.fromkeys(snap_value(dimension, value) for value in (low, *inner, high)))
 
 
-def all_values(dimension: SearchDimension) -> list[Any]:
-    """Return all values of a finite dimension."""
-    return grid_values(dimension, dimension.points or 0)
+def iterate_values(dimension: SearchDimension) -> Iterator[Any]:
+    """Yield all values of a finite dimension, in order."""
+    return (value_at(dimension, index) for index in range(dimension.points or 0))
 
 
 @dataclass(frozen=True)
@@ -417,7 +373,7 @@ def make_domain(dimension: SearchDimension) -> ParameterDomain:
         last = dimension.points
         ends = (
             dimension.low,
-            *((stepped_value(dimension, 1),) if last is not None and last > 1 else ()),
+            *((value_at(dimension, 1),) if last is not None and last > 1 else ()),
             dimension.high,
         )
     return ParameterDomain(dimension, ends=tuple(ends))
@@ -639,7 +595,7 @@ def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDime
     if dimension.step is None:
         return dimension
     # The new upper end is the highest value that steps reach, because Optuna warns if `high` is not such a value.
-    last = stepped_value(dimension, (dimension.points or 1) - 1)
+    last = value_at(dimension, (dimension.points or 1) - 1)
     if not is_exactly_stepped(dimension.low, last, dimension.step):
         raise ValueError(
             f"step: steps of {dimension.step!r} from {dimension.low!r} need more digits than a float "
@@ -727,7 +683,7 @@ def _compute_domain(
 Pick = Callable[[SearchDimension], Any]
 """Chooses the value of a dimension."""
 
-Options = Callable[[SearchDimension], Sequence[Any]]
+Options = Callable[[SearchDimension], Iterable[Any]]
 """Returns several values of a dimension."""
 
 
@@ -783,13 +739,11 @@ class SearchSpace:
         """Return the drawn values of a trial, which determine the derived ones."""
         return {d.name: snap_value(d, values[d.name]) for d in self.dimensions() if d.name in values}
 
-    def contains(self, values: Mapping[str, Any]) -> bool:
-        """Return whether a trial of this space can have exactly these values."""
-        plain = {key: to_tuples(value) for key, value in values.items()}
-        try:
-            return self.draw(lambda dimension: plain[dimension.name]) == plain
-        except (KeyError, ValueError):
-            return False
+    def to_params(self, values: Mapping[str, Any]) -> "Params":
+        """Return the drawn values of a trial as Optuna stores them."""
+        drawn = self.select_drawn(values)
+        distributions = {name: to_distribution(self.dimension(name)) for name in drawn}
+        return {name: encode_value(value) for name, value in drawn.items()}, distributions
 
     def grid(self, points: int) -> list[dict[str, Any]]:
         """Return all combinations; the last dimension changes fastest. Ranges without step have `points` values.
@@ -805,19 +759,14 @@ class SearchSpace:
             )
         return combinations
 
-    def size(self) -> int | None:
-        """Return the number of different trials; None if it is infinite or too large to count."""
-        counts = {dimension.name: dimension.points for dimension in self.dimensions()}
-        if None in counts.values():
-            return None
-        deciding = self._deciding()
-        options = self._walk(lambda d: all_values(d) if d.name in deciding else all_values(d)[:1])
-        size = 0
-        for number, values in enumerate(options):
-            if number >= MAX_POINTS:
-                return None
-            size += prod(count or 1 for name, count in counts.items() if name in values and name not in deciding)
-        return size
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is no continuous range."""
+        return all(dimension.points is not None for dimension in self.dimensions())
+
+    def iterate_points(self) -> Iterator[dict[str, Any]]:
+        """Yield all points of a finite space; the last dimension changes fastest."""
+        return self._walk(iterate_values)
 
     def document(self) -> dict[str, Any]:
         """Return the space as JSON; it is equal for equal spaces, even if params.yaml differs."""
@@ -862,15 +811,6 @@ class SearchSpace:
     def _value(self, name: str, values: Mapping[str, Any]) -> Any:
         return values[name] if name in values else self.fixed[name]
 
-    def _deciding(self) -> set[str]:
-        """Return the settings whose values decide, directly or through ties, whether other settings are searched."""
-        deciding: set[str] = set()
-        for variable in reversed(self.variables):  # a parameter comes after those on which it depends
-            deciding.update(variable.when)
-            if isinstance(variable.rule, DerivedParameter) and variable.name in deciding:
-                deciding.add(variable.rule.source)
-        return deciding
-
 
 def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """Return the settings of a trial; values may come from JSON.
@@ -878,20 +818,14 @@ def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     Raises:
         SettingsError: a setting does not exist, or the combination of values is invalid.
     """
-    tree = settings.model_dump()
-    for key, value in values.items():
-        *sections, leaf = key.split(".")
-        node: Any = tree
-        for name in sections:
-            node = node.get(name) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or leaf not in node:
+    for key in values:
+        if key not in _all_settings():
             raise SettingsError(f"{key}: unknown setting")
-        node[leaf] = to_tuples(value)
     try:
-        return Settings.model_validate(tree)
-    except ValueError as error:
+        return apply_changes(settings, {key: to_tuples(value) for key, value in values.items()})
+    except SettingsError as error:
         chosen = ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
-        raise SettingsError(f"{chosen}: {describe_error(error)}") from None
+        raise SettingsError(f"{chosen}: {'; '.join(str(error).splitlines())}") from None
 
 
 def _build_axis(variable: SearchParameter) -> ParameterAxis:
@@ -914,12 +848,7 @@ def _to_lists(value: Any) -> Any:
     return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-# Positions from 0 to 1, and points of a finite space.
-
-
-def value_at(dimension: SearchDimension, index: int) -> Any:
-    """Return the value with an index from 0; the dimension must be finite."""
-    return dimension.choices[index] if dimension.kind == "choice" else stepped_value(dimension, index)
+# Positions from 0 to 1.
 
 
 def to_unit(dimension: SearchDimension, value: float) -> float:
@@ -929,7 +858,7 @@ def to_unit(dimension: SearchDimension, value: float) -> float:
     return (position - low) / (high - low) if high > low else 0.5
 
 
-def from_unit(dimension: SearchDimension, position: float) -> float | int:
+def from_unit(dimension: SearchDimension, position: float) -> Any:
     """Return the value at a position; a position outside of 0 to 1 is clipped. A finite range has the closest value."""
     low, high = _scale_bounds(dimension)
     value = low + min(max(position, 0.0), 1.0) * (high - low)
@@ -938,7 +867,7 @@ def from_unit(dimension: SearchDimension, position: float) -> float | int:
     if points is None:
         return min(max(value, dimension.low), dimension.high)
     index = round((value - dimension.low) / (dimension.step or 1))
-    return stepped_value(dimension, min(max(index, 0), points - 1))
+    return value_at(dimension, min(max(index, 0), points - 1))
 
 
 def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
@@ -946,26 +875,6 @@ def draw_value(dimension: SearchDimension, source: random.Random) -> Any:
     if dimension.kind == "choice":
         return source.choice(dimension.choices)
     return from_unit(dimension, source.random())
-
-
-def iterate_points(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """Yield all points of a finite space; the last parameter changes fastest."""
-    path: list[int] = []
-    while True:
-        sizes: list[int] = []
-
-        def pick(dimension: SearchDimension, sizes: list[int] = sizes) -> Any:
-            sizes.append(dimension.points or 1)
-            if len(sizes) > len(path):
-                path.append(0)
-            return value_at(dimension, path[len(sizes) - 1])
-
-        yield space.draw(pick)
-        while path and path[-1] + 1 >= sizes[len(path) - 1]:
-            path.pop()
-        if not path:
-            return
-        path[-1] += 1
 
 
 def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
@@ -984,6 +893,10 @@ def _scale_bounds(dimension: SearchDimension) -> tuple[float, float]:
 
 
 # Optuna's distributions, and values as Optuna stores them (JSON, without lists as choices).
+
+
+Params = tuple[dict[str, Any], dict[str, BaseDistribution]]
+"""Drawn values of a trial as Optuna stores them, and their distributions."""
 
 
 def to_distribution(dimension: SearchDimension) -> BaseDistribution:

@@ -1,21 +1,37 @@
-"""Opens the storage of a project's studies: a journal in the project, or a Postgres database shared by machines.
+"""Opens the storage of a project's studies: Optuna's tables in an SQLite file, or in a Postgres database for machines.
+
+Optuna's own locking of SQLite loses workers that start together, and so does the creation of tables. So the tables are
+created under a lock, the file has a write-ahead log, and a transaction that writes begins with the write lock. Optuna's
+alternative, a journal file, was measured too: one torn line makes it unreadable, and the lock of a killed process stays
+for 30 s.
 
 `retry_storage` repeats an operation while the storage does not answer, so that a short outage does not end a sweep.
 """
 
+import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage, get_storage
+from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool, QueuePool
 
-from ratchet.errors import LockHeldError, StorageError, first_line
+from ratchet.config.machine import find_study_storage_problem
+from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, StorageError, first_line
 from ratchet.runs.log import print_message
+from ratchet.storage import files
+from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning.journal_storage import StudyJournalBackend, make_study_lock
+from ratchet.tuning.leases import SweepWorker
 
 LOCK_WAIT_S = 60.0
 """Maximum number of seconds to wait for the lock. No proposal takes this long, so a process that holds the lock longer
@@ -24,48 +40,91 @@ hangs or is stopped."""
 RETRY_DELAY_S = 1.0
 """Seconds between two attempts."""
 
+SQLITE_WAIT_S = 20.0
+"""Maximum number of seconds to wait for another process that writes into the SQLite file, which takes milliseconds."""
+
+_LOCK_KEY = {"high": 0x52617463, "low": 0x68657401}
+"""Key of the advisory lock in Postgres: the text `Ratchet` and the number 1. The lock is valid within one database."""
+
+_SESSION = {
+    "tcp_keepalives_idle": "20",  # the server detects a lost machine after 50 s, and releases its locks
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+    "idle_in_transaction_session_timeout": "60s",  # a process that is stopped in a transaction would block others
+    "statement_timeout": "120s",  # above the wait for the advisory lock
+}
+
 Answer = TypeVar("Answer")
-
-
-class StudyLock(Protocol):
-    """Lock that all processes of a storage share; it is released when the process that holds it dies."""
-
-    def acquire(self, wait_s: float) -> object:
-        """Acquire the lock. Raises LockHeldError that names the holder."""
-
-    def release(self) -> None:
-        """Release the lock. Raises StorageError if the lock was lost before."""
 
 
 class StudyStorage:
     """Optuna's storage, with a lock that makes several operations atomic.
 
     Args:
-        backend: Optuna's storage.
         kind: kind of the storage.
-        where: path or address without password, for messages.
-        exclusive: the lock that `locked` holds.
-        close: closes files and connections.
-        failures: exceptions that the backend raises if it does not answer.
+        where: path, or address without password, for messages.
+        connect: opens a connection to the database.
+        file_lock: the lock of an SQLite file; None for Postgres, whose server has the lock.
+
+    Raises:
+        StorageError: the disk is full or failing, or the server does not answer or refuses this user.
+        DamagedFileError: the file is damaged, or another version of Optuna created the tables.
+        LockHeldError: another process has held the lock for LOCK_WAIT_S.
     """
 
     def __init__(
         self,
-        backend: BaseStorage,
-        kind: Literal["journal", "postgres"],
+        kind: Literal["sqlite", "postgres"],
         where: str,
-        exclusive: StudyLock,
-        close: Callable[[], None],
-        failures: tuple[type[Exception], ...] = (),
+        connect: Callable[[], Any],
+        file_lock: FileLock | None = None,
     ) -> None:
-        self.optuna = backend
         self.kind = kind
         self.where = where
-        self.close = close
-        self._exclusive = exclusive
-        self._failures = failures
+        self._file_lock = file_lock
         self._mutex = threading.RLock()
-        self._depth = 0
+        self._is_locked = False
+        self._dialect = "sqlite://" if kind == "sqlite" else "postgresql+psycopg://"
+        self._engine = create_engine(self._dialect, creator=connect, poolclass=NullPool)
+        self._pool = QueuePool(connect, pre_ping=True)
+        try:
+            with self.connected():
+                self.optuna = get_storage(self._open_tables())
+                """Optuna's storage."""
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close files and connections."""
+        self._pool.dispose()
+
+    def _open_tables(self) -> RDBStorage:
+        """Return Optuna's storage. One process creates missing tables; others wait. Existing tables need no lock."""
+        with nullcontext() if self._has_tables() else self.locked():
+            if self.kind == "sqlite":
+                with self._engine.connect() as connection:
+                    connection.execute(text("PRAGMA journal_mode = WAL"))  # the mode is stored in the file
+            tables = RDBStorage(self._dialect, {"pool": self._pool}, skip_compatibility_check=True)
+        schema, installed = tables.get_current_version(), tables.get_head_version()
+        if schema == installed:
+            return tables
+        if schema in tables.get_all_versions():
+            url = self.where.replace(":", "+psycopg:", 1) if self.kind == "postgres" else f"sqlite:///{self.where}"
+            cure = f"update them with `optuna storage upgrade --storage {url}`"
+        else:
+            cure = "install that version of Optuna here, or use another database"
+        raise DamagedFileError(
+            f"{self.where}: the tables were created by another version of Optuna (schema {schema}); the Optuna "
+            f"installed here writes schema {installed}; {cure}"
+        )
+
+    def _has_tables(self) -> bool:
+        """Return whether Optuna's tables exist. Optuna creates them first, and then stores their version."""
+        with self._engine.connect() as connection:
+            if not self._engine.dialect.has_table(connection, "alembic_version"):
+                return False
+            return bool(connection.execute(text("SELECT version_num FROM alembic_version")).all())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -78,48 +137,95 @@ class StudyStorage:
         if not self._mutex.acquire(timeout=LOCK_WAIT_S):
             raise LockHeldError(f"{self.where}: another thread of this process holds the lock; run the command again")
         try:
-            if self._depth == 0:
-                self._enter()
-            self._depth += 1
-            try:
+            if self._is_locked:
                 yield
-            except BaseException as error:
-                self._leave(error)
-                raise
-            self._leave(None)
+                return
+            with self._lock_file(self._file_lock) if self._file_lock else self._lock_database():
+                self._is_locked = True
+                try:
+                    yield
+                finally:
+                    self._is_locked = False
         finally:
             self._mutex.release()
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _lock_file(self, lock: FileLock) -> Iterator[None]:
         try:
-            self._exclusive.acquire(LOCK_WAIT_S)
+            lock.acquire(LOCK_WAIT_S)
         except OSError as error:
             cause = error.strerror or error
             raise StorageError(
                 f"{self.where}: cannot be locked: {cause}; fix the disk, then run the same command again"
             ) from error
-
-    def _leave(self, error: BaseException | None) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
         try:
-            self._exclusive.release()
-        except StorageError as second:
-            if error is None:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _lock_database(self) -> Iterator[None]:
+        """Hold an advisory lock in a transaction (Postgres 17 docs, 13.3.5).
+
+        The server releases the lock when the transaction or its connection ends, also if the process or machine dies.
+        """
+        with self.connected():
+            connection = self._engine.connect()
+        try:
+            with self.connected():
+                self._acquire_advisory_lock(connection)
+            yield
+            try:
+                connection.commit()
+            except SQLAlchemyError as error:
+                raise StorageError(
+                    f"{self.where}: the connection was lost while the studies were locked; run the same command again, "
+                    "which reads the database again"
+                ) from error
+        except BaseException:
+            connection.invalidate()  # closes it without a rollback, which would fail if the server has gone
+            raise
+        finally:
+            connection.close()
+
+    def _acquire_advisory_lock(self, connection: Connection) -> None:
+        # The lock of a process that is stopped stays, because the process would not notice that it has lost the lock.
+        connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        connection.execute(text(f"SET LOCAL lock_timeout = {max(1, round(LOCK_WAIT_S * 1000))}"))
+        try:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:high, :low)"), _LOCK_KEY)
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) != "55P03":  # lock_not_available
                 raise
-            error.add_note(str(second))
+            raise LockHeldError(
+                f"{self.where}: the studies have been locked by {self._find_lock_holder()} for more than "
+                f"{LOCK_WAIT_S:g} s; if that process hangs or was stopped, kill it; then run the same command again"
+            ) from None
+
+    def _find_lock_holder(self) -> str:
+        query = (
+            "SELECT application_name, client_addr FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE granted "
+            "AND locktype = 'advisory' AND (classid, objid, objsubid) = (:high, :low, 2) "
+            "AND pg_locks.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        with self._engine.connect() as connection:
+            rows = connection.execute(text(query), _LOCK_KEY).all()
+        return " and ".join(f"{name} ({client or 'on the server'})" for name, client in rows) or "an unknown session"
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Convert exceptions of the storage to StorageError."""
+        """Convert exceptions of the storage to StorageError, or to DamagedFileError if the SQLite file is damaged."""
         try:
             yield
-        except self._failures as error:
-            cause = error.__cause__ or error  # Optuna's own message is only "an exception is raised"
-            raise StorageError(
-                f"{self.where}: {first_line(cause)}; check that the server is running, then run the same command again"
-            ) from error
+        except (StorageInternalError, SQLAlchemyError) as error:
+            cause = error if isinstance(error, SQLAlchemyError) else error.__cause__  # Optuna's own message is general
+            reason: BaseException = getattr(cause, "orig", None) or cause or error
+            if self.kind == "sqlite":
+                raise _convert_sqlite_error(self.where, reason) from error
+            cure = "check that the server is running, then run the same command again"
+            if "permission denied" in str(reason):
+                cure = "the user needs the right to create tables in this database"
+            raise StorageError(f"{self.where}: {first_line(reason)}; {cure}") from error
 
 
 def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
@@ -127,31 +233,58 @@ def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
 
     Args:
         layout: the project.
-        url: `machine.study_storage`; None: a journal in the project.
+        url: `machine.study_storage`; None: an SQLite file in the project.
 
     Raises:
         SettingsError: the address is not valid for Postgres, or contains a password.
-        StorageError: the disk is full or failing, or the server does not answer.
-        DamagedFileError: the journal is damaged, or another version of Optuna or Ratchet created the storage.
-        LockHeldError: another process has held the storage for LOCK_WAIT_S.
+        StorageError, DamagedFileError, LockHeldError: see StudyStorage.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise Optuna logs every study and trial
-    if url is not None:
-        from ratchet.tuning import postgres_storage
+    return _open_sqlite(layout.studies) if url is None else _open_postgres(url)
 
-        database = postgres_storage.open_database(url, LOCK_WAIT_S)
-        return StudyStorage(
-            database.optuna, "postgres", database.where, database.lock, database.close, postgres_storage.FAILURES
-        )
-    file = StudyJournalBackend(layout.study_journal)
-    try:
-        backend = JournalStorage(file)
-    except BaseException:
-        file.close()
-        raise
-    return StudyStorage(
-        backend, "journal", str(layout.study_journal), make_study_lock(layout.study_journal), file.close
+
+def _open_postgres(url: str) -> StudyStorage:
+    if problem := find_study_storage_problem(url):
+        raise SettingsError(f"params.yaml: machine.study_storage: {problem}")
+    import psycopg  # a local sweep does not need it
+
+    address = make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
+    own = address.query.get("options", "")
+    options = [own if isinstance(own, str) else " ".join(own), *(f"-c {k}={v}" for k, v in _SESSION.items())]
+    connect = partial(
+        psycopg.connect,
+        address.set(drivername="postgresql").render_as_string(hide_password=False),
+        connect_timeout=10,  # seconds
+        keepalives_idle=20,  # client and server detect the loss of the other side within a minute
+        keepalives_interval=10,
+        keepalives_count=3,
+        tcp_user_timeout=30_000,  # milliseconds
+        application_name=f"ratchet {SweepWorker.current().name}"[:63],  # the server cuts longer names, with a warning
+        options=" ".join(filter(None, options)),
     )
+    return StudyStorage("postgres", address.set(drivername="postgresql").render_as_string(), connect)
+
+
+def _open_sqlite(path: Path) -> StudyStorage:
+    # A transaction that read first and wrote later would fail at once if another process wrote in between.
+    connect = partial(
+        sqlite3.connect, path, timeout=SQLITE_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False
+    )
+    try:
+        files.make_directory(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}; fix the disk, then run the same command again") from error
+    lock = FileLock(path.with_name(f"{path.name}.lock"), f"the studies of {path}")
+    return StudyStorage("sqlite", str(path), connect, lock)
+
+
+def _convert_sqlite_error(path: Path | str, error: BaseException) -> StorageError | DamagedFileError:
+    if re.search("malformed|not a database", str(error)):
+        return DamagedFileError(
+            f"{path}: {first_line(error)}. Stop all workers, move the file away and run the same command again: trials "
+            "are proposed again, and completed runs are reused, so that nothing is trained twice"
+        )
+    return StorageError(f"{path}: {first_line(error)}; free space or fix the disk, then run the same command again")
 
 
 def retry_storage(operation: Callable[[], Answer], wait_s: float, check_stop: Callable[[], None]) -> Answer:

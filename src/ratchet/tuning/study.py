@@ -9,9 +9,8 @@ A trial has these attributes in Optuna, each as JSON:
     from                                 study and number of the original, if a fork has copied the trial
 
 A study has a new version for each new identity (`compute_identity`). A new version gets copies of the trials of the
-previous version that are valid in its own space. A version is created in steps that a crash may interrupt: the study,
-its format attribute, its identity, the copied trials, and last their number. The next process continues with the first
-missing step.
+previous version that are valid in its own space. Their number is stored last: a version without it was interrupted by a
+crash, and the next process creates it again.
 """
 
 import json
@@ -19,12 +18,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import count
+from importlib.metadata import version
 from typing import Any
 
-from optuna.distributions import BaseDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -35,9 +32,8 @@ from ratchet.storage import digests
 from ratchet.storage.records.evaluation import GENERATED_METRICS
 from ratchet.storage.records.sweep import Trial
 from ratchet.storage.records.sweep import TrialState as State
-from ratchet.tuning import search_space
-from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor, next_heartbeat
-from ratchet.tuning.search_space import SearchDimension, SearchSpace, to_tuples
+from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor
+from ratchet.tuning.search_space import Params, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
 
 OUTCOME = "outcome"
@@ -84,12 +80,7 @@ _LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "ratchet": "ratchet-llm"}
 _COMPARABLE_PARTS = ("format", "data", "base", "recipe", "rows")
 """Parts of two identities that must be equal, so that results are comparable. Sampler and pruner may differ."""
 
-ABSENT = object()
-"""Placeholder for the value of a key that one of two compared identities lacks."""
-
 _DIGEST = re.compile(r"[0-9a-f]{40,}")
-Free = Mapping[str, tuple[SearchDimension, Any]]
-"""Drawn values with their dimensions, by dotted key."""
 
 
 # Versions of a study.
@@ -104,21 +95,39 @@ class StudyVersion:
     attributes: Mapping[str, Any]
 
     @property
-    def identity(self) -> dict[str, Any] | None:
-        """Identity of this version; None if a crash left the study without an identity."""
-        identity: dict[str, Any] | None = self.attributes.get(IDENTITY_KEY)
+    def identity(self) -> dict[str, Any]:
+        """Identity of this version."""
+        identity: dict[str, Any] = self.attributes[IDENTITY_KEY]
         return identity
 
 
 def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
-    """Return all versions of a study, oldest first.
+    """Return all versions of a study, oldest first, without one whose creation was interrupted.
 
     Raises:
         SettingsError: a study with this name belongs to another program.
         DamagedFileError: a newer Ratchet wrote a version.
         StorageError: the storage does not answer.
     """
-    return list(_iterate_versions(storage, name))
+    with storage.connected():
+        studies = {study.study_name: study for study in storage.optuna.get_all_studies()}
+        versions: list[StudyVersion] = []
+        while (study := studies.get(_version_name(name, len(versions) + 1))) is not None:
+            attributes = study.user_attrs
+            if FORMAT_KEY not in attributes and (attributes or storage.optuna.get_n_trials(study._study_id)):
+                raise SettingsError(
+                    f"{storage.where}: the study {study.study_name!r} was created by another program; choose another "
+                    "sweep.name in params.yaml"
+                )
+            if (form := attributes.get(FORMAT_KEY, STUDY_FORMAT)) > STUDY_FORMAT:
+                raise DamagedFileError(
+                    f"{storage.where}: the study {study.study_name!r} was written by a newer version of Ratchet "
+                    f"(format {form}, this one knows {STUDY_FORMAT}); update Ratchet on this machine"
+                )
+            if CARRIED_KEY not in attributes:
+                break
+            versions.append(StudyVersion(study.study_name, study._study_id, attributes))
+    return versions
 
 
 def find_or_create(
@@ -143,44 +152,39 @@ def find_or_create(
         versions = list_versions(storage, name)
         same = [study for study in versions if study.identity == wanted]
         if same:
-            return _complete_carry_over(storage, same[-1], wanted, space)
-        parents = [study for study in versions if study.identity is not None]
+            return same[-1]
         new_name = _version_name(name, len(versions) + 1)
-        if parents and not fork:
-            raise SettingsError(_explain_refusal(parents[-1], wanted, new_name))
-        directions = [_DIRECTIONS[direction] for _, direction in wanted["objectives"]]
-        incomplete = versions[-1:] if versions and versions[-1].identity is None else []
-        if incomplete and storage.optuna.get_study_directions(incomplete[0].study_id) == directions:
-            new_name, study_id = incomplete[0].name, incomplete[0].study_id
-        else:
-            study_id = _create_study(storage, new_name, directions)
-        _write_attributes(storage, study_id, wanted, parents[-1].name if parents else None)
-        return _complete_carry_over(storage, _read_version(storage, new_name, study_id), wanted, space)
+        if versions and not fork:
+            raise SettingsError(_explain_refusal(versions[-1], wanted, new_name))
+        return _create_version(storage, new_name, wanted, versions[-1] if versions else None, space)
 
 
-def _iterate_versions(storage: StudyStorage, name: str) -> Iterator[StudyVersion]:
-    with storage.connected():
-        summaries = {summary.study_name: summary for summary in storage.optuna.get_all_studies()}
-    for number in count(1):
-        version_name = _version_name(name, number)
-        if version_name not in summaries:
-            return
-        study = StudyVersion(version_name, summaries[version_name]._study_id, summaries[version_name].user_attrs)
-        if FORMAT_KEY not in study.attributes and (study.attributes or _has_trials(storage, study)):
-            raise SettingsError(
-                f"{storage.where}: the study {version_name!r} was created by another program; choose another "
-                "sweep.name in params.yaml"
-            )
-        if (form := study.attributes.get(FORMAT_KEY, STUDY_FORMAT)) > STUDY_FORMAT:
-            raise DamagedFileError(
-                f"{storage.where}: the study {version_name!r} was written by a newer version of Ratchet "
-                f"(format {form}, this one knows {STUDY_FORMAT}); update Ratchet on this machine"
-            )
-        yield study
+def _create_version(
+    storage: StudyStorage, name: str, identity: Mapping[str, Any], parent: StudyVersion | None, space: SearchSpace
+) -> StudyVersion:
+    backend = storage.optuna
+    interrupted = [study._study_id for study in backend.get_all_studies() if study.study_name == name]
+    for study_id in interrupted:
+        backend.delete_study(study_id)
+    study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    attributes = {
+        FORMAT_KEY: STUDY_FORMAT,
+        VERSIONS_KEY: {library: version(distribution) for library, distribution in _LIBRARIES.items()},
+        PARENT_KEY: parent.name if parent else None,
+        IDENTITY_KEY: identity,
+    }
+    for key, value in attributes.items():
+        backend.set_study_user_attr(study_id, key, value)
+    carried = 0
+    if parent is not None:
+        migration = StudyMigration(parent.identity, identity, space)
+        carried = carry_over_trials(storage, parent, study_id, migration)
+    backend.set_study_user_attr(study_id, CARRIED_KEY, carried)
+    return StudyVersion(name, study_id, {**attributes, CARRIED_KEY: carried})
 
 
 def _explain_refusal(newest: StudyVersion, identity: Mapping[str, Any], new_name: str) -> str:
-    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity or {}, identity))
+    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity, identity))
     return (
         f"params.yaml: the study {newest.name!r} was created with other settings:{changes}\n"
         f"Undo these changes to continue it; or run `ratchet sweep --fork` to create {new_name!r} with the "
@@ -190,60 +194,6 @@ def _explain_refusal(newest: StudyVersion, identity: Mapping[str, Any], new_name
 
 def _version_name(name: str, number: int) -> str:
     return name if number == 1 else f"{name}.{number}"
-
-
-def _has_trials(storage: StudyStorage, study: StudyVersion) -> bool:
-    with storage.connected():
-        return bool(storage.optuna.get_n_trials(study.study_id))
-
-
-def _create_study(storage: StudyStorage, name: str, directions: list[StudyDirection]) -> int:
-    try:
-        return storage.optuna.create_new_study(directions, name)
-    except DuplicatedStudyError:
-        raise SettingsError(
-            f"{storage.where}: another program has created a study {name!r} at the same time; choose another sweep.name"
-        ) from None
-
-
-def _write_attributes(storage: StudyStorage, study_id: int, identity: Mapping[str, Any], parent: str | None) -> None:
-    attributes = {
-        FORMAT_KEY: STUDY_FORMAT,
-        VERSIONS_KEY: _library_versions(),
-        PARENT_KEY: parent,
-        IDENTITY_KEY: identity,
-    }
-    for key, value in attributes.items():
-        storage.optuna.set_study_user_attr(study_id, key, value)
-
-
-def _library_versions() -> dict[str, str]:
-    versions = {}
-    for library, distribution in _LIBRARIES.items():
-        try:
-            versions[library] = version(distribution)
-        except PackageNotFoundError:
-            versions[library] = "not installed"
-    return versions
-
-
-def _read_version(storage: StudyStorage, name: str, study_id: int) -> StudyVersion:
-    return StudyVersion(name, study_id, dict(storage.optuna.get_study_user_attrs(study_id)))
-
-
-def _complete_carry_over(
-    storage: StudyStorage, study: StudyVersion, identity: Mapping[str, Any], space: SearchSpace
-) -> StudyVersion:
-    """Copy the trials that are missing in a new version, and return the version."""
-    if CARRIED_KEY not in study.attributes:
-        parent = study.attributes[PARENT_KEY]
-        carried = 0
-        if parent is not None:
-            old = _read_version(storage, parent, storage.optuna.get_study_id_from_name(parent))
-            migration = StudyMigration(old.identity or {}, identity, space)
-            carried = carry_over_trials(storage, old.study_id, study.study_id, migration)
-        storage.optuna.set_study_user_attr(study.study_id, CARRIED_KEY, carried)
-    return _read_version(storage, study.name, study.study_id)
 
 
 # The trials of a version.
@@ -260,7 +210,7 @@ class TrialStore:
         self.storage = storage
         self.study = study_version.name
         """Name with version, such as `sweep.2`."""
-        self.identity: Mapping[str, Any] = study_version.identity or {}
+        self.identity: Mapping[str, Any] = study_version.identity
         """See `compute_identity`."""
         self.versions: Mapping[str, str] = study_version.attributes.get(VERSIONS_KEY, {})
         """Versions of the libraries that created the study: optuna, cmaes, ratchet."""
@@ -285,7 +235,7 @@ class TrialStore:
     @classmethod
     def newest(cls, storage: StudyStorage, name: str) -> "TrialStore | None":
         """Open the newest version of any identity; None if there is none."""
-        versions = [study for study in list_versions(storage, name) if study.identity is not None]
+        versions = list_versions(storage, name)
         return cls(storage, versions[-1]) if versions else None
 
     def locked(self) -> AbstractContextManager[None]:
@@ -307,7 +257,7 @@ class TrialStore:
     def begin(
         self,
         values: Mapping[str, Any],
-        free: Free,
+        params: Params,
         run_id: str | None,
         worker: SweepWorker,
         continues: int | None = None,
@@ -316,7 +266,7 @@ class TrialStore:
 
         Args:
             values: all values that the trial sets, including derived ones.
-            free: the drawn values (`select_searched`).
+            params: the drawn values (`SearchSpace.to_params`).
             run_id: the run that trains with these values.
             worker: holder of the lease.
             continues: number of the pruned or failed trial that this trial continues.
@@ -325,14 +275,14 @@ class TrialStore:
         trial = Trial(
             number=0, values=dict(values), run_id=run_id, state="running", continues=continues, started=lease.started[0]
         )
-        return self._store(serialize_running(trial, free, lease))
+        return self._store(_serialize_running(trial, params, lease))
 
-    def add(self, trial: Trial, free: Free) -> int:
+    def add(self, trial: Trial, params: Params) -> int:
         """Add a trial that is over; return its number."""
         if not trial.is_over:
             raise ValueError("a running trial must be added with begin()")
         self._check(trial)
-        return self._store(serialize_finished(trial, free))
+        return self._store(_serialize_finished(trial, params))
 
     def report(self, number: int, rows: int, value: float) -> None:
         """Store the validation loss after a number of rows.
@@ -366,11 +316,12 @@ class TrialStore:
             trial_id, frozen, _ = self._require_lease(number, worker)
             for rows in sorted(outcome.curve.keys() - frozen.intermediate_values.keys()):
                 self._optuna.set_trial_intermediate_value(trial_id, rows, outcome.curve[rows])
-            self._optuna.set_trial_user_attr(trial_id, OUTCOME, outcome_fields(outcome))
-            for key, value in constraint_attributes(outcome, frozen).items():
+            self._optuna.set_trial_user_attr(trial_id, OUTCOME, _outcome_fields(outcome))
+            # Constraints of an interrupted call are reset to 0.
+            constraints = {**dict.fromkeys(frozen.constraints, 0.0), **outcome.constraints}
+            for key, value in create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs.items():
                 self._optuna.set_trial_system_attr(trial_id, key, value)
-            state, values = to_optuna_state(outcome), objective_values(outcome)
-            if not self._optuna.set_trial_state_values(trial_id, state, values):
+            if not self._optuna.set_trial_state_values(trial_id, _STATES[outcome.state], _objective_values(outcome)):
                 raise StorageError(f"{self.storage.where}: trial {number} could not be stored; run the command again")
 
     def renew(self, number: int, worker: SweepWorker) -> None:
@@ -381,9 +332,7 @@ class TrialStore:
         """
         with self._convert_errors(number):
             trial_id, frozen, lease = self._require_lease(number, worker)
-            self._optuna.set_trial_user_attr(
-                trial_id, lease.heartbeat_key, next_heartbeat(lease.heartbeat(frozen.user_attrs))
-            )
+            self._optuna.set_trial_user_attr(trial_id, lease.heartbeat_key, lease.next_heartbeat(frozen.user_attrs))
             self._require_lease(number, worker)  # another worker may have taken the trial over before the heartbeat
 
     def release(self, number: int, worker: SweepWorker) -> None:
@@ -500,31 +449,17 @@ def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return a line for each dotted key that differs, such as `space.train.rank.high: 64 -> 128`, sorted."""
-    return sorted(_iterate_differences(_canonicalize(old), _canonicalize(new), ""))
-
-
-def _iterate_differences(old: Any, new: Any, key: str) -> Iterator[str]:
-    if _is_same(old, new):
-        return
-    nodes = [node for node in (old, new) if node is not ABSENT]
-    if all(isinstance(node, dict) for node in nodes) and any(nodes):
-        before, after = (node if isinstance(node, dict) else {} for node in (old, new))
-        for name in dict.fromkeys((*before, *after)):
-            path = f"{key}.{name}" if key else str(name)
-            yield from _iterate_differences(before.get(name, ABSENT), after.get(name, ABSENT), path)
-    else:
-        yield f"{key}: {_format_value(old)} -> {_format_value(new)}"
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    if ABSENT in (old, new):
-        return old is new
-    return digests.canonical_json(old) == digests.canonical_json(new)  # in JSON, true differs from 1
+    before, after = (dict(_flatten_tree(_canonicalize(identity))) for identity in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    lines = []
+    for key in keys:
+        texts = [_format_value(values[key]) if key in values else "(none)" for values in (before, after)]
+        if texts[0] != texts[1] and not any(other.startswith(f"{key}.") for other in keys):
+            lines.append(f"{key}: {texts[0]} -> {texts[1]}")
+    return lines
 
 
 def _format_value(value: Any) -> str:
-    if value is ABSENT:
-        return "(none)"
     if isinstance(value, str):
         return value[: digests.SHORT] if _DIGEST.fullmatch(value) else value
     return json.dumps(value, ensure_ascii=False)
@@ -581,37 +516,30 @@ class StudyMigration:
         )
 
 
-def carry_over_trials(storage: StudyStorage, old: int, new: int, migration: StudyMigration) -> int:
-    """Copy the trials of study `old` that have a result and are in the new space to study `new`.
-
-    After an interruption, the call may be repeated. The caller holds the storage's lock. Returns the number of copied
-    trials.
+def carry_over_trials(storage: StudyStorage, parent: StudyVersion, new: int, migration: StudyMigration) -> int:
+    """Copy the trials of a version that have a result and are in the new space to study `new`; return their number.
 
     Raises:
-        DamagedFileError: another program has added a trial to study `old`, or a record in it is invalid.
+        DamagedFileError: another program has added a trial to the version, or a record in it is invalid.
     """
     if not migration.is_comparable:
         return 0
-    name = storage.optuna.get_study_name_from_id(old)
-    stored_trials = storage.optuna.get_all_trials(old, deepcopy=False)
-    trials = {frozen.number: deserialize_trial(name, frozen) for frozen in stored_trials}
-    numbers = {
-        frozen.user_attrs[ORIGIN][1]: frozen.number
-        for frozen in storage.optuna.get_all_trials(new, deepcopy=False)
-        if ORIGIN in frozen.user_attrs
-    }
+    stored_trials = storage.optuna.get_all_trials(parent.study_id, deepcopy=False)
+    trials = {frozen.number: deserialize_trial(parent.name, frozen) for frozen in stored_trials}
+    numbers: dict[int, int] = {}
     for number, trial in sorted(trials.items()):
         values = None if trial.state in ("running", "failed") else migration.values(trial.values)
-        if number in numbers or values is None:
+        if values is None:
             continue
         changes = {
             "values": values,
             "objectives": migration.objectives(trial.objectives),
             "continues": _map_trial_number(trial.continues, trials, numbers),
         }
-        free = select_searched(migration.space, values)
-        copy = serialize_finished(trial.model_copy(update=changes), free, origin=(name, number))
-        numbers[number] = storage.optuna.get_trial(storage.optuna.create_new_trial(new, copy)).number
+        params = migration.space.to_params(values)
+        copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.name, number))
+        storage.optuna.create_new_trial(new, copy)
+        numbers[number] = len(numbers)
     return len(numbers)
 
 
@@ -629,74 +557,57 @@ def _fixed_settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         parameter: tuple(v) if isinstance(v, list) else v
-        for parameter, v in (*_flatten_tree(identity["train"]), *otherwise.items())
+        for parameter, v in (*_flatten_tree(identity["train"], "train."), *otherwise.items())
     }
 
 
-def _flatten_tree(tree: Mapping[str, Any], prefix: str = "train") -> Iterator[tuple[str, Any]]:
+def _flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a tree with their dotted keys; an empty section is a leaf."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten_tree(value, f"{prefix}.{key}")
+        if isinstance(value, Mapping) and value:
+            yield from _flatten_tree(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}.{key}", value
+            yield f"{prefix}{key}", value
 
 
 # The stored form of trials.
 
 
-def select_searched(space: SearchSpace, values: Mapping[str, Any]) -> Free:
-    """Return the drawn values of a trial with their dimensions."""
-    return {name: (space.dimension(name), value) for name, value in space.select_drawn(values).items()}
-
-
-def to_optuna_state(trial: Trial) -> TrialState:
-    """Return Optuna's state of a trial."""
-    return _STATES[trial.state]
-
-
-def serialize_running(trial: Trial, free: Free, lease: TrialLease) -> FrozenTrial:
+def _serialize_running(trial: Trial, params: Params, lease: TrialLease) -> FrozenTrial:
     """Return a running trial as Optuna's record, to be stored in one operation."""
-    params, spaces = _split_params(free)
     attributes = {**_start_fields(trial), LEASE: lease.document()}
-    return create_trial(state=TrialState.RUNNING, params=params, distributions=spaces, user_attrs=attributes)
+    return create_trial(state=TrialState.RUNNING, params=params[0], distributions=params[1], user_attrs=attributes)
 
 
-def serialize_finished(trial: Trial, free: Free, origin: tuple[str, int] | None = None) -> FrozenTrial:
+def _serialize_finished(trial: Trial, params: Params, origin: tuple[str, int] | None = None) -> FrozenTrial:
     """Return a trial that is over as Optuna's record, to be stored in one operation.
 
     Args:
         trial: the trial.
-        free: its drawn values.
+        params: its drawn values.
         origin: study and number of the original, for a copy.
     """
-    params, spaces = _split_params(free)
-    attributes = {**_start_fields(trial), OUTCOME: outcome_fields(trial)}
+    attributes = {**_start_fields(trial), OUTCOME: _outcome_fields(trial)}
     attributes[OUTCOME]["executions"] = [execution.model_dump(mode="json") for execution in trial.executions]
     return create_trial(
-        state=to_optuna_state(trial),
-        values=objective_values(trial),
-        params=params,
-        distributions=spaces,
+        state=_STATES[trial.state],
+        values=_objective_values(trial),
+        params=params[0],
+        distributions=params[1],
         user_attrs=attributes if origin is None else {**attributes, ORIGIN: list(origin)},
         intermediate_values=dict(trial.curve),
         constraints=dict(trial.constraints),
     )
 
 
-def objective_values(trial: Trial) -> list[float] | None:
+def _objective_values(trial: Trial) -> list[float] | None:
     """Return the objectives for Optuna; None unless the trial is complete, because Optuna accepts no others."""
     return list(trial.objectives) if trial.state == "complete" else None
 
 
-def outcome_fields(trial: Trial) -> dict[str, Any]:
+def _outcome_fields(trial: Trial) -> dict[str, Any]:
     """Return the outcome of a trial that is over, without its curve and objectives, as JSON."""
     return trial.model_dump(mode="json", include=_OUTCOME_FIELDS)
-
-
-def constraint_attributes(trial: Trial, earlier: FrozenTrial) -> dict[str, float]:
-    """Return the constraints under Optuna's keys; constraints from an interrupted `finish` are reset to 0."""
-    constraints = {**dict.fromkeys(earlier.constraints, 0.0), **trial.constraints}
-    return create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs
 
 
 def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
@@ -736,8 +647,3 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
 
 def _start_fields(trial: Trial) -> dict[str, Any]:
     return trial.model_dump(mode="json", include={"values", "run_id", "continues", "started"})
-
-
-def _split_params(free: Free) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    params = {parameter: search_space.encode_value(value) for parameter, (_, value) in free.items()}
-    return params, {parameter: search_space.to_distribution(dimension) for parameter, (dimension, _) in free.items()}

@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import ObjectiveSettings
@@ -29,6 +30,7 @@ from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.restart_policy import FailureClass
+from ratchet.runs.signals import StopSignal
 from ratchet.runs.status import RunProgress
 from ratchet.runs.supervisor import supervise
 from ratchet.storage import digests
@@ -66,14 +68,10 @@ ObjectiveFunction = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
 """Computes the objectives of a completed training."""
 
 
-class WorkerStopCheck(Protocol):
-    """Requests to stop this worker."""
-
-    def on_stop_signal(self) -> None:
-        """Record a request to stop by a signal."""
-
-    def raise_if_requested(self) -> None:
-        """Raise InterruptedRunError if a stop was requested."""
+def raise_if_requested(stop: StopSignal) -> None:
+    """Raise InterruptedRunError if a stop of this worker was requested."""
+    if stop.is_requested:
+        raise InterruptedRunError("stopped on request")
 
 
 @dataclass
@@ -85,7 +83,7 @@ class TrialRunCallback:
     rows_per_step: float
     decide_pruning: PruneDecision | None
     """None: the trial is not pruned."""
-    stop: WorkerStopCheck
+    stop: StopSignal
     name: str = "trial"
     curve: dict[int, float] = field(default_factory=dict)
     pruned_reason: str | None = None
@@ -117,7 +115,7 @@ class TrialRunCallback:
 
     def on_stop_signal(self) -> None:
         """Stop the worker after this trial."""
-        self.stop.on_stop_signal()
+        self.stop.request()
 
     def prune_reason(self) -> str | None:
         """Return the reason to end the run now; None: it continues."""
@@ -165,7 +163,7 @@ class TrialTask:
     decide_pruning: PruneDecision | None
 
 
-def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: WorkerStopCheck) -> None:
+def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: StopSignal) -> None:
     """Train or continue a trial, and store its result in the study.
 
     If the training fails, the trial is infeasible or failed, and the sweep continues.
@@ -211,9 +209,8 @@ def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop:
             outcome = _failed_trial(callback, paths, error)
     if callback.is_lost:
         raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
-    retry_storage(
-        lambda: task.store.finish(number, outcome, worker), launch.machine.storage_timeout_s, stop.raise_if_requested
-    )
+    wait_s, check_stop = launch.machine.storage_timeout_s, partial(raise_if_requested, stop)
+    retry_storage(lambda: task.store.finish(number, outcome, worker), wait_s, check_stop)
 
 
 def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> RunDirectory:
@@ -228,7 +225,7 @@ def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback
                 is_reported = True
         if callback.is_lost:
             raise InterruptedRunError("another worker has taken this trial over")
-        callback.stop.raise_if_requested()
+        raise_if_requested(callback.stop)
         time.sleep(BUSY_POLL_S)
 
 

@@ -11,27 +11,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from ratchet.config import params_file
 from ratchet.config.machine import Machine
 from ratchet.config.settings import Settings
-from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, InterruptedRunError, RatchetError, RunFailedError
+from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RatchetError, RunFailedError
 from ratchet.redaction import print_exception, redact_stderr
 from ratchet.runs.log import print_message
-from ratchet.runs.signals import die_with_parent, list_stop_signals
+from ratchet.runs.signals import StopSignal, die_with_parent
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning import scheduler
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
-from ratchet.tuning.scheduler import FinalRoundScheduler, TrialScheduler, WorkItem, open_final_store
+from ratchet.tuning.scheduler import FinalRoundScheduler, TrialScheduler, open_final_store
 from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study_session import StudySession
-from ratchet.tuning.trial import Idle, TrialTask, run_trial
+from ratchet.tuning.trial import TrialTask, raise_if_requested, run_trial
 
 WORKER = (sys.executable, "-m", "ratchet.tuning.worker_pool")
 """Command of a worker, without its arguments."""
@@ -318,85 +317,51 @@ def _last_log_line(log: Path) -> str:
 # A worker.
 
 
-class TrialSource(Protocol):
-    """Source of work: the search, then the final round."""
-
-    def next(self) -> TrialTask | WorkItem | Idle:
-        """Return the next work; `wait`: there may be work later; `over`: there is no more work."""
-
-
-class WorkerStopSignal:
-    """Handler of signals that request to stop this worker; during a trial, its supervisor handles them instead."""
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        for number in list_stop_signals():
-            signal.signal(number, self)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.on_stop_signal()
-
-    def on_stop_signal(self) -> None:
-        """Record the request."""
-        self.is_requested = True
-
-    def raise_if_requested(self) -> None:
-        """Raise InterruptedRunError if a stop was requested."""
-        if self.is_requested:
-            raise InterruptedRunError("stopped on request")
-
-
 @redact_stderr()
 def main(arguments: list[str]) -> int:
     """Work on the study until all work is done; return the exit code."""
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(arguments[2]):
         return EXIT_INTERRUPTED
-    stop = WorkerStopSignal()
-    layout, settings = ProjectLayout(Path(arguments[0])), params_file.load(Path(arguments[1]))
-    try:
-        run_sweep_worker(layout, settings, stop)
-    except RatchetError as error:
-        print(f"{error}", file=sys.stderr)
-        return error.exit_code
+    with StopSignal().installed() as stop:
+        layout, settings = ProjectLayout(Path(arguments[0])), params_file.load(Path(arguments[1]))
+        try:
+            run_sweep_worker(layout, settings, stop)
+        except RatchetError as error:
+            print(f"{error}", file=sys.stderr)
+            return error.exit_code
     return EXIT_OK
 
 
-def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: WorkerStopSignal) -> None:
+def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal) -> None:
     """Run the trials of the search, then those of the final round.
 
     Raises:
         InterruptedRunError: a stop was requested; the running trial is sealed and released.
     """
-    worker, wait_s = SweepWorker.current(), settings.machine.storage_timeout_s
-    with ExitStack() as stack:
-        session = retry_storage(
-            lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, stop.raise_if_requested
-        )
-        for source in _iterate_sources(session, worker, stop):
-            _run_all_trials(source, session, worker, stop)
-
-
-def _iterate_sources(session: StudySession, worker: SweepWorker, stop: WorkerStopSignal) -> Iterator[TrialSource]:
-    layout, settings = session.layout, session.settings
-
-    def score_answers(trained: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
-        return scheduler.score_run(layout, trained, run_id, metrics, stop.raise_if_requested)
-
-    yield TrialScheduler(layout, settings, session.store, worker, score_answers)
-    wait_s = settings.machine.storage_timeout_s
-    seeds = retry_storage(
-        lambda: open_final_store(session.store, session.identity, settings, session.space),
-        wait_s,
-        stop.raise_if_requested,
+    worker, wait_s, check_stop = (
+        SweepWorker.current(),
+        settings.machine.storage_timeout_s,
+        partial(raise_if_requested, stop),
     )
-    yield FinalRoundScheduler(layout, settings, session.store, seeds, worker, stop.raise_if_requested)
+    with ExitStack() as stack:
+        session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
+        search = TrialScheduler(layout, settings, session.store, worker, check_stop)
+        _run_all_trials(search, session, worker, stop)
+        seeds = retry_storage(
+            lambda: open_final_store(session.store, session.identity, settings, session.space), wait_s, check_stop
+        )
+        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, check_stop)
+        _run_all_trials(finals, session, worker, stop)
 
 
-def _run_all_trials(source: TrialSource, session: StudySession, worker: SweepWorker, stop: WorkerStopSignal) -> None:
+def _run_all_trials(
+    scheduler: TrialScheduler | FinalRoundScheduler, session: StudySession, worker: SweepWorker, stop: StopSignal
+) -> None:
+    check_stop = partial(raise_if_requested, stop)
     while True:
-        stop.raise_if_requested()
-        work = retry_storage(source.next, session.settings.machine.storage_timeout_s, stop.raise_if_requested)
+        check_stop()
+        work = retry_storage(scheduler.next, session.settings.machine.storage_timeout_s, check_stop)
         if work == "over":
             return
         if work == "wait":

@@ -166,7 +166,8 @@ class SweepReport(Record):
 
     study: str
     """Name and version of the study, such as `sweep` or `sweep.2`."""
-    storage: Literal["journal", "postgres"]
+    storage: Literal["sqlite", "postgres", "journal"]
+    """Kind of the storage; `journal` is that of earlier versions."""
     objectives: tuple[SweepObjective, ...]
     axes: tuple[ParameterAxis, ...]
     sampler: str
