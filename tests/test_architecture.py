@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 
 from ratchet.cli.main import main
 from ratchet.config import params_file
+from ratchet.config.extras import DISTRIBUTION, EXTRAS
 from ratchet.config.settings import Settings
-from ratchet.extras import DISTRIBUTION, EXTRAS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ratchet"
@@ -32,7 +32,7 @@ LAYERS = [
     "training", "quality_gate", "models", "runs", "data", "storage", "config", "errors",
 ]  # fmt: skip
 """Layers from top to bottom. A package may import itself and the packages after it in this list."""
-BESIDE_ERRORS = {"extras", "http_client", "redaction"}
+BESIDE_ERRORS = {"http_client", "redaction"}
 """Modules of the lowest layer, in addition to `errors`."""
 FORBIDDEN = {
     "torch": {"runs", "tuning", "registry", "tracking", "quality_gate", "data", "storage", "config"},
@@ -50,6 +50,7 @@ USED_INDIRECTLY = {"dvc", "onnxscript", "s3fs"}
 BROUGHT_BY = {
     "alembic": "mlflow",
     "fsspec": "datasets",
+    "markupsafe": "jinja2",
     "numpy": "scikit-learn",
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "transformers",

@@ -53,7 +53,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
         assert name == "__version__" or inspect.getdoc(member), name
     assert set(dir(ratchet)) == set(ratchet.__all__)
     functions = {name for name, member in vars(api).items() if inspect.isfunction(member) and not name.startswith("_")}
-    assert functions - {"ignore_progress", "set_library_defaults"} <= set(ratchet.__all__)
+    assert functions - {"explained_imports", "ignore_progress", "set_library_defaults"} <= set(ratchet.__all__)
     with pytest.raises(AttributeError, match="no attribute 'tarin'"):
         _ = ratchet.tarin
 

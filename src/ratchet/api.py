@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ratchet.config.extras import explained_imports
 from ratchet.errors import SettingsError
-from ratchet.extras import explained_imports
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs import directory
 from ratchet.runs.callbacks import RunCallback

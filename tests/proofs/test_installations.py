@@ -149,6 +149,6 @@ def test_a_study_in_postgres_needs_its_extra(
 
 
 def test_signing_by_an_identity_needs_its_extra(base: Environment, add: Callable[[str], Environment]) -> None:
-    load = "from ratchet.extras import require_libraries; require_libraries('promote.signing', 'sign')"
+    load = "from ratchet.config.extras import require_libraries; require_libraries('promote.signing', 'sign')"
     assert "pip install 'ratchet-llm[sign]'" in base.run("-c", load, expected=1)
     add("sign").run("-c", f"{load}; import sigstore.sign")

@@ -44,8 +44,8 @@ from ratchet.cli import (
     verify,
     watch,
 )
+from ratchet.config.extras import explained_imports
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, RatchetError
-from ratchet.extras import explained_imports
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.redaction import print_exception, redact_stderr, write_stderr
 from ratchet.runs.signals import die_with_parent, list_stop_signals

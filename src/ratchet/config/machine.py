@@ -140,7 +140,8 @@ def find_replica_environment_problem(url: str) -> str:
         module = str(known_implementations[scheme]["class"]).partition(".")[0]
         library = _LIBRARIES_OF_FSSPEC.get(scheme, module)
     if find_spec(library) is None:
-        return f"expected a scheme whose library is installed; pip install {library}, or set another replica"
+        target = "'ratchet-llm[storage]'" if library == "s3fs" else library
+        return f"expected a scheme whose library is installed; pip install {target}, or set another replica"
     return ""
 
 

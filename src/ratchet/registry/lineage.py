@@ -26,8 +26,8 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ratchet.config.extras import DISTRIBUTION
 from ratchet.config.settings import Settings
-from ratchet.extras import DISTRIBUTION
 from ratchet.storage import digests, files
 from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout

@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from ratchet.config.extras import DISTRIBUTION
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes, parse_bytes
 from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
-from ratchet.extras import DISTRIBUTION
 from ratchet.models.memory import capacity
 from ratchet.runs.gpus import GpuInventory, GpuReading, query_gpus
 from ratchet.runs.replication.remote_status import parse_replica_option

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.extras import require_libraries
+from ratchet.config.extras import require_libraries
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 

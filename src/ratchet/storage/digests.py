@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ratchet.extras import DISTRIBUTION
+from ratchet.config.extras import DISTRIBUTION
 
 SHORT = 12
 """Number of hex digits of a digest in messages and directory names (48 bits)."""
