@@ -124,16 +124,13 @@ def test_an_extra_alone_adds_its_feature(
     add(extra).ratchet(layout, command)
 
 
-def test_a_replica_needs_its_extra(
+def test_a_replica_in_s3_needs_its_extra(
     base: Environment, add: Callable[[str], Environment], gated: ProjectLayout, tmp_path: Path
 ) -> None:
-    replica = tmp_path / "replica"
-    machine = tiny_project.MACHINE.model_copy(update={"replica": replica.as_uri()})
-    train = tiny_project.TRAIN.model_copy(update={"seed": 4})
-    layout = change(gated, tmp_path / "project", machine=machine, train=train)
-    assert "pip install 'ratchet-llm[storage]'" in base.ratchet(layout, "train", expected=2)
-    add("storage").ratchet(layout, "train")
-    assert list(replica.rglob("*"))
+    machine = tiny_project.MACHINE.model_copy(update={"replica": "s3://bucket/runs"})
+    layout = change(gated, tmp_path / "project", machine=machine)
+    assert "pip install 'ratchet-llm[storage]'" in base.ratchet(layout, "config", expected=2)
+    add("storage").ratchet(layout, "config")
 
 
 def test_a_study_in_postgres_needs_its_extra(
