@@ -158,6 +158,9 @@ class LiveDisplay(Live):
     def _end(self, error: Exception) -> None:
         self.error = self.error or error
         self.stop()
+        self.console.quiet = isinstance(
+            error, OSError
+        )  # a logger that still has the redirected stream must not raise the error again
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Put the frame after the text that is printed. Rich writes both at once."""
