@@ -70,13 +70,16 @@ def widest(lines: list[str]) -> int:
 
 @needs_tmux
 def test_ctrl_c_gives_the_terminal_back(small: ProjectLayout) -> None:
-    # A new seed gives a new run, because the run of the earlier test is finished.
+    # A new seed gives a new run. Afterwards the other test, in any order, has its own run again.
     params = small.params.read_text(encoding="utf-8")
     small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
-    with Screen(command(small), 100, 30) as screen:
-        screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
-        screen.do("send-keys", "C-c")
-        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
-        assert screen.shows_cursor
+    try:
+        with Screen(command(small), 100, 30) as screen:
+            screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
+            screen.do("send-keys", "C-c")
+            lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
+            assert screen.shows_cursor
+    finally:
+        small.params.write_text(params, encoding="utf-8")
     assert lines[-1] == "[ended 75]"
     assert any(line.startswith("run ") and "  stopped" in line for line in lines)
