@@ -20,7 +20,7 @@ from rich.cells import cell_len
 import sweep_example
 from faked_terminal import Faked, drawn
 from ratchet.console import sweep_table
-from ratchet.console.sweep_table import SweepConsole
+from ratchet.console.sweep_table import create_sweep_display
 from ratchet.console.terminal import GAP, build_table, fit_columns
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.status import RunProgress, replay_events
@@ -70,7 +70,7 @@ ONE = WHOLE.model_copy(update={"trials": (RUNNING,), "best": (), "planned_trials
 
 def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     stream, clock = io.StringIO(), Clock()
-    view = SweepConsole(stream, clock)
+    view = create_sweep_display(stream, clock)
     news: list[list[str]] = []
 
     def show(report: SweepReport) -> None:
@@ -112,7 +112,7 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
 
 def test_what_was_over_before_is_not_told_again() -> None:
     stream = io.StringIO()
-    view = SweepConsole(stream)
+    view = create_sweep_display(stream)
     view.show(WHOLE, {}, 2)
     lines = stream.getvalue().splitlines()
     running = [trial for trial in WHOLE.trials if not trial.is_over]
@@ -123,7 +123,7 @@ def test_what_was_over_before_is_not_told_again() -> None:
 
 def test_hostile_and_unencodable_texts() -> None:
     stream = io.StringIO()
-    view = SweepConsole(stream)
+    view = create_sweep_display(stream)
     view.show(ONE, {}, 1)
     reason = f"{sweep_example.HOSTILE}\nsecond line"
     values = {"train.rank": 16, "train.target_modules": sweep_example.HOSTILE}
@@ -135,7 +135,7 @@ def test_hostile_and_unencodable_texts() -> None:
     assert "stopped: " in text
     raw = io.BytesIO()
     ascii_only = io.TextIOWrapper(raw, encoding="ascii")
-    SweepConsole(ascii_only).close(ONE.model_copy(update={"stopped": "Speicher voll: größer geht nicht"}))
+    create_sweep_display(ascii_only).close(ONE.model_copy(update={"stopped": "Speicher voll: größer geht nicht"}))
     ascii_only.flush()
     assert b"gr??er" in raw.getvalue()
 
@@ -146,7 +146,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
     monkeypatch.delenv("CI", raising=False)
     stream = Faked()
     monkeypatch.setattr(sys, "stdout", stream)
-    view = SweepConsole(stream)
+    view = create_sweep_display(stream)
     view.show(ONE, {}, 1)
     assert (sys.stdout is stream) == (not live)
     stream.gone = BrokenPipeError(errno.EPIPE, "nobody reads")
@@ -156,7 +156,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
     view.close(WHOLE)
     assert ("\x1b" in stream.getvalue()) == live
     closed = io.StringIO()
-    view = SweepConsole(closed)
+    view = create_sweep_display(closed)
     closed.close()
     view.show(ONE, {}, 1)
     view.close(ONE)
@@ -234,8 +234,8 @@ class Shown:
 PLAYED = """\
 import sys
 from test_sweep_table import at_work, part
-from ratchet.console.sweep_table import SweepConsole
-view = SweepConsole(sys.stdout)
+from ratchet.console.sweep_table import create_sweep_display
+view = create_sweep_display(sys.stdout)
 for count in (0, 1, 8, 20, 39):
     view.show(part(count), at_work(part(count)), 2)
     if count == 8:

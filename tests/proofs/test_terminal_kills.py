@@ -3,6 +3,7 @@ terminal leave a readable screen."""
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -69,11 +70,13 @@ def widest(lines: list[str]) -> int:
 
 
 @needs_tmux
-def test_ctrl_c_gives_the_terminal_back(small: ProjectLayout) -> None:
-    # A new seed gives a new run, because the run of the earlier test is finished.
-    params = small.params.read_text(encoding="utf-8")
-    small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
-    with Screen(command(small), 100, 30) as screen:
+def test_ctrl_c_gives_the_terminal_back(small: ProjectLayout, tmp_path: Path) -> None:
+    # A copy, because the other test looks for the newest run. A new seed, because the run may be finished already.
+    shutil.copytree(small.root, tmp_path / "project", symlinks=True)
+    project = ProjectLayout(tmp_path / "project")
+    params = project.params.read_text(encoding="utf-8")
+    project.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
+    with Screen(command(project), 100, 30) as screen:
         screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
         screen.do("send-keys", "C-c")
         lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))

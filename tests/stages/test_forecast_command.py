@@ -18,7 +18,7 @@ from forecast_command_cases import (
     config,  # noqa: F401 (a fixture)
     lines,
 )
-from ratchet.cli.forecast import BLOCKS, format_forecast
+from ratchet.cli.forecast import format_forecast
 from ratchet.config import units
 from ratchet.config.machine import Machine
 from ratchet.config.settings import Settings
@@ -89,20 +89,6 @@ def test_the_table_holds_every_part_of_every_phase(config: Path) -> None:
     for part in parts:
         amounts = [phase.parts.get(part) for phase in found.phases]
         assert rows[part] == [f"{amount / size:,.2f}" if amount else "-" for amount in amounts], part
-
-
-def test_bars_are_on_one_scale_and_every_block_is_explained(config: Path) -> None:
-    found = MemoryForecast.model_validate(asked(config, tokens=4096, rows=8)["forecast"])
-    text = lines(config, tokens=4096, rows=8)
-    bars = {line[:11].strip(): line[11:71].rstrip() for line in text if line.endswith("iB") and line[11] in BLOCKS}
-    peak = found.peak.total_bytes
-    assert {name: len(bar) for name, bar in bars.items()} == {
-        phase.phase.replace("_", " "): round(60 * phase.total_bytes / peak) for phase in found.phases
-    }
-    legend = " ".join(line for line in text if any(f"{block} " in line for block in BLOCKS))
-    explained = {block for block in BLOCKS if f"{block} " in legend}
-    assert set("".join(bars.values())) <= explained
-    assert len({block for bar in bars.values() for block in bar}) > 2
 
 
 def test_on_a_cpu_it_is_compared_with_the_memory_of_this_machine_or_a_ranks_share(config: Path) -> None:

@@ -1,7 +1,6 @@
 """`ratchet forecast`: the memory that a training needs."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,9 @@ from ratchet.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from ratchet.stages.forecast import ForecastReport
-    from ratchet.storage.records.training import MemoryForecast, PhaseMemory
+    from ratchet.storage.records.training import MemoryForecast
 
 HELP = "forecast how much memory a training needs, without loading weights"
-
-BAR_COLUMNS = 60
-BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
-"""Characters for the parts of a bar, which differ even without colors. With more parts, the characters repeat."""
-LEGEND_COLUMNS = 90
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def format_forecast(report: "ForecastReport") -> str:
-    """Format a table of the parts by phase, a bar for each phase, and whether the training fits."""
+    """Format a table of the parts by phase, and whether the training fits."""
     from ratchet.reports import training_page
     from ratchet.stages.forecast import ACCURACY
 
@@ -67,8 +61,6 @@ def format_forecast(report: "ForecastReport") -> str:
         "",
         *_format_table(memory),
         "",
-        *_draw_bars(memory),
-        "",
         *_format_verdict(report),
         *(f"note: {note}" for note in memory.notes),
         ACCURACY,
@@ -76,50 +68,18 @@ def format_forecast(report: "ForecastReport") -> str:
     return "\n".join(lines)
 
 
-def _memory_part_names(memory: "MemoryForecast") -> list[str]:
-    return list(dict.fromkeys(part for phase in memory.phases for part in phase.parts))
-
-
 def _format_table(memory: "MemoryForecast") -> list[str]:
     """Format the parts by phase, all in the same unit."""
     size, unit = choose_unit(memory.peak.total_bytes)
     heads = [phase.phase.replace("_", " ") for phase in memory.phases]
-    rows = [(part, [phase.parts.get(part, 0) for phase in memory.phases]) for part in _memory_part_names(memory)]
+    parts = dict.fromkeys(part for phase in memory.phases for part in phase.parts)
+    rows = [(part, [phase.parts.get(part, 0) for phase in memory.phases]) for part in parts]
     rows.append(("in all", [phase.total_bytes for phase in memory.phases]))
     first = max(len(name) for name, _ in [*rows, (unit, [])])
     lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
     for name, counts in rows:
         cells = (f"{count / size:,.2f}" if count else "-" for count in counts)
         lines.append(f"{name:<{first}}  " + "  ".join(f"{cell:>10}" for cell in cells))
-    return lines
-
-
-def _draw_bars(memory: "MemoryForecast") -> list[str]:
-    """Draw a bar for each phase, all on the scale of the phase with the most memory, and a legend."""
-    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_memory_part_names(memory))}
-    lines = [
-        f"{phase.phase.replace('_', ' '):<11}{_draw_bar(phase, blocks, memory.peak.total_bytes):<{BAR_COLUMNS}}  "
-        f"{format_bytes(phase.total_bytes):>10}"
-        for phase in memory.phases
-    ]
-    return [*lines, *_wrap_entries([f"{block} {part}" for part, block in blocks.items()])]
-
-
-def _draw_bar(phase: "PhaseMemory", blocks: dict[str, str], scale_bytes: int) -> str:
-    """Draw the bar of a phase. Borders between parts are rounded, not lengths, so rounding errors do not add up."""
-    drawn, sum_bytes = "", 0
-    for part, block in blocks.items():
-        sum_bytes += phase.parts.get(part, 0)
-        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, scale_bytes)) - len(drawn))
-    return drawn
-
-
-def _wrap_entries(entries: Sequence[str]) -> list[str]:
-    lines = [""]
-    for entry in entries:
-        if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
-            lines.append("")
-        lines[-1] += f"   {entry}" if lines[-1] else entry
     return lines
 
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_trials(project: "Project", arguments: argparse.Namespace) -> None:
-    from ratchet.console.sweep_table import SweepConsole
+    from ratchet.console.sweep_table import create_sweep_display
     from ratchet.stages import sweep
 
     def format_end(result: "SweepResult") -> str:  # the display has shown the trials
@@ -65,7 +65,7 @@ def _run_trials(project: "Project", arguments: argparse.Namespace) -> None:
     stream = sys.stderr if arguments.json else sys.stdout
     result = sweep.sweep(
         project, workers=arguments.workers, fork=arguments.fork, engine=arguments.engine, chaos=arguments.chaos,
-        create_display=lambda: SweepConsole(stream), on_progress=progress_printer(arguments),
+        create_display=lambda: create_sweep_display(stream), on_progress=progress_printer(arguments),
     )  # fmt: skip
     print_record(result, format_end, arguments)
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TextIO
 
@@ -32,32 +31,15 @@ workers."""
 STYLES = {"running": "cyan", "complete": "green", "pruned": "bright_black", "infeasible": "yellow", "failed": "red"}
 
 
-class SweepConsole:
-    """Display of a sweep for the user who started it. An error of the terminal ends the display, not the sweep.
+def create_sweep_display(stream: TextIO, clock: Callable[[], float] = time.time) -> "LiveSweepTable | SweepLogPrinter":
+    """Create the display of a sweep for the user who started it. An error of the terminal ends the display, not the
+    sweep.
 
     Args:
         stream: The terminal or its replacement.
         clock: Returns Unix time in seconds.
     """
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
-        self._view = LiveSweepTable(stream, clock) if is_live_terminal(stream) else SweepLogPrinter(stream, clock)
-
-    def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Show the current state. Call it about once a second.
-
-        Args:
-            report: The report of the study.
-            progress: Progress of running trials by number, as far as known.
-            workers: Number of active local workers.
-        """
-        with suppress(OSError, ValueError):  # the terminal or its file is closed
-            self._view.show(report, progress, workers)
-
-    def close(self, report: SweepReport) -> None:
-        """Leave the last state on the screen."""
-        with suppress(OSError, ValueError):  # the terminal or its file is closed
-            self._view.close(report)
+    return LiveSweepTable(stream, clock) if is_live_terminal(stream) else SweepLogPrinter(stream, clock)
 
 
 class LiveSweepTable:
@@ -69,7 +51,13 @@ class LiveSweepTable:
         self._display = LiveDisplay(stream, self._render)
 
     def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Draw the table in place of the last one."""
+        """Draw the table in place of the last one. Call it about once a second.
+
+        Args:
+            report: The report of the study.
+            progress: Progress of running trials by number, as far as known.
+            workers: Number of active local workers.
+        """
         self._state = report, progress, workers
         self._display.start(refresh=False)
         self._display.refresh()
@@ -119,8 +107,11 @@ class SweepLogPrinter:
         self._print(format_headlines(report, 0, self._clock() - self._start_s))
 
     def _print(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._console.print(line, soft_wrap=True)
+        try:
+            for line in lines:
+                self._console.print(line, soft_wrap=True)
+        except (OSError, ValueError):  # the terminal or its file is closed: the sweep continues
+            self._console.quiet = True
 
 
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:

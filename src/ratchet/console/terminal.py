@@ -158,17 +158,20 @@ class LiveDisplay(Live):
     def _end(self, error: Exception) -> None:
         self.error = self.error or error
         self.stop()
+        self.console.quiet = isinstance(
+            error, OSError
+        )  # a logger that still has the redirected stream must not raise the error again
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Put the frame after the text that is printed. Rich writes both at once."""
         above = [item for item in renderables if not isinstance(item, Control)]
-        size = self.console.size
+        size, lines = self.console.size, self._lines  # another thread may replace the lines meanwhile
         erase = ERASE_REGION if above or size != self._drawn_size else ""
         self._drawn_size = size
         frame = [_control(WRAP_OFF)]
-        for number, line in enumerate(self._lines):
+        for number, line in enumerate(lines):
             frame += [*([Segment.line()] if number else []), *line, _control(ERASE_LINE_END)]
-        up = f"\x1b[{len(self._lines) - 1}A" if len(self._lines) > 1 else ""
+        up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
         frame.append(_control(ERASE_BELOW + WRAP_ON + (f"\r{up}" if self.is_started else "\r\n")))
         return [Segments([_control("\r" + erase)]), *above, Segments(frame)]
 
