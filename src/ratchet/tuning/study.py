@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -166,7 +166,12 @@ def _create_version(
     interrupted = [study._study_id for study in backend.get_all_studies() if study.study_name == name]
     for study_id in interrupted:
         backend.delete_study(study_id)
-    study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    try:
+        study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    except DuplicatedStudyError:
+        raise SettingsError(
+            f"{storage.where}: another program has created a study {name!r} at the same time; choose another sweep.name"
+        ) from None
     attributes = {
         FORMAT_KEY: STUDY_FORMAT,
         VERSIONS_KEY: {library: version(distribution) for library, distribution in _LIBRARIES.items()},
@@ -175,9 +180,7 @@ def _create_version(
     }
     for key, value in attributes.items():
         backend.set_study_user_attr(study_id, key, value)
-    carried = 0
-    if parent is not None:
-        carried = _carry_over_trials(storage, parent, study_id, identity, space)
+    carried = _carry_over_trials(storage, parent, study_id, identity, space) if parent else 0
     backend.set_study_user_attr(study_id, CARRIED_KEY, carried)
     return StudyVersion(name, study_id, {**attributes, CARRIED_KEY: carried})
 
