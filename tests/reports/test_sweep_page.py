@@ -252,7 +252,7 @@ def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
 
 def test_reproduction_and_workers_are_shown(page: str) -> None:
     said = heard(section(page, "reproduce"))
-    for wanted in ("sampler tpe, seed 0", "optuna 5.0.0", FORTY.data_digest, FORTY.base_digest, "storage journal"):
+    for wanted in ("sampler tpe, seed 0", "optuna 5.0.0", FORTY.data_digest, FORTY.base_digest, "storage sqlite"):
         assert wanted.replace(" ", "") in said.replace(" ", "")
     said = heard(section(page, "workers"))
     takes = [take for one in FORTY.trials for take in one.executions]

@@ -21,7 +21,7 @@ def trial(number: int, state: str = "complete", **values: Any) -> Trial:
 
 def report(*trials: Trial, **fields: Any) -> SweepReport:
     return SweepReport(
-        study="sweep", storage="journal", objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
+        study="sweep", storage="sqlite", objectives=(SweepObjective(metric="validation_loss", direction="minimize"),),
         axes=(ParameterAxis(name="train.rank", kind="int", low=4, high=64, log=True),), sampler="TPE", pruner="none",
         versions={}, data_digest="d", base_digest="b", planned_trials=3, trials=trials, **fields,
     )  # fmt: skip

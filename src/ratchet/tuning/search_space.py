@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, cached_property
@@ -46,7 +46,7 @@ MAX_NAMES = 8
 """Maximum number of names in a message."""
 
 MAX_POINTS = 100_000
-"""Maximum number of points in a grid."""
+"""Maximum number of points in a grid, and of values that are checked one by one."""
 
 STEP_TOLERANCE = 1e-9
 """Allowed rounding error of a position in a stepped range, in steps."""
@@ -328,55 +328,37 @@ def iterate_values(dimension: SearchDimension) -> Iterator[Any]:
 class ParameterDomain:
     """Values that a setting may have in the trials of a sweep."""
 
-    dimension: SearchDimension | None = None
-    """Dimension from which the values are drawn; for a derived setting, the dimension of its source."""
-    factor: Fraction = Fraction(1)
-    """Factor by which the drawn value is multiplied to get the value of this setting."""
-    ends: tuple[Any, ...] = ()
-    """Representative values: a derived parameter that is valid for them is valid for all values."""
+    values: tuple[Any, ...] = ()
+    """All drawn or derived values; of a range with too many values, those that show whether all are valid."""
+    range: Literal["continuous", "stepped"] | None = None
+    """Kind of a range of which `values` are not all values; otherwise None."""
+    text: str = ""
+    """Description of `values`."""
     others: tuple[Any, ...] = ()
-    """Values that come from params.yaml, in trials that do not draw the dimension."""
-
-    @property
-    def is_continuous(self) -> bool:
-        """Whether the drawn values are a continuous range, from which no whole number can be derived exactly."""
-        drawn = self.dimension
-        return drawn is not None and drawn.points is None and drawn.low < drawn.high
+    """Values that come from params.yaml, in trials that do not draw or derive a value."""
 
     def contains(self, value: Any) -> bool:
         """Return whether some trial may have this value."""
-        if value in self.others:
+        if value in self.others or value in self.values:
             return True
-        if self.dimension is None:
-            return False
-        if self.factor != 1:
-            value = float(to_decimal_fraction(value) / self.factor)
-        try:
-            snap_value(self.dimension, value)
-        except ValueError:
-            return False
-        return True
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return self.range is not None and is_number and min(self.values) <= value <= max(self.values)
 
     def describe(self) -> str:
         """Return the values as text."""
-        drawn = self.dimension
-        times = "" if self.factor == 1 else f"{self.factor} times "
-        texts = [f"{times}{describe_dimension(drawn)}"] if drawn else []
-        return ", ".join(dict.fromkeys((*texts, *map(format_value, self.others))))
+        return ", ".join(dict.fromkeys(filter(None, (self.text, *map(format_value, self.others)))))
 
 
 def make_domain(dimension: SearchDimension) -> ParameterDomain:
     """Return the domain of a setting that every trial draws."""
-    if dimension.kind == "choice":
-        ends = dimension.choices
-    else:
-        last = dimension.points
-        ends = (
-            dimension.low,
-            *((value_at(dimension, 1),) if last is not None and last > 1 else ()),
-            dimension.high,
-        )
-    return ParameterDomain(dimension, ends=tuple(ends))
+    text, last = describe_dimension(dimension), dimension.points
+    if last is not None and last <= MAX_POINTS:
+        return ParameterDomain(tuple(iterate_values(dimension)), None, text)
+    if last is not None:
+        return ParameterDomain((dimension.low, value_at(dimension, 1), dimension.high), "stepped", text)
+    return ParameterDomain(
+        (dimension.low, dimension.high), "continuous" if dimension.low < dimension.high else None, text
+    )
 
 
 # Derived parameters, such as alpha = 2 * rank.
@@ -454,18 +436,16 @@ class DerivedParameter:
             ValueError: the setting does not accept one of the values, or it is a whole number and the source is a
                 continuous range.
         """
-        if target.kind == "int" and source.is_continuous:
+        if target.kind == "int" and source.range == "continuous":
             raise ValueError(
                 f"{self.source} takes any value in its range, and this setting is a whole number; give {self.source} "
                 "a step or choices that all fit"
             )
-
-        def follow(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(self._derive(target, value) for value in values)
-
-        return ParameterDomain(
-            source.dimension, source.factor * self.factor, follow(source.ends), follow(source.others)
+        values, others = (
+            tuple(self._derive(target, value) for value in part) for part in (source.values, source.others)
         )
+        text = source.text if self.factor == 1 or not values else f"{self.factor} times {source.text}"
+        return ParameterDomain(values, source.range, text, others)
 
     def _derive(self, target: SettingField, source: Any) -> Any:
         value = self.value(source)
@@ -635,9 +615,7 @@ def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tu
             problems.append(str(make_space_error(variable.name, str(error))))
             continue
         if when:
-            domain = ParameterDomain(
-                domain.dimension, domain.factor, domain.ends, (*domain.others, variable.setting.get(settings))
-            )
+            domain = replace(domain, others=(*domain.others, variable.setting.get(settings)))
         domains[variable.name] = domain
         kept.append(SearchParameter(variable.setting, variable.rule, when))
     if problems:

@@ -1,9 +1,9 @@
 """Opens the storage of a project's studies: Optuna's tables in an SQLite file, or in a Postgres database for machines.
 
-Optuna's own locking of SQLite loses workers that start together, and so does the creation of tables. So the tables are
-created under a lock, the file has a write-ahead log, and a transaction that writes begins with the write lock. Optuna's
-alternative, a journal file, was measured too: one torn line makes it unreadable, and the lock of a killed process stays
-for 30 s.
+Processes that create Optuna's tables at the same time fail, so one process creates them under a lock. SQLite ends a
+transaction that has read before another process wrote, so a transaction that writes begins with the write lock, and the
+file has a write-ahead log. Optuna's alternative, a journal file, was measured too: one torn line makes it unreadable,
+and the lock of a killed process stays for 30 s.
 
 `retry_storage` repeats an operation while the storage does not answer, so that a short outage does not end a sweep.
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -166,7 +166,12 @@ def _create_version(
     interrupted = [study._study_id for study in backend.get_all_studies() if study.study_name == name]
     for study_id in interrupted:
         backend.delete_study(study_id)
-    study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    try:
+        study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
+    except DuplicatedStudyError:
+        raise SettingsError(
+            f"{storage.where}: another program has created a study {name!r} at the same time; choose another sweep.name"
+        ) from None
     attributes = {
         FORMAT_KEY: STUDY_FORMAT,
         VERSIONS_KEY: {library: version(distribution) for library, distribution in _LIBRARIES.items()},
@@ -175,10 +180,7 @@ def _create_version(
     }
     for key, value in attributes.items():
         backend.set_study_user_attr(study_id, key, value)
-    carried = 0
-    if parent is not None:
-        migration = StudyMigration(parent.identity, identity, space)
-        carried = carry_over_trials(storage, parent, study_id, migration)
+    carried = _carry_over_trials(storage, parent, study_id, identity, space) if parent else 0
     backend.set_study_user_attr(study_id, CARRIED_KEY, carried)
     return StudyVersion(name, study_id, {**attributes, CARRIED_KEY: carried})
 
@@ -453,8 +455,10 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     keys = sorted(before.keys() | after.keys())
     lines = []
     for key in keys:
-        texts = [_format_value(values[key]) if key in values else "(none)" for values in (before, after)]
-        if texts[0] != texts[1] and not any(other.startswith(f"{key}.") for other in keys):
+        # In JSON, true differs from 1. A section that is empty on one side is no difference of its own.
+        first, second = (json.dumps(values[key]) if key in values else None for values in (before, after))
+        if first != second and not any(other.startswith(f"{key}.") for other in keys):
+            texts = [_format_value(values[key]) if key in values else "(none)" for values in (before, after)]
             lines.append(f"{key}: {texts[0]} -> {texts[1]}")
     return lines
 
@@ -479,68 +483,55 @@ def _canonicalize(value: Any) -> Any:
 # Copies of trials in a new version.
 
 
-@dataclass(frozen=True)
-class StudyMigration:
-    """Mapping of trials from one identity of a study to another one."""
+def _carry_over_trials(
+    storage: StudyStorage, parent: StudyVersion, study_id: int, identity: Mapping[str, Any], space: SearchSpace
+) -> int:
+    """Copy the trials of a version that have a result and are in the new space to a study; return their number.
 
-    old: Mapping[str, Any]
-    new: Mapping[str, Any]
-    space: SearchSpace
-    """Space of the new identity."""
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether trials can be copied: the comparable parts are equal, and the objectives are equal in any order."""
-        are_equal = all(self.old.get(key) == self.new[key] for key in _COMPARABLE_PARTS)
-        return are_equal and sorted(self.old["objectives"]) == sorted(self.new["objectives"])
-
-    def values(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the values of an old trial in the new space; None if no trial in this space is the same training.
-
-        A setting that was fixed and is now searched keeps its value. A setting that was searched and is now fixed must
-        have the fixed value in the old trial. A setting whose condition is not met counts as fixed.
-        """
-        all_values = {**_fixed_settings(self.old), **values}
-        try:
-            drawn = self.space.draw(lambda dimension: all_values[dimension.name])
-        except (KeyError, ValueError):
-            return None
-        return drawn if {**_fixed_settings(self.new), **drawn} == all_values else None
-
-    def objectives(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Return objectives in the new order."""
-        return (
-            tuple(values[self.old["objectives"].index(objective)] for objective in self.new["objectives"])
-            if values
-            else ()
-        )
-
-
-def carry_over_trials(storage: StudyStorage, parent: StudyVersion, new: int, migration: StudyMigration) -> int:
-    """Copy the trials of a version that have a result and are in the new space to study `new`; return their number.
+    Trials can be copied if the comparable parts of both identities are equal, and the objectives are equal in any
+    order.
 
     Raises:
         DamagedFileError: another program has added a trial to the version, or a record in it is invalid.
     """
-    if not migration.is_comparable:
+    old_objectives, new_objectives = parent.identity["objectives"], identity["objectives"]
+    are_equal = all(parent.identity.get(key) == identity[key] for key in _COMPARABLE_PARTS)
+    if not are_equal or sorted(old_objectives) != sorted(new_objectives):
         return 0
+    order = [old_objectives.index(objective) for objective in new_objectives]
+    old_settings, new_settings = _fixed_settings(parent.identity), _fixed_settings(identity)
     stored_trials = storage.optuna.get_all_trials(parent.study_id, deepcopy=False)
     trials = {frozen.number: deserialize_trial(parent.name, frozen) for frozen in stored_trials}
     numbers: dict[int, int] = {}
     for number, trial in sorted(trials.items()):
-        values = None if trial.state in ("running", "failed") else migration.values(trial.values)
-        if values is None:
+        values = _convert_values({**old_settings, **trial.values}, new_settings, space)
+        if values is None or trial.state in ("running", "failed"):
             continue
         changes = {
             "values": values,
-            "objectives": migration.objectives(trial.objectives),
+            "objectives": tuple(trial.objectives[index] for index in order) if trial.objectives else (),
             "continues": _map_trial_number(trial.continues, trials, numbers),
         }
-        params = migration.space.to_params(values)
+        params = space.to_params(values)
         copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.name, number))
-        storage.optuna.create_new_trial(new, copy)
+        storage.optuna.create_new_trial(study_id, copy)
         numbers[number] = len(numbers)
     return len(numbers)
+
+
+def _convert_values(
+    all_values: Mapping[str, Any], fixed: Mapping[str, Any], space: SearchSpace
+) -> dict[str, Any] | None:
+    """Return the values of an old trial in the new space; None if no trial in this space is the same training.
+
+    A setting that was fixed and is now searched keeps its value. A setting that was searched and is now fixed must have
+    the fixed value in the old trial. A setting whose condition is not met counts as fixed.
+    """
+    try:
+        drawn = space.draw(lambda dimension: all_values[dimension.name])
+    except (KeyError, ValueError):
+        return None
+    return drawn if {**fixed, **drawn} == all_values else None
 
 
 def _map_trial_number(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:

@@ -216,10 +216,6 @@ class CauseSavings:
     """Answer tokens."""
     seconds: float = 0.0
 
-    def plus(self, tokens: int, seconds: float) -> "CauseSavings":
-        """Return the savings with another trial."""
-        return CauseSavings(self.trials + 1, self.tokens + tokens, self.seconds + seconds)
-
 
 @dataclass(frozen=True)
 class SweepSavings:
@@ -255,15 +251,6 @@ class SweepSavings:
         return self.trained_seconds + self.seconds
 
 
-@dataclass(frozen=True)
-class TrialSavings:
-    """Savings by one trial."""
-
-    trial: Trial
-    tokens: int
-    seconds: float
-
-
 def compute_savings(report: SweepReport) -> SweepSavings:
     """Return the tokens and seconds that a sweep has trained and saved.
 
@@ -275,8 +262,9 @@ def compute_savings(report: SweepReport) -> SweepSavings:
     """
     trained = counted_trials(report)
     by_cause: dict[Cause, CauseSavings] = {"pruned": CauseSavings(), "refused": CauseSavings()}
-    for cause, savings in _iterate_trial_savings(report):
-        by_cause[cause] = by_cause[cause].plus(savings.tokens, savings.seconds)
+    for cause, _, tokens, seconds in _iterate_trial_savings(report):
+        sum_before = by_cause[cause]
+        by_cause[cause] = CauseSavings(sum_before.trials + 1, sum_before.tokens + tokens, sum_before.seconds + seconds)
     return SweepSavings(
         trials=len(trained),
         trained_tokens=sum(trial.cost.trained_tokens for trial in trained),
@@ -288,12 +276,13 @@ def compute_savings(report: SweepReport) -> SweepSavings:
 def saved_tokens_by_cause(report: SweepReport) -> dict[Cause, dict[int, int]]:
     """Return saved answer tokens by cause and trial number."""
     tokens: dict[Cause, dict[int, int]] = {"pruned": {}, "refused": {}}
-    for cause, savings in _iterate_trial_savings(report):
-        tokens[cause][savings.trial.number] = savings.tokens
+    for cause, number, saved, _ in _iterate_trial_savings(report):
+        tokens[cause][number] = saved
     return tokens
 
 
-def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, TrialSavings]]:
+def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, int, int, float]]:
+    """Yield cause, trial number, answer tokens and seconds of all savings."""
     trained = counted_trials(report)
     rates = [rate for trial in trained if (rate := _tokens_per_second(trial)) > 0]
     median_rate = statistics.median(rates) if rates else 0.0
@@ -303,13 +292,10 @@ def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, TrialSa
     for trial in report.trials:
         if trial.state == "pruned" and trial.number not in superseded:
             tokens = max(0, trial.cost.planned_tokens - trial.cost.trained_tokens)
-            yield (
-                "pruned",
-                TrialSavings(trial, tokens, _estimate_seconds(tokens, _tokens_per_second(trial) or median_rate)),
-            )
+            yield "pruned", trial.number, tokens, _estimate_seconds(tokens, _tokens_per_second(trial) or median_rate)
         elif trial.state == "infeasible" and not trial.cost.trained_tokens:
             tokens = trial.cost.planned_tokens or median_plan
-            yield "refused", TrialSavings(trial, tokens, _estimate_seconds(tokens, median_rate))
+            yield "refused", trial.number, tokens, _estimate_seconds(tokens, median_rate)
 
 
 def _tokens_per_second(trial: Trial) -> float:
