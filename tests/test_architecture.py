@@ -249,7 +249,7 @@ def test_supervisor_and_status_load_neither_torch_nor_mlflow(modules: list[str])
 
 def test_a_supervisor_imports_no_numerical_library() -> None:
     modules = ["ratchet.stages.train", "ratchet.stages.callbacks", "ratchet.console.callback"]
-    assert find_loaded(modules, ("numpy", "scipy", "matplotlib", "pandas", "torch")) == []
+    assert find_loaded(modules, ("numpy", "scipy", "plotly", "jinja2", "pandas", "torch")) == []
 
 
 def test_help_waits_for_no_settings() -> None:

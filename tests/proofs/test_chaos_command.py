@@ -55,7 +55,7 @@ def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_ou
     folder = Path(other["folder"]).parent
     assert {p.name for p in folder.iterdir()} == {"none-0", "template"}
     shutil.rmtree(folder)
-    assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "Timeline of trials" in (tmp_path / "out" / "timeline.html").read_text(encoding="utf-8")
     assert {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()} == before
 
 
@@ -68,5 +68,5 @@ def test_when_all_is_well_the_command_says_so_and_leaves_the_project_as_it_was(
     assert well
     assert "seed 4: all 24 trials are exact and unaided" in text
     assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.FAULT_CATEGORIES)
-    assert {p.name for p in (prepared.experiments / "chaos").iterdir()} == {"chaos.json", "timeline.png"}
+    assert {p.name for p in (prepared.experiments / "chaos").iterdir()} == {"chaos.json", "timeline.html"}
     assert list(prepared.runs.glob(".chaos-*")) == []

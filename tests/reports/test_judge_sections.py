@@ -3,13 +3,16 @@
 import dataclasses
 from pathlib import Path
 
+import trained_runs
 from gate_example import case
 from page_reading import heard, read, section, table
 from ratchet.cli.evaluate import format_scores
-from ratchet.reports import run_page
-from ratchet.reports.run_page import RunEvaluation
-from ratchet.storage import html
+from ratchet.reports import comparison, run_page
+from ratchet.reports.comparison import MOST_POINTS, ComparisonIndex, EvaluationIndex
+from ratchet.reports.run_page import RunEvaluation, RunProvenance
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluationReport, JudgePreference, JudgeReport, MetricValue
+from trained_runs import Training
 
 
 def share(value: float, low: float, high: float) -> MetricValue:
@@ -59,11 +62,16 @@ def test_the_gate_shows_it_where_there_was_one(tmp_path: Path) -> None:
     assert "judge" not in {one.get("id") for one in read(plain).iter("section")}
 
 
-def test_the_report_of_a_training_and_the_terminal_show_it() -> None:
+def test_the_report_of_a_training_and_the_terminal_show_it(tmp_path: Path) -> None:
+    layout, training = ProjectLayout(tmp_path), Training()
+    trained_runs.lay(layout, training)
+    index = ComparisonIndex(layout)
+    side = comparison.read_side(
+        layout, index.subject(training.spec.run_id), index, EvaluationIndex(layout, index), MOST_POINTS
+    )
     found = case().evidence.report
     for one, shown in ((with_judge(found), True), (found, False)):
-        body = run_page.render_evaluation(RunEvaluation(one, "candidate"))
-        page = html.document("t", "", html.section("Evaluation", body))
+        page = run_page.render(side, RunEvaluation(one, "candidate"), RunProvenance({}, None, None, None))
         assert ("Judge" in {heard(head) for head in read(page).iter("h3")}) == shown
         if shown:
             assert table(section(page, "evaluation"), "Verdicts of the judge") == CELLS

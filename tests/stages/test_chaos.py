@@ -74,6 +74,6 @@ def test_the_plot_accepts_trainings_of_any_kind(tmp_path: Path) -> None:
     marks = [(float(n), f"kind {n}") for n in range(20)]
     lanes = [plain, plots.TimelineLane("odd", [], [], [], marks, False)]
     for name, drawn in (("none", []), ("one", lanes[:1]), ("two", lanes)):
-        plots.draw_timeline(drawn, tmp_path / f"{name}.png")
-    sizes = {p.stem: len(p.read_bytes()) for p in tmp_path.glob("*.png")}
+        plots.draw_timeline(drawn, tmp_path / f"{name}.html")
+    sizes = {p.stem: len(p.read_bytes()) for p in tmp_path.glob("*.html")}
     assert sizes["none"] < sizes["one"] < sizes["two"]

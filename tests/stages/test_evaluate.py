@@ -90,7 +90,8 @@ def test_rows_answers_and_slices_are_stored_with_the_scores(made_once: ProjectLa
     assert sum(part["perplexity"].n for part in parts.values()) == len(asked)
     curves = json.loads((layout.evaluate / "curves" / "candidate.json").read_text(encoding="utf-8"))
     assert set(curves) == {row["expected"] for row in asked}
-    assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
+    assert "<polyline" in (layout.evaluate / "curves" / "candidate.html").read_text(encoding="utf-8")
+    assert "Confusion matrix of" in (layout.evaluate / "confusion" / "candidate.html").read_text(encoding="utf-8")
 
 
 def test_stored_scores_are_not_computed_again(layout: ProjectLayout, forwards: list[int]) -> None:

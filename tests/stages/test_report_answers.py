@@ -1,11 +1,10 @@
-"""Tests of `ratchet report ANSWERS`: terminal figures, pictures, and a page that needs no network and no script."""
+"""Tests of `ratchet report ANSWERS`: terminal figures, and a page that needs no network and no script."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-import trained_runs
 from fake_answers import of_labels, record, write
 from page_reading import heard, read, section, table
 from ratchet.cli.main import main
@@ -15,11 +14,9 @@ from ratchet.errors import SettingsError
 from ratchet.stages.project import Project
 from ratchet.stages.report import report
 from ratchet.storage.layout import ProjectLayout
-from trained_runs import Training
 
 LABELS = ("billing", "refund", "other")
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
-PNG = b"\x89PNG"
 
 
 def reported(layout: ProjectLayout, path: Path) -> tuple[str, str]:
@@ -55,42 +52,13 @@ def test_the_page_has_what_the_panel_has(project: ProjectLayout) -> None:
     assert "default-src 'none'" in page
 
 
-def test_pictures_are_next_to_their_page(project: ProjectLayout) -> None:
-    labels = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
-    texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
-    trained_runs.lay(project, Training())
-    folder = project.root / "page-pictures"
-    said, _ = reported(project, labels)
-    assert sorted(one.name for one in folder.iterdir()) == ["confusion.png", "precision_recall.png", "reliability.png"]
-    assert all(one.read_bytes().startswith(PNG) for one in folder.iterdir())
-    assert all(str(one) in said for one in folder.iterdir())
-
-    (folder / "mine.png").write_bytes(b"mine")
-    reported(project, texts)
-    assert [one.name for one in folder.iterdir()] == ["mine.png"]
-    (folder / "mine.png").unlink()
-    reported(project, labels)
-    reported(project, texts)
-    assert not folder.exists()
-
-    reported(project, labels)
-    report(Project.from_parts(project, Settings()), None, project.root / "page.html")  # a report of the training
-    assert not folder.exists()
-
-
-def test_labels_that_matplotlib_would_take_for_formulas(project: ProjectLayout) -> None:
-    labels = ("$5", "a $x_$ b", "long " * 30 + "end")
+def test_labels_may_look_like_markup(project: ProjectLayout) -> None:
+    labels = ("$5", "<b>x</b>", "long " * 30 + "end")
     path = write(project.root / "a.jsonl", of_labels(labels, 30), labels=labels)
-    reported(project, path)
-    assert len(list((project.root / "page-pictures").iterdir())) == 3
-
-
-def test_pictures_have_no_place(project: ProjectLayout) -> None:
-    path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
-    (project.root / "page-pictures").write_text("mine", encoding="utf-8")
-    with pytest.raises(SettingsError, match="cannot create a folder for the plots"):
-        reported(project, path)
-    assert not (project.root / "page.html").exists()
+    _, page = reported(project, path)
+    [matrix] = [one for one in section(page, "by-label").iter("table") if str(one.get("class")).startswith("matrix")]
+    assert [heard(one) for one in matrix.iterfind("./tbody/tr/th")] == [label.strip() for label in labels]
+    assert sum(int(heard(cell) or "0") for cell in matrix.iter("td")) == 30
 
 
 @pytest.mark.parametrize(
@@ -119,14 +87,6 @@ def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(projec
     _, first = reported(project, path)
     _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
     assert first != second
-
-
-def test_pictures_without_a_page_stay(project: ProjectLayout) -> None:
-    mine = project.root / "page-pictures" / "confusion.png"
-    mine.parent.mkdir()
-    mine.write_bytes(b"mine")
-    reported(project, write(project.root / "b.jsonl", [record(0, "a", "b")]))
-    assert mine.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])

@@ -59,7 +59,7 @@ def test_our_views_and_columns_and_curves_that_answer_in_the_frame_that_mlflow_s
         callbacks.publish(run.paths, run.paths.page)
     mlflow_id = stored(tracked_project, run).info.run_id
     plots = tracked_project.artifacts / mlflow_id / "artifacts" / "plots"
-    assert sorted(path.name for path in plots.iterdir()) == ["curves.html", "loss.png"]
+    assert sorted(path.name for path in plots.iterdir()) == ["curves.html", "loss.html"]
     with opened_ui(tracked_project, tmp_path / "log") as ui, Tab(chrome, (1800, 900)) as tab:
         [address] = [line.split()[-1] for line in ui.said.splitlines() if line.strip().startswith("Runs ")]
         assert address.startswith(ui.url)
