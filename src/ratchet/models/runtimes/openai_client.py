@@ -12,6 +12,7 @@ Streams have the fields of chat completion chunks (`delta.content`, `delta.reaso
 import json
 import math
 import os
+import queue
 import ssl
 import threading
 import time
@@ -523,22 +524,24 @@ class OpenAiEndpoint:
             SettingsError: the server rejects the request.
             EndpointError: the server does not answer, or the stream broke.
         """
-        pieces = self._stream(self.get_model().name, chat)
+        model = self.get_model().name
+        pieces: queue.SimpleQueue[ChatDelta | ChatReply | None] = queue.SimpleQueue()
 
-        async def next_piece() -> ChatDelta | ChatReply | None:
-            """Return the next piece; the server may be silent for `timeout_s`. Comments are not pieces."""
-            return await anext(pieces, None)
-
-        with start_blocking_portal() as portal:
+        async def receive() -> None:
             try:
-                while (piece := portal.call(next_piece)) is not None:
-                    yield piece
-            except (IncompleteReplyError, MalformedReplyError) as error:
-                raise EndpointError(
-                    f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}"
-                ) from None
+                async for piece in self._stream(model, chat):
+                    pieces.put(piece)
             finally:
-                portal.call(pieces.aclose)
+                pieces.put(None)
+
+        try:
+            with start_blocking_portal() as portal:  # an exception, such as GeneratorExit, cancels the request
+                future = portal.start_task_soon(receive)
+                while (piece := pieces.get()) is not None:
+                    yield piece
+                future.result()  # raises
+        except (IncompleteReplyError, MalformedReplyError) as error:
+            raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
 
     async def _stream(self, model: str, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatReply, None]:
         silent_s = self._settings.timeout_s
