@@ -49,6 +49,7 @@ DECLARED_AS = {
 USED_INDIRECTLY = {"dvc", "onnxscript", "s3fs"}
 BROUGHT_BY = {
     "alembic": "mlflow",
+    "anyio": "httpx2",
     "fsspec": "datasets",
     "markupsafe": "jinja2",
     "numpy": "scikit-learn",

@@ -7,13 +7,11 @@ secret in its path, so no message of this module repeats it.
 import email.utils
 import ipaddress
 import random
+import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException, InvalidURL
 from http.client import responses as phrases
 from urllib.parse import urlsplit
 
@@ -99,31 +97,31 @@ def compute_retry_delay_s(attempt: int, result: PostResult) -> float:
     return min(max(doubled, result.retry_after_s), MAX_DELAY_S)
 
 
-class _RedirectBlocker(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, so that urllib reports it as an HTTPError."""
-
-    def redirect_request(self, *arguments: object) -> None:
-        """Return no request."""
+def describe_error(error: Exception) -> str:
+    """Describe why a request failed, by the error at the root of an httpx2 error: `ConnectionRefusedError: ...`."""
+    cause: BaseException = error
+    while (origin := cause.__cause__ or cause.__context__) is not None and not isinstance(origin, BaseExceptionGroup):
+        cause = origin
+    return f"{type(cause).__name__}: {cause}".rstrip(": ")
 
 
 def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
-    opener = urllib.request.build_opener(_RedirectBlocker)
-    if _is_loopback(str(urlsplit(address).hostname)):
-        opener = urllib.request.build_opener(_RedirectBlocker, urllib.request.ProxyHandler({}))
+    import httpx2  # imported late, because most commands send nothing
+
+    uses_proxies = not _is_loopback(str(urlsplit(address).hostname))
+    all_headers = {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}
     try:
-        request = urllib.request.Request(  # noqa: S310 (`find_address_problem` checked the scheme)
-            address, body, {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}, method="POST"
-        )
-        with opener.open(request, timeout=timeout_s) as response:
-            return PostResult(True, f"HTTP {response.status}")
-    except urllib.error.HTTPError as error:
-        with error:
-            return interpret_status(error.code, error.headers.get("Retry-After"))
-    except (InvalidURL, ValueError):  # their messages may contain the address
+        with (
+            httpx2.Client(verify=ssl.create_default_context(), trust_env=uses_proxies, timeout=timeout_s) as client,
+            client.stream("POST", address, content=body, headers=all_headers) as response,
+        ):
+            if response.is_success:
+                return PostResult(True, f"HTTP {response.status_code}")
+            return interpret_status(response.status_code, response.headers.get("Retry-After"))
+    except (httpx2.InvalidURL, ValueError):  # their messages may contain the address
         return PostResult(False, "invalid address", is_retryable=False)
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return PostResult(False, f"{type(reason).__name__}: {reason}".rstrip(": "))
+    except httpx2.HTTPError as error:
+        return PostResult(False, describe_error(error))
 
 
 def _is_loopback(host: str) -> bool:

@@ -42,9 +42,9 @@ def load_extension(group: Group, name: str, setting: str) -> Any:
     Raises:
         SettingsError: no package registers the name, or the import fails.
     """
-    if problem := _find_name_problem(group, name):
-        raise SettingsError(f"{setting}: found {name!r}; {problem}")
-    entry = list_extensions(group)[name]
+    entry = list_extensions(group).get(name)
+    if entry is None:
+        raise SettingsError(f"{setting}: found {name!r}; {_find_name_problem(group, name)}")
     try:
         return entry.load()
     except Exception as error:

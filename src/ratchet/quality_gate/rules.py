@@ -20,6 +20,7 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Reference,
 )
+from ratchet.config.units import format_bytes
 from ratchet.quality_gate import evidence, paired_test, statistics
 from ratchet.quality_gate.evidence import (
     ROLE_OF_FORMAT,
@@ -480,7 +481,7 @@ def apply_budget(context: RuleContext, rule: BudgetRule) -> RuleResult:
     cost = costs.get("merged") or costs.get("candidate")
     if rule.resource == "size":
         measured: float = context.evidence.bundle.size_bytes
-        text, allowed = f"the export has {_format_bytes(measured)}", _format_bytes(rule.maximum)
+        text, allowed = f"the export has {format_bytes(measured)}", format_bytes(rule.maximum)
     elif cost is None:
         raise IncomparableError(
             f"{rule.resource} was not measured; set evaluate.latency_rows above 0 and run `dvc repro evaluate`"
@@ -491,19 +492,12 @@ def apply_budget(context: RuleContext, rule: BudgetRule) -> RuleResult:
         allowed = f"{rule.maximum:g} s"
     else:
         measured = cost.memory_bytes
-        text = f"answering takes {_format_bytes(measured)} of memory ({cost.device})"
-        allowed = _format_bytes(rule.maximum)
+        text = f"answering takes {format_bytes(measured)} of memory ({cost.device})"
+        allowed = format_bytes(rule.maximum)
     if not math.isfinite(measured):
         raise IncomparableError(f"{rule.resource} is {measured}, not a finite number")
     outcome: Literal["pass", "fail"] = "pass" if measured <= rule.maximum else "fail"
     return RuleResult(rule=rule.rule, metric=rule.resource, outcome=outcome, text=f"{text}; allowed: {allowed}")
-
-
-def _format_bytes(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:g} bytes"
 
 
 # export_parity.

@@ -172,7 +172,7 @@ def test_transient_failures_are_retried(first: Said) -> None:
         pytest.param(error(500, "out of cheese"), "HTTP 500 Internal Server Error: out of cheese", id="500"),
         pytest.param(Said(b'{"choices": [{"mess'), 'incomplete JSON: {"choices": .{"mess;', id="half-a-json"),
         pytest.param(Said(b""), "invalid or incomplete JSON: an empty response", id="empty"),
-        pytest.param(Said(hangs_up=True), "RemoteDisconnected", id="hangs-up"),
+        pytest.param(Said(hangs_up=True), "RemoteProtocolError: Server disconnected", id="hangs-up"),
         pytest.param(Said(stalls=True), r"no complete answer within 1 s \(machine.endpoint.timeout_s\)", id="stalls"),
     ],
 )

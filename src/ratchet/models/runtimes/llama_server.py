@@ -1,6 +1,6 @@
 """Serves a GGUF file by llama.cpp in a child process: the server, its client, and a runtime to verify files.
 
-The client uses `http.client`, which ignores proxies. Greedy answers (GREEDY) use only llama.cpp's temperature sampler;
+The client ignores proxies. Greedy answers (GREEDY) use only llama.cpp's temperature sampler;
 temperature 0 selects the likeliest token. With other samplers, penalties or the sampling defaults of a GGUF file
 (`general.sampling.*`) would change answers. Log-probabilities are those of the model before any sampler
 (`post_sampling_probs` is off). The endpoints are described in llama.cpp's tools/server/README.md.
@@ -11,7 +11,6 @@ the same file, which would hide the effect of quantization. So a file is verifie
 prompts are answered with the default `f16`, as users serve the file.
 """
 
-import http.client
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -96,6 +96,12 @@ class LlamaClient:
         self.address = address
         self.source = source
         self._boundary_ids: list[int] | None = None
+        self._http = httpx2.Client(
+            headers={"Content-Type": "application/json"},
+            timeout=ANSWER_TIMEOUT_S,
+            limits=httpx2.Limits(max_keepalive_connections=0),
+            trust_env=False,
+        )
 
     def request_bytes(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Send a request and return the response body. The method is POST if `body` is set, else GET.
@@ -104,21 +110,17 @@ class LlamaClient:
             SettingsError: llama.cpp rejects the request, for example because the prompt is too long.
             RatchetError: the server ended, hangs, or failed.
         """
-        connection = self._connection()
         try:
-            if body is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, http.client.HTTPException) as error:
+            response = (
+                self._http.get(f"{self.address}{path}")
+                if body is None
+                else self._http.post(f"{self.address}{path}", content=json.dumps(body))
+            )
+        except httpx2.HTTPError as error:
             raise RatchetError(f"{self.source}: {path}: {self.describe_no_answer(error)}; try again") from None
-        finally:
-            connection.close()
-        if response.status == http.HTTPStatus.OK:
-            return content
-        raise self._refusal(path, response.status, content)
+        if response.status_code == httpx2.codes.OK:
+            return response.content
+        raise self._refusal(path, response.status_code, response.content)
 
     def stream(self, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> Iterator[dict[str, Any]]:
         """Stream a completion token by token.
@@ -129,34 +131,25 @@ class LlamaClient:
             Objects with `content`; the last one has `stop_type` and `tokens_predicted`.
         """
         body = {"prompt": list(prompt), "n_predict": max_new_tokens, "stream": True}
-        connection = self._connection()
+        content = json.dumps({**GREEDY, **body, **options})
         try:
-            connection.request(
-                "POST", "/completion", json.dumps({**GREEDY, **body, **options}), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise self._refusal("/completion", response.status, response.read())
-            for data in openai_client.iterate_event_data(response):
-                if data is not None and data != openai_client.STREAM_END:
-                    event: dict[str, Any] = json.loads(data)
-                    if "error" in event:
-                        raise RatchetError(f"{self.source}: llama.cpp failed: {_read_error_message(data.encode())}")
-                    yield event
-                    if event.get("stop"):
-                        return
-            raise http.client.IncompleteRead(b"")
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            with self._http.stream("POST", f"{self.address}/completion", content=content) as response:
+                if response.status_code != httpx2.codes.OK:
+                    raise self._refusal("/completion", response.status_code, response.read())
+                for data in openai_client.iterate_event_data(response.iter_lines()):
+                    if data != openai_client.STREAM_END:
+                        event: dict[str, Any] = json.loads(data)
+                        if "error" in event:
+                            raise RatchetError(f"{self.source}: llama.cpp failed: {_read_error_message(data.encode())}")
+                        yield event
+                        if event.get("stop"):
+                            return
+            raise httpx2.RemoteProtocolError("the answer is incomplete")
+        except (httpx2.HTTPError, ValueError) as error:
             raise RatchetError(f"{self.source}: {self.describe_no_answer(error)} during an answer; try again") from None
-        finally:
-            connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        host, _, port = self.address.removeprefix("http://").partition(":")
-        return http.client.HTTPConnection(host, int(port), timeout=ANSWER_TIMEOUT_S)
 
     def _refusal(self, path: str, status: int, content: bytes) -> RatchetError:
-        kind = SettingsError if status == http.HTTPStatus.BAD_REQUEST else RatchetError
+        kind = SettingsError if status == httpx2.codes.BAD_REQUEST else RatchetError
         return kind(f"{self.source}: llama.cpp rejected {path}: {_read_error_message(content)}")
 
     def describe_no_answer(self, error: Exception) -> str:

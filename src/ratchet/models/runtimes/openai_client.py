@@ -3,25 +3,40 @@
 The client retries transient failures with increasing delays: broken connections, stalls, 429, 5xx, incomplete answers.
 A permanent rejection raises an error at once, with the server's message. The key comes from the environment
 (RATCHET_ENDPOINT_KEY), is sent only to the configured address (https, or this machine), and appears in no message.
-`http.client` follows no redirects and uses no proxies, so request and key go only to that address.
+Redirects are not followed and proxies are not used, so request and key go only to that address.
 
 Streams have the fields of chat completion chunks (`delta.content`, `delta.reasoning_content` or `delta.reasoning`,
 `finish_reason`, `usage`). A server that returns a whole completion instead is supported too.
 """
 
-import http.client
 import json
 import math
 import os
 import queue
-import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+import anyio
+import httpx2
+from anyio.from_thread import start_blocking_portal
 
 from ratchet import http_client
 from ratchet.config.machine import EndpointSettings
@@ -51,8 +66,6 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 """Maximum size of a response, in bytes."""
 POLL_S = 0.05
 """Seconds between two checks of `stop`."""
-CLOSE_POLL_S = 0.25
-"""Seconds between two checks of how long a server has sent nothing."""
 KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
 MAX_LISTED_MODELS = 8
 """Maximum number of models that a message lists."""
@@ -209,37 +222,39 @@ def _mean_log_probability(logprobs: Any) -> float | None:
 # Only the data of events is read. Names, ids, retry times and comments, which keep a connection alive, are ignored.
 
 
-def iterate_event_data(lines: Iterable[bytes]) -> Iterator[str | None]:
-    """Yield the data of each event from the lines of a stream (with line ends); None for a comment.
+class EventParser:
+    """Parser of the lines of one stream."""
+
+    def __init__(self) -> None:
+        self._data: list[str] = []
+
+    def parse_line(self, line: str) -> str | None:
+        """Parse a line without its end. Return the data of the event that it completes; None if it completes none."""
+        if not line:
+            data, self._data = self._data, []
+            return "\n".join(data) if data else None
+        name, _, value = line.partition(":")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+        return None
+
+
+def iterate_event_data(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the data of each event from the lines of a stream, without line ends.
 
     An incomplete last event is yielded too; its data may be invalid.
     """
-    data: list[str] = []
-    for raw in lines:
-        line = raw.decode("utf-8", "replace").rstrip("\r\n")
-        if not line:
-            if data:
-                yield "\n".join(data)
-            data = []
-        elif line.startswith(":"):
-            yield None
-        else:
-            name, _, value = line.partition(":")
-            if name == "data":
-                data.append(value.removeprefix(" "))
-    if data:
-        yield "\n".join(data)
+    parser = EventParser()
+    for line in chain(lines, ("",)):
+        if (data := parser.parse_line(line)) is not None:
+            yield data
 
 
-# One HTTP request with a deadline for the whole response; another thread may cancel it.
+# One HTTP request with a deadline for the whole response.
 
 
 class IncompleteReplyError(Exception):
     """No complete response arrived; another try may succeed."""
-
-
-class RequestCancelledError(Exception):
-    """This process cancelled the request."""
 
 
 @dataclass(frozen=True)
@@ -251,237 +266,27 @@ class EndpointResponse:
     body: bytes
 
 
-@dataclass(frozen=True)
-class ServerAddress:
-    """Address of a server."""
+def parse_server_address(address: str) -> str:
+    """Return a server's address, the prefix of `/chat/completions`; the default path is `/v1`.
 
-    is_secure: bool
-    host: str
-    port: int | None
-    path: str
-    """Prefix of `/chat/completions`."""
-
-    @classmethod
-    def parse(cls, address: str) -> "ServerAddress":
-        """Parse an address as users write it; the default path is `/v1`.
-
-        Raises:
-            SettingsError: the address is invalid, or contains a secret, which the message does not repeat.
-        """
-        if problem := http_client.find_endpoint_problem(address):
-            raise SettingsError(f"the endpoint's address {problem}")
-        parts = urlsplit(address)
-        path = parts.path.rstrip("/") or "/v1"
-        return cls(parts.scheme == "https", str(parts.hostname), parts.port, path)
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        port = "" if self.port is None else f":{self.port}"
-        return f"{'https' if self.is_secure else 'http'}://{host}{port}{self.path}"
-
-
-class HttpExchange:
-    """A pending request. One thread runs it; any other may cancel it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._end_reason: str | None = None
-        """Why this process ended the request: `late` or `stopped`."""
-
-    def run(
-        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
-    ) -> EndpointResponse:
-        """Send the request and read the whole response. The method is POST if `body` (sent as JSON) is set, else GET.
-
-        Raises:
-            IncompleteReplyError: no complete response within `limit_s` seconds, or the connection failed.
-            RequestCancelledError: `cancel` was called.
-        """
-        connection = create_connection(address, min(CONNECT_TIMEOUT_S, limit_s))
-        timer = threading.Timer(limit_s, self._end, ("late",))
-        timer.daemon = True
-        timer.start()
-        try:
-            connection.connect()
-            self._set_socket(connection.sock)
-            connection.sock.settimeout(limit_s)
-            payload = None if body is None else json.dumps(body, ensure_ascii=True, allow_nan=False).encode()
-            connection.request("GET" if payload is None else "POST", address.path + path, payload, dict(headers))
-            with connection.getresponse() as response:
-                content = response.read(MAX_RESPONSE_BYTES + 1)
-            self._raise_if_ended(limit_s)  # a response without length looks complete when the socket is shut down
-            if len(content) > MAX_RESPONSE_BYTES:
-                raise IncompleteReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
-            return EndpointResponse(response.status, response.getheader("Retry-After"), content)
-        except (OSError, http.client.HTTPException) as error:
-            self._raise_if_ended(limit_s)
-            raise IncompleteReplyError(f"{type(error).__name__}: {error}".rstrip(": ")) from None
-        finally:
-            timer.cancel()
-            self._set_socket(None)
-            connection.close()
-
-    def cancel(self) -> None:
-        """Cancel the request; `run` raises."""
-        self._end("stopped")
-
-    def _set_socket(self, sock: socket.socket | None) -> None:
-        with self._lock:
-            self._socket = sock
-            if sock is not None and self._end_reason:
-                shut_down_socket(sock)
-
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            self._end_reason = self._end_reason or reason
-            if self._socket is not None:
-                shut_down_socket(self._socket)
-
-    def _raise_if_ended(self, limit_s: float) -> None:
-        if self._end_reason == "stopped":
-            raise RequestCancelledError
-        if self._end_reason == "late":
-            raise IncompleteReplyError(f"no complete answer within {limit_s:g} s (machine.endpoint.timeout_s)")
-
-
-def create_connection(address: ServerAddress, timeout_s: float) -> http.client.HTTPConnection:
-    """Create a connection object without connecting."""
-    if address.is_secure:
-        return http.client.HTTPSConnection(
-            address.host, address.port, timeout=timeout_s, context=ssl.create_default_context()
-        )  # fmt: skip
-    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
-
-
-def shut_down_socket(sock: socket.socket) -> None:
-    """Wake the thread that reads from the socket.
-
-    The shutdown method of SSL sockets is not used, because it drops the reader's state.
+    Raises:
+        SettingsError: the address is invalid, or contains a secret, which the message does not repeat.
     """
-    try:
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        return  # already closed
+    if problem := http_client.find_endpoint_problem(address):
+        raise SettingsError(f"the endpoint's address {problem}")
+    parts = urlsplit(address)
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{host}{port}{parts.path.rstrip('/') or '/v1'}"
 
 
-# Concurrent requests: each has its own thread, results arrive in any order, and all can be cancelled.
-
-
-class RetriableRequest:
-    """One request with all of its tries; another thread may cancel it."""
-
-    def __init__(self) -> None:
-        self._cancelled = threading.Event()
-        self._exchange: HttpExchange | None = None
-        self._lock = threading.Lock()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep if `seconds` is positive. Raises RequestCancelledError if the request is cancelled."""
-        if self._cancelled.wait(max(0.0, seconds)):
-            raise RequestCancelledError
-
-    def exchange(
-        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
-    ) -> EndpointResponse:
-        """Run one try (see `HttpExchange.run`)."""
-        exchange = HttpExchange()
-        with self._lock:
-            if self._cancelled.is_set():
-                raise RequestCancelledError
-            self._exchange = exchange
-        return exchange.run(address, path, body, headers, limit_s)
-
-    def cancel(self) -> None:
-        """Cancel the request; its thread gets RequestCancelledError."""
-        with self._lock:
-            self._cancelled.set()
-            if self._exchange is not None:
-                self._exchange.cancel()
-
-
-class RequestPool(Generic[RequestT, ResultT]):
-    """Runs requests concurrently.
-
-    Args:
-        answer: processes one request in its thread.
-    """
-
-    def __init__(self, answer: Callable[[RequestT, RetriableRequest], ResultT]) -> None:
-        self._answer = answer
-        self._active: set[RetriableRequest] = set()
-        self._results: queue.SimpleQueue[tuple[RetriableRequest, RequestT, ResultT | Exception]] = queue.SimpleQueue()
-
-    def run(
-        self, requests: Iterator[RequestT], max_concurrency: int, stop: Callable[[], bool]
-    ) -> Iterator[tuple[RequestT, ResultT]]:
-        """Yield requests with their results as they arrive, at most `max_concurrency` at once; end early on `stop`.
-
-        Raises:
-            Exception: the first error of a request, after all earlier results.
-        """
-        has_more = True
-        while not stop():
-            while has_more and len(self._active) < max_concurrency:
-                has_more = False
-                for request in requests:
-                    self._start(request)
-                    has_more = True
-                    break
-            if not self._active:
-                return
-            try:
-                active, request, result = self._results.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            self._active.discard(active)
-            if isinstance(result, Exception):
-                yield from self._drain_results()
-                raise result
-            yield request, result
-        yield from self._drain_results()
-
-    def cancel(self) -> None:
-        """Cancel all pending requests."""
-        for active in self._active:
-            active.cancel()
-
-    def _start(self, request: RequestT) -> None:
-        active = RetriableRequest()
-        self._active.add(active)
-        threading.Thread(target=self._run, args=(active, request), name="endpoint request", daemon=True).start()
-
-    def _run(self, active: RetriableRequest, request: RequestT) -> None:
-        try:
-            result: ResultT | Exception = self._answer(request, active)
-        except Exception as error:  # raised again in `run`
-            result = error
-        self._results.put((active, request, result))
-
-    def _drain_results(self) -> Iterator[tuple[RequestT, ResultT]]:
-        """Yield results that have arrived; drop errors among them."""
-        while True:
-            try:
-                active, request, result = self._results.get_nowait()
-            except queue.Empty:
-                return
-            self._active.discard(active)
-            if not isinstance(result, Exception):
-                yield request, result
-
-
-def run_single_request(answer: Callable[[RetriableRequest], ResultT], stop: Callable[[], bool]) -> ResultT:
-    """Run one request and return its result.
-
-    Raises the error of the request, or RequestCancelledError if `stop` returns True.
-    """
-    pool: RequestPool[None, ResultT] = RequestPool(lambda _, active: answer(active))
-    try:
-        for _, result in pool.run(iter([None]), 1, stop):
-            return result
-        raise RequestCancelledError
-    finally:
-        pool.cancel()
+async def _read_body(response: httpx2.Response) -> bytes:
+    body = b""
+    async for block in response.aiter_bytes():
+        body += block
+        if len(body) > MAX_RESPONSE_BYTES:
+            raise IncompleteReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
+    return body
 
 
 class ChatDelta(NamedTuple):
@@ -490,116 +295,6 @@ class ChatDelta(NamedTuple):
     text: str
     is_reasoning: bool
     """True if the server marked the piece as reasoning."""
-
-
-class ChatStream:
-    """One request and its streamed answer. Used by one thread.
-
-    Args:
-        silent_s: maximum time without a piece of the answer; keep-alive comments are not pieces.
-    """
-
-    def __init__(self, silent_s: float) -> None:
-        self._silent_s = silent_s
-        self._last_delta_s = time.monotonic()
-        self._closed = threading.Event()
-        self._is_timed_out = False
-        self._connection: http.client.HTTPConnection | None = None
-        self._response: http.client.HTTPResponse | None = None
-
-    def wait(self, seconds: float) -> None:
-        """Sleep if `seconds` is positive."""
-        time.sleep(max(0.0, seconds))
-
-    def exchange(
-        self, address: ServerAddress, path: str, body: Any, headers: Mapping[str, str], limit_s: float
-    ) -> EndpointResponse:
-        """Send the request and wait until the response starts.
-
-        The body of an error response is returned; `pieces` reads the body of an answer.
-
-        Raises:
-            IncompleteReplyError: no response started within `limit_s` seconds, or the connection failed.
-        """
-        self.close()
-        self._closed, self._is_timed_out, self._last_delta_s = threading.Event(), False, time.monotonic()
-        connection = self._connection = create_connection(address, min(CONNECT_TIMEOUT_S, limit_s))
-        try:
-            connection.connect()
-            connection.sock.settimeout(limit_s)
-            connection.request("POST", address.path + path, json.dumps(body).encode(), dict(headers))
-            watcher = threading.Thread(
-                target=self._watch_silence, args=(connection.sock, self._closed), name="endpoint watch", daemon=True
-            )
-            watcher.start()
-            response = self._response = connection.getresponse()
-            if response.status == http.HTTPStatus.OK:
-                return EndpointResponse(response.status, None, b"")
-            return EndpointResponse(
-                response.status, response.getheader("Retry-After"), response.read(MAX_RESPONSE_BYTES)
-            )
-        except (OSError, http.client.HTTPException) as error:
-            raise self._describe_error(error) from None
-
-    def pieces(self) -> Iterator[ChatDelta | ChatReply]:
-        """Yield the pieces of the answer, and at the end the whole reply.
-
-        Raises:
-            IncompleteReplyError: the stream broke, or no piece arrived for too long.
-            MalformedReplyError: the response is not a stream of an answer.
-        """
-        if self._response is None:
-            raise MalformedReplyError("no request was sent")
-        builder = _ChatReplyBuilder()
-        try:
-            if "event-stream" not in str(self._response.getheader("Content-Type", "")):
-                yield from _parse_unstreamed_reply(self._response.read(MAX_RESPONSE_BYTES))
-                return
-            for data in iterate_event_data(self._lines(self._response)):
-                if data == STREAM_END:
-                    builder.has_end = True
-                    break
-                if data is not None:
-                    for delta in builder.parse_event(data):
-                        self._last_delta_s = time.monotonic()
-                        yield delta
-            yield builder.reply()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(error, MalformedReplyError) and not self._is_timed_out:
-                raise
-            raise self._describe_error(error) from None
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the connection in any state; the server then stops generating."""
-        self._closed.set()
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._response = None
-
-    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        read_bytes = 0
-        while line := response.readline(MAX_RESPONSE_BYTES):
-            read_bytes += len(line)
-            if read_bytes > MAX_RESPONSE_BYTES:
-                raise MalformedReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
-            yield line
-
-    def _watch_silence(self, sock: socket.socket, closed: threading.Event) -> None:
-        """Shut down the connection when the server has been silent for too long (runs in a thread)."""
-        while not closed.wait(CLOSE_POLL_S):
-            if time.monotonic() - self._last_delta_s > self._silent_s:
-                self._is_timed_out = True
-                shut_down_socket(sock)
-                return
-
-    def _describe_error(self, error: Exception) -> IncompleteReplyError:
-        if self._is_timed_out:
-            return IncompleteReplyError(
-                f"no piece of the answer arrived for {self._silent_s:g} s (machine.endpoint.timeout_s)"
-            )
-        return IncompleteReplyError(f"{type(error).__name__}: {error}".rstrip(": "))
 
 
 class _ChatReplyBuilder:
@@ -649,6 +344,33 @@ class _ChatReplyBuilder:
         return read_reply(json.dumps({"choices": [choice], "usage": self._counts}).encode(), 1)
 
 
+async def _read_pieces(response: httpx2.Response) -> AsyncIterator[ChatDelta | ChatReply]:
+    """Yield the pieces of a streamed answer, and at the end the whole reply.
+
+    Raises:
+        MalformedReplyError: the response is not a stream of an answer.
+    """
+    if "event-stream" not in response.headers.get("Content-Type", ""):
+        for piece in _parse_unstreamed_reply(await _read_body(response)):
+            yield piece
+        return
+    builder, parser, read_characters = _ChatReplyBuilder(), EventParser(), 0
+    async for line in response.aiter_lines():
+        read_characters += len(line)
+        if read_characters > MAX_RESPONSE_BYTES:
+            raise MalformedReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")
+        data = parser.parse_line(line)
+        if data == STREAM_END:
+            builder.has_end = True
+            break
+        for delta in builder.parse_event(data) if data is not None else ():
+            yield delta
+    else:
+        for delta in builder.parse_event(data) if (data := parser.parse_line("")) is not None else ():
+            yield delta
+    yield builder.reply()
+
+
 def _parse_unstreamed_reply(body: bytes) -> Iterator[ChatDelta | ChatReply]:
     """Yield the pieces of an answer from a server that does not stream."""
     reply = read_reply(body, 1)
@@ -694,7 +416,7 @@ class OpenAiEndpoint:
     def __init__(
         self, address: str, settings: EndpointSettings, model: str | None = None, *, returns_refusals: bool = False
     ) -> None:
-        self.address = ServerAddress.parse(address)
+        self.address = parse_server_address(address)
         self.notes: list[str] = []
         """Notes for users: parameters that the server does not support."""
         self._settings = settings
@@ -717,11 +439,10 @@ class OpenAiEndpoint:
             EndpointError: the server does not answer.
         """
         if self._model_info is None:
-            try:
-                entries = run_single_request(self._list_models, stop)
-            except RequestCancelledError:
-                raise EndpointError(f"{self.address}: the request was cancelled") from None
-            self._model_info = self._choose_model(entries)
+            for _, entries in self._run_requests(iter([None]), self._list_models, stop):
+                self._model_info = self._choose_model(entries)
+                return self._model_info
+            raise EndpointError(f"{self.address}: the request was cancelled")
         return self._model_info
 
     def ask(
@@ -745,14 +466,56 @@ class OpenAiEndpoint:
             EndpointError: a request failed in all tries.
         """
         model = self.get_model(stop).name
-        pool: RequestPool[ChatRequest, ChatReply] = RequestPool(
-            lambda chat, request: self._answer(model, chat, request)
+
+        async def answer(client: httpx2.AsyncClient, chat: ChatRequest) -> ChatReply:
+            def read(response: EndpointResponse, tries: int) -> ChatReply:
+                return read_reply(response.body, tries)
+
+            body = lambda: self._body(model, chat)  # noqa: E731
+            return await self._request_with_retries("/chat/completions", body, read, self._parse_refusal, client)
+
+        for chat, reply in self._run_requests(iter(chats), answer, stop):
+            yield chat.index, reply
+
+    def _run_requests(
+        self,
+        requests: Iterator[RequestT],
+        send: Callable[[httpx2.AsyncClient, RequestT], Awaitable[ResultT]],
+        stop: Callable[[], bool],
+    ) -> Generator[tuple[RequestT, ResultT], None, None]:
+        """Yield requests with their results as they arrive; end early on `stop`. The event loop runs in a thread.
+
+        Raises the first error of a request, after all earlier results.
+        """
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(self._open_client()) as client:
+            pending: dict[Future[ResultT], RequestT] = {}
+            try:
+                while not stop():
+                    for request in islice(requests, self._settings.max_concurrency - len(pending)):
+                        pending[portal.start_task_soon(send, client, request)] = request
+                    if not pending:
+                        return
+                    done, _ = wait(pending, POLL_S, FIRST_COMPLETED)
+                    for future in done:
+                        if future.exception() is None:
+                            yield pending.pop(future), future.result()
+                    for future in done & pending.keys():
+                        future.result()  # raises
+                for future in [future for future in pending if future.done() and future.exception() is None]:
+                    yield pending.pop(future), future.result()
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def _open_client(self) -> httpx2.AsyncClient:
+        """Create a client for one connection per request, which trusts the certificates of the system."""
+        return httpx2.AsyncClient(
+            headers=self._headers(),
+            timeout=httpx2.Timeout(None, connect=min(CONNECT_TIMEOUT_S, self._settings.timeout_s)),
+            limits=httpx2.Limits(max_keepalive_connections=0),
+            verify=ssl.create_default_context(),
+            trust_env=False,
         )
-        try:
-            for chat, reply in pool.run(iter(chats), self._settings.max_concurrency, stop):
-                yield chat.index, reply
-        finally:
-            pool.cancel()
 
     def stream(self, chat: ChatRequest) -> Iterator[ChatDelta | ChatReply]:
         """Yield the pieces of one answer, then the whole reply. Requests are retried until the answer starts.
@@ -761,31 +524,99 @@ class OpenAiEndpoint:
             SettingsError: the server rejects the request.
             EndpointError: the server does not answer, or the stream broke.
         """
-        model, silent_s = self.get_model().name, self._settings.timeout_s
-        chat_stream = ChatStream(silent_s)
+        model = self.get_model().name
+        pieces: queue.SimpleQueue[ChatDelta | ChatReply | None] = queue.SimpleQueue()
+
+        async def receive() -> None:
+            try:
+                async for piece in self._stream(model, chat):
+                    pieces.put(piece)
+            finally:
+                pieces.put(None)
+
+        try:
+            with start_blocking_portal() as portal:  # an exception, such as GeneratorExit, cancels the request
+                future = portal.start_task_soon(receive)
+                while (piece := pieces.get()) is not None:
+                    yield piece
+                future.result()  # raises
+        except (IncompleteReplyError, MalformedReplyError) as error:
+            raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
+
+    async def _stream(self, model: str, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatReply, None]:
+        silent_s = self._settings.timeout_s
+        silence = f"no piece of the answer arrived for {silent_s:g} s (machine.endpoint.timeout_s)"
 
         def body() -> dict[str, Any]:
             streaming = {"stream": True, "stream_options": {"include_usage": True}}
             return {key: value for key, value in {**self._body(model, chat), **streaming}.items()
                     if key not in self._unsupported}  # fmt: skip
 
-        parser: _ResponseParser[ChatReply | None] = _ResponseParser(lambda response, tries: None, self._parse_refusal)
-        try:
-            if (replacement := self._request_with_retries("/chat/completions", body, parser, chat_stream)) is not None:
+        async with self._open_client() as client, AsyncExitStack() as stack:
+            started: list[httpx2.Response] = []
+
+            async def start(client: httpx2.AsyncClient, path: str, payload: Any) -> EndpointResponse:
+                """Send the request and wait until the response starts; read the body of an error."""
+                await stack.aclose()
+                try:
+                    with anyio.fail_after(silent_s):
+                        response = await stack.enter_async_context(self._open_request(client, path, payload))
+                        if response.status_code == httpx2.codes.OK:
+                            started.append(response)
+                            return EndpointResponse(response.status_code, None, b"")
+                        retry_after = response.headers.get("Retry-After")
+                        return EndpointResponse(response.status_code, retry_after, await _read_body(response))
+                except TimeoutError:
+                    raise IncompleteReplyError(silence) from None
+                except httpx2.HTTPError as error:
+                    raise IncompleteReplyError(http_client.describe_error(error)) from None
+
+            replacement = await self._request_with_retries(
+                "/chat/completions", body, lambda response, tries: None, self._parse_refusal, client, start
+            )
+            if replacement is not None:
                 yield replacement
                 return
-            yield from chat_stream.pieces()
-        except (IncompleteReplyError, MalformedReplyError) as error:
-            raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
-        finally:
-            chat_stream.close()
+            pieces = _read_pieces(started[-1])
+            while True:
+                try:
+                    with anyio.fail_after(silent_s):
+                        piece = await anext(pieces, None)
+                except TimeoutError:
+                    raise IncompleteReplyError(silence) from None
+                except httpx2.HTTPError as error:
+                    raise IncompleteReplyError(http_client.describe_error(error)) from None
+                if piece is None:
+                    return
+                yield piece
 
-    def _answer(self, model: str, chat: ChatRequest, request: RetriableRequest) -> ChatReply:
-        def read(response: EndpointResponse, tries: int) -> ChatReply:
-            return read_reply(response.body, tries)
+    def _open_request(
+        self, client: httpx2.AsyncClient, path: str, body: Any
+    ) -> AbstractAsyncContextManager[httpx2.Response]:
+        """Send a request: POST with `body` as JSON, or GET if it is None."""
+        if body is None:
+            return client.stream("GET", f"{self.address}{path}")
+        content = json.dumps(body, allow_nan=False).encode()  # ASCII, so that lone surrogates can be sent
+        return client.stream("POST", f"{self.address}{path}", content=content)
 
-        parser = _ResponseParser(read, self._parse_refusal)
-        return self._request_with_retries("/chat/completions", lambda: self._body(model, chat), parser, request)
+    async def _exchange(self, client: httpx2.AsyncClient, path: str, body: Any) -> EndpointResponse:
+        """Send a request and read the whole response.
+
+        Raises:
+            IncompleteReplyError: no complete response within machine.endpoint.timeout_s, or the connection failed.
+        """
+        limit_s = self._settings.timeout_s
+        try:
+            with anyio.fail_after(limit_s):
+                async with self._open_request(client, path, body) as response:
+                    retry_after = response.headers.get("Retry-After")
+                    return EndpointResponse(response.status_code, retry_after, await _read_body(response))
+        except TimeoutError:
+            raise IncompleteReplyError(
+                f"no complete answer within {limit_s:g} s (machine.endpoint.timeout_s)"
+            ) from None
+        except httpx2.HTTPError as error:
+            raise IncompleteReplyError(http_client.describe_error(error)) from None
 
     def _parse_refusal(self, response: EndpointResponse, tries: int) -> ChatReply | None:
         """Return the reply for a rejection of this chat only; None if it may concern all chats."""
@@ -798,7 +629,7 @@ class OpenAiEndpoint:
             return ChatReply("", None, "refused", None, None, None, tries, message)
         return None
 
-    def _list_models(self, request: RetriableRequest) -> list[Mapping[str, Any]] | None:
+    async def _list_models(self, client: httpx2.AsyncClient, _: None) -> list[Mapping[str, Any]] | None:
         """List the server's models; None if the server does not list them."""
 
         def read(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
@@ -815,7 +646,7 @@ class OpenAiEndpoint:
         def read_missing(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
             return [] if response.status in (404, 405) else None
 
-        return self._request_with_retries("/models", lambda: None, _ResponseParser(read, read_missing), request) or None
+        return await self._request_with_retries("/models", lambda: None, read, read_missing, client) or None
 
     def _choose_model(self, entries: list[Mapping[str, Any]] | None) -> ServedModel:
         if entries is None:
@@ -845,29 +676,41 @@ class OpenAiEndpoint:
             body["logprobs"] = True
         return {name: value for name, value in body.items() if name not in self._unsupported}
 
-    def _request_with_retries(
+    async def _request_with_retries(
         self,
         path: str,
         body: Callable[[], Any],
-        parser: "_ResponseParser[ResultT]",
-        request: RetriableRequest | ChatStream,
+        parse: Callable[[EndpointResponse, int], ResultT],
+        parse_refusal: Callable[[EndpointResponse, int], ResultT | None],
+        client: httpx2.AsyncClient,
+        exchange: Callable[[httpx2.AsyncClient, str, Any], Awaitable[EndpointResponse]] | None = None,
     ) -> ResultT:
-        """Send a request until it succeeds or fails permanently."""
+        """Send a request until it succeeds or fails permanently.
+
+        Args:
+            path: path after the address.
+            body: returns the JSON to send, without the parameters that the server does not support; None: GET.
+            parse: parses a response of status 200.
+            parse_refusal: parses a rejection; if it returns None, the rejection is an error.
+            client: sends the requests.
+            exchange: makes one try; default: `_exchange`.
+        """
+        exchange = exchange or self._exchange
         for attempt in range(1, self._settings.max_attempts + 1):
-            request.wait(self._not_before_s - time.monotonic())
+            await anyio.sleep(max(0.0, self._not_before_s - time.monotonic()))
             outcome, payload = http_client.PostResult(False, ""), body()
             try:
-                response = request.exchange(self.address, path, payload, self._headers(), self._settings.timeout_s)
+                response = await exchange(client, path, payload)
                 while (
                     response.status in (400, 422)
                     and payload
                     and self._drop_unsupported(read_error_message(response.body), payload)
                 ):
                     payload = body()
-                    response = request.exchange(self.address, path, payload, self._headers(), self._settings.timeout_s)
+                    response = await exchange(client, path, payload)
                 if response.status == 200:
-                    return parser.parse(response, attempt)
-                if (replacement := parser.parse_refusal(response, attempt)) is not None:
+                    return parse(response, attempt)
+                if (replacement := parse_refusal(response, attempt)) is not None:
                     return replacement
                 outcome = self._interpret_error(response)
             except IncompleteReplyError as error:
@@ -878,7 +721,7 @@ class OpenAiEndpoint:
             if not outcome.is_retryable:
                 raise SettingsError(f"{self.address}{path}: {reason}")
             if attempt < self._settings.max_attempts:
-                request.wait(self._pause_s(attempt, outcome))
+                await anyio.sleep(self._pause_s(attempt, outcome))
         attempts = http_client.format_attempts(self._settings.max_attempts)
         raise EndpointError(
             f"{self.address}{path}: {reason}; {attempts} (machine.endpoint.max_attempts); check the server"
@@ -926,17 +769,6 @@ class OpenAiEndpoint:
     def _hide_key(self, text: str) -> str:
         """Remove the key from a message, because servers repeat a key that they reject."""
         return text.replace(self._key, "(the key)") if self._key else text
-
-
-@dataclass(frozen=True)
-class _ResponseParser(Generic[ResultT]):
-    """Functions that parse a response of status 200 and a rejection.
-
-    If `parse_refusal` returns None, the rejection is an error.
-    """
-
-    parse: Callable[[EndpointResponse, int], ResultT]
-    parse_refusal: Callable[[EndpointResponse, int], ResultT | None]
 
 
 def _read_api_key() -> str:
