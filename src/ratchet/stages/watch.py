@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from rich.console import ConsoleOptions, Group, RenderableType
+from rich.console import ConsoleDimensions, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -201,7 +201,7 @@ def _print_once(source: WatchSource, stream: TextIO) -> None:
         return
     console = create_console(stream)
     if not stream.isatty():
-        console.size = shutil.get_terminal_size(FILE_SIZE)
+        console.size = ConsoleDimensions(shutil.get_terminal_size(FILE_SIZE).columns, FILE_SIZE[1])
     console.print(render_runs(runs, time.time(), console.options))
 
 
