@@ -683,7 +683,10 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
         ("sweep: {objectives: [{metric: accuracy}, {metric: memory_bytes}]}", "needs a single objective"),
         ("sweep: {name: a/b}", "sweep.name"),
         ("machine: {study_storage: 'postgresql://me:hidden@host/db'}", "expected an address without a password"),
-        ("machine: {study_storage: 'sqlite:///hidden.db'}", "expected postgresql://.*; SQLite locks the whole file"),
+        (
+            "machine: {study_storage: 'sqlite:///hidden.db'}",
+            "expected postgresql://.*; an SQLite file cannot be",
+        ),
         ("machine: {study_storage: 'postgresql://me@host'}", "the address has no database; expected postgresql://"),
         ("train: {target_modules: '(q_proj'}", r"found '\(q_proj'; .*regular expression \(missing"),
         ("machine: {tracking_uri: 'https://me:hidden@host'}", "without user and password.*MLFLOW_TRACKING_PASSWORD"),

@@ -104,7 +104,9 @@ def test_a_page_is_written_as_well(config: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     text = lines(config, html=page)
     assert text[0] == lines(config)[0]
-    assert f"<strong>{units.format_bytes(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
+    assert f"<strong><bdi>{units.format_bytes(asked(config)['peak_bytes'])}</bdi></strong>" in page.read_text(
+        encoding="utf-8"
+    )
 
 
 def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(config: Path) -> None:
