@@ -66,7 +66,7 @@ def campaign(project: ProjectLayout, folder: Path, quick: bool, seed: int, say: 
     settings = settings.model_copy(update={"train": train})
     steps = BatchPlan(rows_of(project, "train").lengths, settings.train).steps
     trials = plan.draw_plan(seed, PLANS[quick], campaigns.plan_shape(project, settings, steps))
-    results = campaigns.run_campaign(project, settings, trials, folder, say)
+    results = campaigns.FaultCampaign(project, settings, folder, say).run(trials)
     rows = []
     for name in PLANS[quick]:
         own = [result for result in results if result.trial.category == name]

@@ -175,7 +175,7 @@ def trained(layout: ProjectLayout, settings: Settings) -> Path:
     try:
         if not run.paths.is_finished():
             build_launch(layout, settings).save(run.paths.launch)
-            if code := worker.run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()):
+            if code := worker.run_worker(run.paths, 1, GracefulShutdown(), Heartbeat(None, 0.0, 0.0)):
                 raise SystemExit(f"{run.paths.root}: the worker ended with {code}")
     finally:
         run.close()

@@ -69,7 +69,8 @@ BENCHMARKS = (
     Benchmark("memory", 105),
     Benchmark("merge", 102),
     Benchmark("prepare", 126),
-    Benchmark("sweep", 300),
+    Benchmark("sweep", 280),
+    Benchmark("sweep_curves", 30),
     Benchmark("callbacks", 128),
     Benchmark("compare", 12),
     # The parts `peer` and `inside` take as long again; only the full mode runs them.

@@ -146,7 +146,7 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
     for kind in GGUF_TYPES[: 4 if quick else None]:
         path = scratch / f"{kind}.gguf"
         try:
-            writer.require_exportable(merged, [kind], None)
+            writer.require_exportable(merged, [kind], False)
             writer.write_gguf(merged, path, kind, lambda *_: None)
             with llama_server.open_runtime(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
                 yield examined(f"gguf/{kind}", runtime)

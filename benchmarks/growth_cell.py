@@ -129,7 +129,7 @@ def loop_of(
             machine=Machine(device="cpu", threads=1, micro_batch_size=BATCH_ROWS, checkpoint_every=every),
             model=adapters.attach(plain, train, "base", (), plan.steps),
             device=device, train_rows=rows[0], validation_rows=rows[1], paths=paths, journal=journal,
-            heartbeat=Heartbeat.private(), shutdown=stop or GracefulShutdown(), environment={}, batch_plan=plan,
+            heartbeat=Heartbeat(None, 0.0, 0.0), shutdown=stop or GracefulShutdown(), environment={}, batch_plan=plan,
             memory_monitor=MemoryMonitor(journal, device, ()), suggest_memory_changes=str,
         )
     )  # fmt: skip

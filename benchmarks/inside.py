@@ -109,7 +109,7 @@ def loop_of(
             validation_rows=rows_of(project, "validation"),
             paths=paths,
             journal=journal,
-            heartbeat=Heartbeat.private(),
+            heartbeat=Heartbeat(None, 0.0, 0.0),
             shutdown=stop(paths),
             environment={"torch": torch.__version__},
             batch_plan=BatchPlan(train.lengths, spec.train),

@@ -77,8 +77,8 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     task = TrainingContext(
         spec=spec, machine=machine, model=model, device=device, train_rows=learned, validation_rows=checked,
         paths=work_place,
-        journal=journal, heartbeat=Heartbeat.private(), shutdown=GracefulShutdown(), environment={}, batch_plan=plan,
-        memory_monitor=monitor,
+        journal=journal, heartbeat=Heartbeat(None, 0.0, 0.0), shutdown=GracefulShutdown(), environment={},
+        batch_plan=plan, memory_monitor=monitor,
         suggest_memory_changes=str, initial_loss_scale=scale,
     )  # fmt: skip
     TrainingLoop(task).run()

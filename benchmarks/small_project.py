@@ -18,12 +18,15 @@ from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.data.batches import TokenRows
 from ratchet.data.splits import SplitName
+from ratchet.runs.directory import RunDirectory, RunPaths
+from ratchet.runs.supervisor import supervise
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import ChampionFile
+from ratchet.training.run_spec import build_launch, build_run_spec
 
 BUNDLED = Path(__file__).parents[1] / "data"
 ROWS = 300
@@ -61,12 +64,27 @@ def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Proj
         csv.writer(stream).writerows(table)
     for text in (BUNDLED / "text").iterdir():
         shutil.copyfile(text, layout.text / text.name)
-    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    run_first_stages(layout, settings)
+    return layout
+
+
+def run_first_stages(layout: ProjectLayout, settings: Settings) -> None:
+    """Write the other files of a project that has its data, and run stages base and prepare."""
+    (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
     layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     base(Project.from_parts(layout, settings))
     prepare(Project.from_parts(layout, settings))
-    return layout
+
+
+def train_supervised(layout: ProjectLayout, settings: Settings) -> RunPaths:
+    """Train a run with its supervisor and without callbacks; return its paths."""
+    run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
+    try:
+        supervise(run, build_launch(layout, settings), (), "benchmark")
+    finally:
+        run.close()
+    return run.paths
 
 
 def linked(source: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:

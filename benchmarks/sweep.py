@@ -10,9 +10,8 @@ all.
 
 - The **grid**: every cell is trained to its end, as a supervised run without MLflow. The target is its best value plus
   one standard deviation of that cell's value over seeds, because a smaller difference is noise.
-- A **sweep**: `ratchet sweep` in a project of its own, with a Gaussian process (two numbers are searched) and ASHA,
-  twice as many trials as the grid has cells (most of them are short), and without finalists (the grid has none). Tokens
-  and times are read from the journals of its runs.
+- A **sweep**: `ratchet sweep` in a project of its own, with the default sampler and pruner, and without finalists (the
+  grid has none). Tokens and times are read from the journals of its runs.
 - **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials as a sweep.
   Each trial is HF Trainer with peft on the same base and rows, and all trials run in one process.
 
@@ -38,33 +37,26 @@ from pathlib import Path
 
 from report import finish
 from report_rows import Row, at_least, at_most, count, told
-from small_project import BUNDLED, linked
+from small_project import BUNDLED, linked, run_first_stages, train_supervised
 from sweep_account import Search, Take, takes
 
-from ratchet.config import params_file
 from ratchet.config.base import Base, TinyModelSettings
 from ratchet.config.machine import Machine
 from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
-from ratchet.runs.directory import RunDirectory
-from ratchet.runs.supervisor import supervise
-from ratchet.stages.base import base
-from ratchet.stages.prepare import prepare
-from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
-from ratchet.storage.records.gate import ChampionFile
 from ratchet.storage.records.sweep import SweepReport
 from ratchet.storage.records.training import TrainReport
 from ratchet.tracking.mlflow.experiments import MlflowStore
-from ratchet.training.run_spec import build_launch, build_run_spec
 
 STUDY = "benchmark"
 STRICT = 0.005
 """Distance of a second target from the grid's best value. It is reported without a limit, because seeds alone change
 the value by more."""
+FIRST_RUNG = PrunerSettings().min_resource_fraction
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
@@ -79,6 +71,7 @@ class Shape:
     seeds: tuple[int, ...]
     """Seeds with which the grid's best cell is trained again."""
     epochs: float
+    trials: int
     batch_rows: int = 32
 
     @property
@@ -88,16 +81,13 @@ class Shape:
 
 
 SHAPES = {
-    True: Shape((4, 32), (2e-4, 1e-3, 5e-3), (0,), (1,), epochs=0.4),
-    False: Shape((4, 8, 16, 32), (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2), (0, 1, 2), (1, 2, 3), epochs=1),
+    True: Shape((4, 32), (2e-4, 1e-3, 5e-3), (0,), (1,), epochs=0.4, trials=12),
+    False: Shape((4, 10, 25, 64), (1e-4, 2.5e-4, 6.3e-4, 1.6e-3, 4e-3, 1e-2), (0, 1, 2), (1, 2, 3), 1, trials=20),
 }
-"""Shapes by `quick`. A quick grid has too few cells for a target: a third of it are two trainings."""
+"""Shapes by `quick`. A quick grid has too few cells for a target of tokens: a third of it are two trainings."""
 
-TRIALS_PER_CELL = 2
-"""Most trials of a sweep are short, so it may have more of them than the grid has cells."""
-
-FIRST_RUNG = 0.05
-"""Fraction of a training, about five steps, after which bad learning rates are visible."""
+VALIDATIONS_PER_RUNG = 2
+"""Validations up to the first rung, and at the same distance from then on."""
 
 
 def settings_of(shape: Shape, steps: int) -> Settings:
@@ -119,11 +109,10 @@ def settings_of(shape: Shape, steps: int) -> Settings:
         ),
         train=Train(
             rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_size=shape.batch_rows,
-            validate_every_steps=math.ceil(FIRST_RUNG * steps),
+            validate_every_steps=max(1, int(FIRST_RUNG * steps / VALIDATIONS_PER_RUNG)),
         ),
         sweep=Sweep(
-            name=STUDY, trials=TRIALS_PER_CELL * len(shape.cells), finalists=FinalistSettings(top_k=0),
-            pruner=PrunerSettings(min_resource_fraction=FIRST_RUNG),
+            name=STUDY, trials=shape.trials, finalists=FinalistSettings(top_k=0),
             space={"train.rank": rank, "train.alpha": alpha, "train.learning_rate": rate},
         ),
         machine=Machine(device="cpu", threads=1, micro_batch_size=shape.batch_rows),
@@ -136,11 +125,7 @@ def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
     shutil.copytree(BUNDLED, folder / "data")
     for place in (layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
-    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    ChampionFile().save(layout.champion)
-    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
-    base(Project.from_parts(layout, settings))
-    prepare(Project.from_parts(layout, settings))
+    run_first_stages(layout, settings)
     with MlflowStore(layout).connected():
         pass
     steps = shape.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / shape.batch_rows
@@ -155,14 +140,8 @@ def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLay
 
 def train(layout: ProjectLayout, settings: Settings) -> Take:
     """Train one supervised run, and return its cost by the clock of this process."""
-    launch = build_launch(layout, settings)
     begun = time.time()
-    run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
-    try:
-        supervise(run, launch, (), "benchmark")
-    finally:
-        run.close()
-    found = takes(run.paths.journal)
+    found = takes(train_supervised(layout, settings).journal)
     last = found[-1]
     return Take(begun, time.time(), sum(take.tokens for take in found), last.value, last.finished)
 
@@ -238,7 +217,7 @@ def measure(work: Path, shape: Shape) -> Found:
     grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
     for turn, seed in enumerate(shape.samplers):
         found.grid |= {one: cell(grid, settings, *one) for one in shape.cells[turn::turns]}
-        chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(kind="gp", seed=seed)})
+        chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(seed=seed)})
         layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
         before = identities(layout)
         searched, report = sweep(layout)
@@ -290,7 +269,23 @@ def judged(found: Found, quick: bool) -> Iterator[Row]:
     yield at_most("s between two trainings, median", _middle(pauses), 2.0)
     yield told("s between two trainings, longest", max(pauses))
     yield count("sweeps that created base or data again", found.made_again)
+    yield from _quality(found, lowest, tokens, quick)
     yield from _values(found, lowest)
+
+
+def _quality(found: Found, lowest: float, grid_tokens: int, quick: bool) -> Iterator[Row]:
+    """Yield rows for the best values, their cost, and the peer's best value for the same tokens."""
+    distances = [search.best / lowest - 1 for search in found.sweeps]
+    yield at_most("sweep's best value / grid's - 1, worst", max(distances), 0.01 if quick else 0.02)
+    share = _middle(search.tokens / grid_tokens for search in found.sweeps)
+    if quick:
+        yield told("tokens, sweep / grid", share)
+    else:
+        yield at_most("sweep's best value / grid's - 1, median", _middle(distances), 0.005)
+        yield at_most("tokens, sweep / grid", share, 0.33)
+    pairs = zip(found.sweeps, found.peers, strict=True)
+    yield count("sweeps with a worse value than Optuna + Trainer for the same tokens",
+                sum(ours.best > theirs.best_within(ours.tokens) for ours, theirs in pairs))  # fmt: skip
 
 
 def _values(found: Found, lowest: float) -> Iterator[Row]:

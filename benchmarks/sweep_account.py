@@ -54,6 +54,15 @@ class Search:
         """Lowest validation loss of a completed training."""
         return min((take.value for take in self.takes if take.finished), default=math.inf)
 
+    def best_within(self, tokens: int) -> float:
+        """Return the lowest validation loss of a training that was completed before this many tokens were trained."""
+        spent, best = 0, math.inf
+        for take in self.takes:
+            spent += take.tokens
+            if take.finished and spent <= tokens:
+                best = min(best, take.value)
+        return best
+
     def until(self, target: float) -> Reached:
         """Return the cost until the first complete training with this value or better. Infinite if there is none."""
         ended = min((take.ended for take in self.takes if take.finished and take.value <= target), default=math.inf)

@@ -17,17 +17,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ratchet.config import params_file
+from small_project import run_first_stages
+
 from ratchet.config.base import Base, TinyModelSettings
 from ratchet.config.machine import Machine
 from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
-from ratchet.stages.base import base
-from ratchet.stages.prepare import prepare
-from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 QUESTION, ANSWER, TOGETHER = (3.74, 0.37), (3.81, 0.54), 0.49
@@ -74,12 +71,8 @@ def build(folder: Path, cell: Cell, given: Path | None) -> ProjectLayout:
     layout = ProjectLayout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
-    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    ChampionFile().save(layout.champion)
     settings = _bundled(layout, cell) if cell.model == "tiny" else _asked(layout, cell, given)
-    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
-    base(Project.from_parts(layout, settings))
-    prepare(Project.from_parts(layout, settings))
+    run_first_stages(layout, settings)
     return layout
 
 

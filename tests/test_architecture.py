@@ -46,11 +46,10 @@ DECLARED_AS = {
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
 }  # fmt: skip
-USED_INDIRECTLY = {"dvc", "onnxscript", "s3fs"}
+USED_INDIRECTLY = {"dvc", "onnxscript"}
 BROUGHT_BY = {
     "alembic": "mlflow",
     "anyio": "httpx2",
-    "fsspec": "datasets",
     "markupsafe": "jinja2",
     "numpy": "scikit-learn",
     "packageurl-python": "cyclonedx-python-lib",

@@ -70,7 +70,7 @@ def test_without_an_advance_the_hash_of_the_commit_decides(
 
 def test_a_proof_that_was_edited_is_among_what_changed(script: ModuleType) -> None:
     changed = script.changed_packages(
-        ["src/ratchet/runs/replication/backend.py", "src/ratchet/stages/train.py", "tests/proofs/test_x.py"]
+        ["src/ratchet/runs/replication/store.py", "src/ratchet/stages/train.py", "tests/proofs/test_x.py"]
     )
     assert changed == {"runs", "stages", "test_x.py"}
     assert (

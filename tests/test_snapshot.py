@@ -102,9 +102,10 @@ def settings(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, A
 
 
 def paths(owner: Any, root: Path) -> dict[str, str]:
-    """Return the paths below a project or run directory, by the name of their property."""
+    """Return the paths below a project or run directory, by the name of their attribute or property."""
     found = {}
-    for name, _ in inspect.getmembers(type(owner), lambda member: isinstance(member, property)):
+    properties = dict(inspect.getmembers(type(owner), lambda member: isinstance(member, property)))
+    for name in (vars(owner).keys() | properties.keys()) - {"root"}:
         if isinstance(value := getattr(owner, name), Path) and value.is_relative_to(root):
             found[name] = str(value.relative_to(root))
     return found

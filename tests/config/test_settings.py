@@ -169,6 +169,8 @@ def test_an_invalid_learning_rate_is_refused_with_the_value_found(value: str, fo
         ("prepare:\n  sources: [{weight: 2}]\n", "prepare.sources.0: expected either files or dataset"),
         ("prepare:\n  sources: [{dataset: a/b}]\n", "prepare.sources.0.revision: missing; set a commit"),
         ("prepare:\n  limits: {malformed: 2}\n", "prepare.limits.malformed: found 2"),
+        ("train:\n  rank_pattern: {'': 4}\n", "params.yaml:2: train.rank_pattern.: found ''; expected an integer >= 1"),
+        ("prepare:\n  limits: {malformd: 0.1}\n", "prepare.limits.malformd: unknown; expected one of: 'malformed', "),
         ("base:\n  tiny: {heads: 5}\n", "base.tiny.heads: found 5; expected a divisor of hidden_size (256)"),
         ("gate:\n  rules: []\n", "gate.rules: found []"),
         (
@@ -373,7 +375,7 @@ def test_a_quoted_count_is_read() -> None:
 
 
 def test_missing_settings_have_their_defaults() -> None:
-    assert params_file.parse("train:\n  rank: 8\n") == Settings.model_validate({"train": {"rank": 8}})
+    assert params_file.parse("version: 2\ntrain:\n  rank: 8\n") == Settings.model_validate({"train": {"rank": 8}})
 
 
 @pytest.mark.parametrize("prefix", ["\ufeff", "%YAML 1.2\n---\n", "---\n", "\r\n"])
@@ -508,7 +510,6 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "callbacks": lambda rng: [],
     "function": lambda rng: None,
     "metrics": lambda rng: rng.choice([[], ["bleu"], ["token_f1", "length"]]),
-    "length_bins": lambda rng: sorted(rng.sample(range(1, 5000), 3)),
     "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
     "sources": lambda rng: several(rng, [SourceSettings], 1, 3),
     "rules": lambda rng: several(rng, RULES, 1, 4),
@@ -525,13 +526,14 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "gpus": lambda rng: rng.choice(["auto", 1, 4]),
     "nodes": lambda rng: rng.choice(["1", "8", "2:8"]),
     "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
-    "replica": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "ftp://me@host/runs"]),
+    "replica": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "az://box/runs"]),
     "replica_bytes_per_s": lambda rng: rng.choice([None, 1, 20_000_000]),
     "log_max_bytes": lambda rng: rng.choice([4096, 10_000_000]),
     "metrics_port": lambda rng: rng.choice([None, 1, 9464, 65535]),
     "metrics_file": lambda rng: rng.choice([None, "/var/lib/a folder/ratchet.prom"]),
     "base_url": lambda rng: rng.choice(["http://127.0.0.1:8000/v1", "https://judge.example"]),
     "reasoning_tags": lambda rng: rng.choice([["<think>", "</think>"], ["[THINK]", "[/THINK]"]]),
+    "limits": lambda rng: rng.choice([{}, {"malformed": 0.5}, {"leaked": 0, "near_duplicate": None}]),
     "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Random values of fields whose annotation does not describe them, or that hold lists of sections."""
@@ -602,6 +604,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     if section is Sweep and len(found["objectives"]) > 1:  # pruning needs a single objective that orders the trials
         found["pruner"]["kind"] = "none"
         found["sampler"]["kind"] = rng.choice(["tpe", "gp", "random", "grid"])
+    if section is Sweep and found["pruner"]["kind"] == "freeze_thaw":  # not every space has it
+        found["pruner"]["kind"] = "auto"
     if section is HookSettings:
         found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:
@@ -697,7 +701,7 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
         ("machine: {replica: bucket/folder}", "expected a URL such as s3://"),
         (
             "machine: {replica: 'memory://x'}",
-            "machine.replica: .*scheme memory cannot hold a replica, because other machines",
+            "machine.replica: .*scheme memory cannot hold a replica",
         ),
         ("machine: {replica: 'https://host/x'}", "scheme https cannot hold a replica"),
         (
@@ -714,11 +718,11 @@ def test_settings_that_exclude_each_other_are_refused_with_the_reason(section: s
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("nonsense://x/y", "expected a path, or a scheme that fsspec has"),
+        ("nonsense://x/y", "scheme nonsense cannot hold a replica"),
         ("S3:///folder", "expected s3://BUCKET/FOLDER with the name of a bucket"),
         ("s3://user@bucket/folder", "expected s3://BUCKET/FOLDER with the name of a bucket"),
         ("gs:///folder", "expected gs://BUCKET/FOLDER"),
-        ("sftp:///folder", "expected sftp://HOST/FOLDER"),
+        ("az:///folder", "expected az://BUCKET/FOLDER"),
         ("sftp://me:planted@host/x", "expected a URL without a password or query"),
         ("abfs://box/x?se=planted", "expected a URL without a password or query"),
         ("sftp://host:port/x", "expected a URL with a valid host and port"),
@@ -727,28 +731,32 @@ def test_settings_that_exclude_each_other_are_refused_with_the_reason(section: s
         ("file://folder/x", "expected file:///FOLDER, an absolute path"),
         ("file:/folder/x", "expected a URL such as s3://BUCKET/FOLDER, or an absolute path"),
         ("arrow_hdfs://host/x", "expected a URL such as s3://BUCKET/FOLDER, or an absolute path"),
-        ("simplecache::s3://box/x", "scheme simplecache cannot hold a replica"),
-        ("gs://bucket/x", "expected a scheme whose library is installed; pip install gcsfs"),
-        ("sftp://host/x", "expected a scheme whose library is installed; pip install paramiko"),
+        ("simplecache::s3://box/x", "expected a URL such as s3://BUCKET/FOLDER, or an absolute path"),
+        ("sftp://host/x", "scheme sftp cannot hold a replica (mount other storage as a folder"),
         ("{here}/file", "expected a folder, but {here}/file is not one"),
         ("file://{here}/file/replica", "expected a folder, but {here}/file is not one"),
         ("/a\u202eb", "expected an address without control characters"),
     ],
 )
-def test_the_address_of_a_replica_is_checked_when_settings_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, reason: str
-) -> None:
+def test_the_address_of_a_replica_is_checked_when_settings_are_loaded(tmp_path: Path, url: str, reason: str) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in ("gcsfs", "paramiko") else name)
     url, reason = url.format(here=tmp_path), reason.format(here=tmp_path)
     said = refusal(f'train: {{}}\nmachine:\n  replica: "{url}"\n')
     assert said.startswith("params.yaml:3: machine.replica: found '")
-    assert said.endswith(reason) or f"; {reason}" in said
+    assert reason in said
     assert "planted" not in said
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket", "s3a://bucket/a folder", "ftp://me@host:21/x", "hdfs:///x", "/not/there", "file:///not%20/x"]
+    "url",
+    [
+        "s3://bucket",
+        "s3a://bucket/a folder",
+        "gs://bucket/x",
+        "abfss://box@account.dfs.core.windows.net/x",
+        "/not/there",
+        "file:///not%20/x",
+    ],
 )
 def test_a_replica_is_accepted_without_contacting_it(url: str) -> None:
     assert params_file.parse(f'machine: {{replica: "{url}"}}\n').machine.replica == url
@@ -793,3 +801,18 @@ def test_settings_of_two_sections_that_exclude_each_other_are_refused() -> None:
 def without_version(written: dict[str, Any]) -> dict[str, Any]:
     """Return the sections of a params.yaml."""
     return {name: value for name, value in written.items() if name != "version"}
+
+
+def test_a_setting_that_became_a_constant_is_accepted_with_its_value_and_refused_with_another() -> None:
+    text = "version: 2\nprepare:\n  deduplication:\n    shingle_words: {}\n"
+    assert params_file.parse(text.format(3)) == Settings()
+    with pytest.raises(SettingsError) as caught:
+        params_file.parse(text.format(5))
+    assert str(caught.value) == (
+        "params.yaml:4: prepare.deduplication.shingle_words: found 5; it is no setting any more and always 3; remove it"
+    )
+
+
+def test_a_copy_with_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="DeduplicationSettings has no setting shingle_words"):
+        Settings().prepare.deduplication.model_copy(update={"shingle_words": 5})

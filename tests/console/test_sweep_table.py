@@ -106,7 +106,7 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     assert stream.read().splitlines() == [
         "sweep: 1 of 3 trials (1 complete)",
         "best: trial 1, validation loss 1.5 (rank 16, target_modules q+v)",
-        "1 min 05 s",
+        "1 min 5 s",
     ]
 
 

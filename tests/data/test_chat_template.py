@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -110,12 +110,13 @@ def test_the_label_mask_is_the_ignore_index_of_cross_entropy() -> None:
     assert torch.nn.CrossEntropyLoss().ignore_index == tokenization.IGNORE_INDEX
 
 
-def test_training_flags_are_per_row_and_hidden_from_the_template() -> None:
+@pytest.mark.parametrize("turns", ["flagged", "all"])
+def test_training_flags_are_per_row_and_hidden_from_the_template(turns: Literal["flagged", "all"]) -> None:
     tok = chatml(CHATML.replace("message['role'] +", "message['role'] + (message | length | string) +", 1))
     tok.chat_template = tok.chat_template.replace("assistant\\n' }}{% endif", "assistant2\\n' }}{% endif")
     first = chat(QUESTION, {**ANSWER, "train": True}, user("two"), {**ANSWER, "train": False})
     second = chat(QUESTION, {**ANSWER, "weight": 0}, user("two"), {**ANSWER, "weight": 1})
-    a, b = ConversationEncoder(tok, "flagged").encode([("f:1", first), ("f:2", second)])
+    a, b = ConversationEncoder(tok, turns).encode([("f:1", first), ("f:2", second)])
     assert (
         a.input_ids
         == b.input_ids

@@ -110,7 +110,7 @@ def test_texts_without_spaces_match_by_character() -> None:
 
 
 def test_hash_collisions_are_not_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratchet.data.leakage._powers", lambda root, count: np.zeros(count, dtype=np.uint64))
+    monkeypatch.setattr("ratchet.data.leakage._draw_numbers", lambda count: np.zeros(count, dtype=np.uint64))
     text = " ".join(reversed(split_words(f"{QUESTION} {SHORT}")))
     assert one(text, QUESTION, SHORT) == []
     assert one(f"{SHORT} Well.", SHORT) == [" ".join(split_words(SHORT))]

@@ -11,7 +11,6 @@ from ratchet.config.base import Base
 from ratchet.config.prepare import (
     ColumnSettings,
     DeduplicationSettings,
-    DropLimitSettings,
     Prepare,
     SourceSettings,
     SplitSettings,
@@ -153,7 +152,7 @@ def test_a_field_that_no_record_has_is_refused_with_suggestions(tmp_path: Path, 
 def test_an_unsupported_field_value_is_a_malformed_row(tmp_path: Path, model: Path, value: Any, said: str) -> None:
     rows = records()
     rows[7]["channel"] = value
-    layout, card = prepared(tmp_path, model, rows, extra_fields=("channel",), limits=DropLimitSettings(malformed=0.05))
+    layout, card = prepared(tmp_path, model, rows, extra_fields=("channel",), limits={"malformed": 0.05})
     assert card.dropped["malformed"].count == 1
     assert "rows.jsonl:8: field 'channel' (prepare.extra_fields)" in card.dropped["malformed"].examples[0]
     assert said in card.dropped["malformed"].examples[0]

@@ -104,6 +104,19 @@ def test_a_killed_run_resumes_with_equal_results(bench: Bench, ours: Any, tmp_pa
     assert nothing.made == []
 
 
+def test_models_without_logits_at_single_positions_use_the_code_of_the_harness(
+    bench: Bench, ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ratchet.models.likelihoods.score_pairs", lambda *_: None)
+    found = bench.run(HarnessSettings(tasks=TASKS), ScoreStore(tmp_path / "scores.jsonl"))
+    for result, name in zip(found, TASKS, strict=True):
+        for scores, expected in zip(result.scores, ours[name].scores, strict=True):
+            assert scores.values == pytest.approx(expected.values, rel=1e-4, abs=1e-5)
+    nothing = Counting(ScoreStore(tmp_path / "scores.jsonl"))
+    assert bench.run(HarnessSettings(tasks=TASKS), nothing) == found
+    assert nothing.made == []
+
+
 def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path) -> None:
     folder = bench.root / "drawn"
     folder.mkdir()

@@ -251,11 +251,12 @@ def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
     assert seen == []
 
 
-def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout, ids: dict[str, str]) -> None:
+def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout) -> None:
     with pytest.raises(DataError, match="no result"):
-        scheduler.score_runs(layout, SETTINGS, ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
+        job = ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",))
+        scheduler.score_runs(layout, SETTINGS, job, lambda: None)
     with pytest.raises(SettingsError, match="train_seconds"):
-        scheduler.score_run(layout, SETTINGS, ids["first"], ["train_seconds"])
+        scheduler.parse_row_metric("train_seconds")
 
 
 def test_arguments_hold_no_password(
@@ -267,7 +268,7 @@ def test_arguments_hold_no_password(
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml would refuse such an address
     job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        scheduler.score_runs(layout, settings, job)
+        scheduler.score_runs(layout, settings, job, lambda: None)
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 

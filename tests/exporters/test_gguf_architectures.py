@@ -10,7 +10,7 @@ import torch
 import gguf_models
 from gguf_models import families
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.exporters.gguf import architectures, llama_cpp_tools, writer
+from ratchet.exporters.gguf import architectures, writer
 from ratchet.models.runtimes import llama_server
 from tiny_gguf import expected, greedy
 
@@ -63,7 +63,7 @@ def made(family: str, changes: dict[str, Any]) -> Any:
 
 def file_of(model: Any, tmp_path: Path) -> Path:
     directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
-    writer.require_exportable(directory, ["f32"], None)
+    writer.require_exportable(directory, ["f32"], False)
     writer.write_gguf(directory, tmp_path / "model.gguf", "f32", gguf_models.nothing)
     return tmp_path / "model.gguf"
 
@@ -126,26 +126,22 @@ def test_models_that_llama_cpp_computes_differently_are_refused(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BaseModelError, match=message) as raised:
-        writer.require_exportable(config_only(tmp_path, family, **changes), ["q8_0"], None)
+        writer.require_exportable(config_only(tmp_path, family, **changes), ["q8_0"], False)
     assert "config.json" in str(raised.value)
 
 
 def test_an_unsupported_architecture_needs_the_converter_of_llama_cpp(tmp_path: Path) -> None:
-    directory, checkout = config_only(tmp_path / "hf", "olmo2"), tmp_path / "llama.cpp"
-    checkout.mkdir()
-    assert not writer.is_supported(directory)
-    for place in (None, checkout):
-        with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
-            writer.require_exportable(directory, ["q8_0"], place)
-    (checkout / llama_cpp_tools.CONVERT).write_text("")
-    writer.require_exportable(directory, ["q8_0"], checkout)
+    directory = config_only(tmp_path / "hf", "olmo2")
+    with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
+        writer.require_exportable(directory, ["q8_0"], False)
+    writer.require_exportable(directory, ["q8_0"], True)
 
 
 def test_a_config_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
     (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     with pytest.raises(BaseModelError, match=r"config\.json: transformers rejects it"):
-        writer.require_exportable(directory, ["f32"], None)
+        writer.require_exportable(directory, ["f32"], False)
 
 
 def test_the_context_ends_where_a_window_that_the_config_uses_would_begin(tmp_path: Path) -> None:
@@ -161,6 +157,6 @@ def test_the_context_ends_where_a_window_that_the_config_uses_would_begin(tmp_pa
 
 def test_types_that_fit_no_row_are_refused(tmp_path: Path) -> None:
     directory = config_only(tmp_path, "llama")
-    writer.require_exportable(directory, ["q4_0", "q4_k_m"], None)
+    writer.require_exportable(directory, ["q4_0", "q4_k_m"], False)
     with pytest.raises(SettingsError, match=r"export\.gguf\.types: tq1_0 needs row lengths that are multiples of 256"):
-        writer.require_exportable(directory, ["q8_0", "tq1_0"], None)
+        writer.require_exportable(directory, ["q8_0", "tq1_0"], False)

@@ -252,7 +252,7 @@ def test_a_template_that_fails_is_refused(tmp_path: Path) -> None:
     tokenizer = gguf_models.byte_level()
     tokenizer.chat_template = "{{ raise_exception('only with tools') }}"
     with pytest.raises(BaseModelError, match="chat template fails for a plain question: only with tools"):
-        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], None)
+        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], False)
 
 
 def punctuated(written: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ def punctuated(written: dict[str, Any]) -> None:
 def test_features_that_llama_cpp_lacks_are_refused_by_name(change: Any, said: str, tmp_path: Path) -> None:
     directory = saved(changed(gguf_models.byte_level(), change), tmp_path)
     with pytest.raises(BaseModelError, match="GGUF cannot represent this tokenizer.*" + said):
-        writer.require_exportable(directory, ["f16"], None)
+        writer.require_exportable(directory, ["f16"], False)
 
 
 def test_an_unknown_pattern_is_refused_and_shown(tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_an_unknown_pattern_is_refused_and_shown(tmp_path: Path) -> None:
     with pytest.raises(
         BaseModelError, match=r"splits texts by \\p\{N\}\{1,2\}\|\\s\+, and llama\.cpp has no equivalent"
     ):
-        writer.require_exportable(directory, ["f16"], None)
+        writer.require_exportable(directory, ["f16"], False)
 
 
 def test_ignore_merges_matters_only_for_words_that_merges_do_not_reach(tmp_path: Path) -> None:
     reached = changed(gguf_models.byte_level(), lambda written: written["model"].update(ignore_merges=True))
     assert gguf_vocabulary.read_vocabulary(saved(reached, tmp_path), gguf_models.ROWS).pre == "gpt-2"
     with pytest.raises(BaseModelError, match="rule `gpt-2` with ignore_merges: true"):
-        writer.require_exportable(saved(gguf_models.byte_level(whole_words=True), tmp_path), ["f16"], None)
+        writer.require_exportable(saved(gguf_models.byte_level(whole_words=True), tmp_path), ["f16"], False)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_ignore_merges_matters_only_for_words_that_merges_do_not_reach(tmp_path:
 def test_other_kinds_are_refused(model: Any, tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=END, chat_template=CHAT)
     with pytest.raises(BaseModelError, match=r"cannot represent this tokenizer: its model type is (WordPiece|Unigram)"):
-        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], None)
+        writer.require_exportable(saved(tokenizer, tmp_path), ["f16"], False)
 
 
 def test_pieces_with_missing_merges_are_refused(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_pieces_with_missing_merges_are_refused(tmp_path: Path) -> None:
         written["model"]["merges"] = first
 
     with pytest.raises(BaseModelError, match="it never merges"):
-        writer.require_exportable(saved(changed(pieces(tmp_path, None), fewer), tmp_path), ["f16"], None)
+        writer.require_exportable(saved(changed(pieces(tmp_path, False), fewer), tmp_path), ["f16"], None)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

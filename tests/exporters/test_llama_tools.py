@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config.export import GgufType
+from ratchet.config.export import Export, GgufSettings, GgufType
+from ratchet.config.machine import Machine
+from ratchet.config.settings import Settings
 from ratchet.errors import SettingsError
-from ratchet.exporters.gguf import llama_cpp_tools, writer
+from ratchet.exporters import inputs
+from ratchet.exporters.gguf import llama_cpp_tools
 from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 
 FAKE = """#!{python}
@@ -128,9 +131,10 @@ def test_a_converter_in_build_bin_makes_an_unknown_architecture_exportable(tmp_p
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
     fake(tmp_path / "llama.cpp" / "build" / "bin" / "convert_hf_to_gguf.py", CONVERTS)
-    writer.require_exportable(model, ["f16"], tmp_path / "llama.cpp")
+    settings = Settings(export=Export(gguf=GgufSettings(types=("f16",))), machine=Machine(llama_cpp="llama.cpp"))
+    assert inputs.require_exportable(model, settings, tmp_path).convert is not None
     with pytest.raises(SettingsError, match=r"set machine\.llama_cpp to a checkout of llama\.cpp"):
-        writer.require_exportable(model, ["f16"], None)
+        inputs.require_exportable(model, settings.model_copy(update={"machine": Machine()}), tmp_path)
 
 
 def test_a_directory_without_tools_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from libraries_cases import LIGHT, cloud, told
+from libraries_cases import LIGHT, told
 
 
 def test_a_worker_trains_without_pandas() -> None:
@@ -20,29 +20,6 @@ def test_other_parts_of_scipy_are_available_during_deferral() -> None:
         "import scipy.optimize; print(brentq is scipy.optimize.brentq, round(brentq(lambda x: x - 2, 0, 5), 6))",
     )
     assert found == "True 2.0"
-
-
-def test_its_submodules_can_be_imported_meanwhile(tmp_path: Path) -> None:
-    found = told(
-        cloud(tmp_path),
-        "from ratchet.models import lazy_imports as libraries",
-        "with libraries.defer_boto3():",
-        "    import boto3.session",
-        "    from boto3.session import Session",
-        "    print(Session().client('iam'), boto3.client('s3'))",
-        "import boto3; print(boto3.Session is Session)",
-    )
-    assert found.splitlines() == ["client of iam client of s3", "True"]
-
-
-def test_where_the_cloud_s_library_is_not_it_is_still_not_found(tmp_path: Path) -> None:
-    found = told(
-        "import sys, importlib.util as u; u.find_spec = lambda name, package=None: None",
-        "from ratchet.models import lazy_imports as libraries",
-        "with libraries.defer_boto3():",
-        "    print('boto3' in sys.modules)",
-    )
-    assert found == "False"
 
 
 def test_a_split_is_read_without_pandas(tmp_path: Path) -> None:

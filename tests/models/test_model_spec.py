@@ -91,7 +91,7 @@ def test_a_spec_equals_the_model_with_weights(family: str) -> None:
     made = named(FAMILIES[family](vocab_size=VOCABULARY + 32))
     assert made.embedding_rows == model.get_input_embeddings().num_embeddings == VOCABULARY + 32
     assert made.layers == model_spec.list_layers(model)
-    assert made.others == model_spec.list_other_modules(model)
+    assert made.others == model_spec.describe(model).others
     assert made.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert made.tied_head == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
     assert made.class_name == type(model).__name__

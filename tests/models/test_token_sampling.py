@@ -39,7 +39,7 @@ def test_tokens_are_drawn_with_the_frequencies_of_the_softmax(temperature: float
 
 def test_noise_depends_on_each_of_its_arguments_and_on_nothing_else() -> None:
     def noise(seed: int = 1, row: str = "row", sample: int = 0, step: int = 0) -> torch.Tensor:
-        return token_choice.gumbel_noise(token_choice.noise_stream_key(seed, row, sample), step, 500)
+        return token_choice.batched_gumbel_noise([(token_choice.noise_stream_key(seed, row, sample), step)], 500)[0]
 
     torch.manual_seed(1)
     first = noise()

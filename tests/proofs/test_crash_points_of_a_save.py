@@ -16,7 +16,7 @@ from crash_points_cases import (
     quick_disk,  # noqa: F401 (a fixture)
     recover,
 )
-from ratchet.training import checkpoint
+from ratchet.models import safetensors_format
 
 PACKAGES = ("storage", "training", "runs")
 
@@ -27,7 +27,7 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(
 ) -> None:
     choose_disk(monkeypatch, name)
     if name == "save, link and rotate":
-        monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1500)  # several writes per file
+        monkeypatch.setattr(safetensors_format, "CHUNK_BYTES", 1500)  # several writes per file
     scenario, runs = SCENARIOS[name], tmp_path / "runs"
     paths = prepared(runs, scenario)
     points = len(operations(lambda: scenario.work(paths)))

@@ -9,7 +9,7 @@ from decoding_cases import DRAWN, SETTINGS, EventRecorder, answered, expected, m
 from ratchet.models.decoding.decoder import DecodingOptions
 
 PACKAGES = ("models",)
-WAYS = {"mamba": "own cache"}
+WAYS = {"mamba": "even"}
 """The decoding method of families that have no key-value cache."""
 
 

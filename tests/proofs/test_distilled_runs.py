@@ -144,7 +144,7 @@ def test_forecast_and_doctor_count_it(project: ProjectLayout) -> None:
     assert "teacher" in done.stdout.split("in all")[0]
     assert "The teacher runs during training" in done.stdout
     _, text = examine(project, with_teacher(project), None, False)
-    assert "in memory together with the student" in text
+    assert "so its memory is counted" in text
     shutil.rmtree(project.root / "teacher")
     good, text = examine(project, with_teacher(project), None, False)
     assert (good, "teacher: no such directory" in text) == (False, True)

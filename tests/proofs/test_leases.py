@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lease_cases import (
     LONG_S,
@@ -18,7 +19,11 @@ from lease_cases import (
 )
 from ratchet.errors import InterruptedRunError, LockHeldError, ReplicaError
 from ratchet.runs.replication.lease import ReplicaLease
+from ratchet.runs.replication.object_storage import StoredObject
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
 
 PACKAGES = ("runs",)
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
@@ -72,10 +77,15 @@ class Halting(ReplicaStore):
         if self.draw.random() < 0.04:
             time.sleep(self.draw.uniform(0.5, 2.5) * self.lease_timeout_s)
 
-    def write(self, name: str, data: bytes) -> None:
+    def swap(self, name: str, data: bytes, version: "UpdateVersion | None") -> "UpdateVersion":
         self._halt()
-        super().write(name, data)
+        written = super().swap(name, data, version)
         self._halt()
+        return written
+
+    def read_version(self, name: str) -> StoredObject | None:
+        self._halt()
+        return super().read_version(name)
 
     def list(self, folder: str, strict: bool = False) -> dict[str, int]:
         self._halt()

@@ -20,7 +20,6 @@ from onnx_export_cases import (
     rows,
     written,
 )
-from ratchet.exporters import onnx
 
 PACKAGES = ("exporters", "models")
 CASES = [
@@ -72,8 +71,6 @@ def test_int8_stays_close_is_a_third_of_the_size_and_says_what_is_in_it(exported
     source, plain = exported("llama-tied")
     target = written(source, tmp_path / "int8", "int8")
     onnx_format.checker.check_model(str(target / "model.onnx"), full_check=True)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    assert size <= onnx.onnx_size_bytes(source, "int8") < 2 * size
     assert (target / "model.onnx.data").stat().st_size < 0.5 * (plain / "model.onnx.data").stat().st_size
 
     stored = onnx_format.load(str(target / "model.onnx"), load_external_data=False).graph.initializer

@@ -1,12 +1,6 @@
 """Proves that libraries that are imported in part for a quick start (row R22) behave like fully imported libraries."""
 
-from pathlib import Path
-
-from libraries_cases import (
-    LIGHT,
-    cloud,
-    told,
-)
+from libraries_cases import LIGHT, told
 
 PACKAGES = ("models",)
 AS_IT_COMES = "import transformers.modeling_utils, bitsandbytes, peft"
@@ -44,21 +38,6 @@ def test_scipy_is_whole_when_it_is_asked_for() -> None:
         "False [np.int64(0), np.int64(1)] [np.int64(1), np.int64(0)]",
         "True",
     ]
-
-
-def test_the_cloud_s_library_is_loaded_when_it_is_used(tmp_path: Path) -> None:
-    shown = "print('boto3' in sys.modules)"
-    installed = cloud(tmp_path)
-    assert told(installed, AS_IT_COMES, shown) == "True", "then putting it off is needless"
-    found = told(
-        installed,
-        LIGHT,
-        shown,
-        "from accelerate.commands.config import sagemaker",
-        "print(sagemaker.boto3.client('iam'), 'boto3' in sys.modules)",
-        "import boto3; print(boto3.__spec__.loader is not None, boto3.client('s3'))",
-    )
-    assert found.splitlines() == ["False", "client of iam True", "True client of s3"]
 
 
 def test_functions_are_compiled_when_they_are_called() -> None:

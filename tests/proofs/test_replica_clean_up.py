@@ -29,7 +29,7 @@ class Frozen:
         self.raised: BaseException | None = None
         self.removed: list[str] = []
         slow = store(root)
-        remove = slow._backend.remove
+        remove = slow._storage.remove
 
         def freezing(name: str) -> None:
             if self.removed:
@@ -38,7 +38,7 @@ class Frozen:
             self.removed.append(name)
             remove(name)
 
-        monkeypatch.setattr(slow._backend, "remove", freezing)
+        monkeypatch.setattr(slow._storage, "remove", freezing)
         self._garbage_collector = ReplicaGarbageCollector(slow, NAMES, 1, holder.replicator._lease)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -10,7 +10,8 @@ import pytest
 import snapshots
 from machines import NAMES, Node, store
 from ratchet.errors import LockHeldError
-from ratchet.runs.replication import lease, manifests
+from ratchet.runs.replication import manifests
+from ratchet.runs.replication.lease import read_lease
 from ratchet.storage import files
 from replicator_cases import (
     Nodes,
@@ -68,12 +69,17 @@ def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_pa
     lease._ended.set()  # simulates a suspended machine without a heartbeat
     second = node("second").acquire()
     second.wait_until_replicated()
-    # The first machine resumes during an upload and completes the upload under its old token.
+    # The first machine resumes during an upload. It may not write the document, but a document that was already on its
+    # way arrives under its old token.
     upload = first.replicator._upload
     assert upload is not None
     first.save(40)
     sealed = manifests.build_checkpoint_manifest(first.paths.checkpoint(40))
-    upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
+    name = NAMES.checkpoint(lease.token, 40)
+    with pytest.raises(LockHeldError, match=second.replicator._context.node):
+        upload._sender.send(first.paths.checkpoint(40), sealed, name)
+    assert store(tmp_path).read(name) is None
+    store(tmp_path).write(name, sealed.as_bytes())
     upload._journal.copy()
     assert not lease.is_sure()
     with pytest.raises(LockHeldError, match=second.replicator._context.node):
@@ -96,7 +102,8 @@ def test_a_result_that_the_replica_has_lost_is_sent_again(tmp_path: Path, node: 
     first.wait_until_replicated()
     first.close()
     quiet = Node(tmp_path, "first").acquire()
-    assert lease.list_keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
+    claim = read_lease(store(tmp_path), NAMES)
+    assert claim is not None and claim.token == 1, "what is here and there is not taken up again"
     quiet.close()
     digest = files.read_manifest(first.paths.result).files["train.json"][0]
     if lost == "all":

@@ -89,7 +89,7 @@ def train_until(layout: ProjectLayout, more_steps: int) -> subprocess.Popen[str]
     process = start(layout)
     wait_for(process, lambda: durable(layout) or events(layout, "worker_ready"))
     began = len(events(layout, "step"))
-    wait_for(process, lambda: len(events(layout, "step")) >= began + more_steps)
+    wait_for(process, lambda: len(events(layout, "step")) >= began + more_steps and events(layout, "checkpoint_saved"))
     worker = find_worker(process.pid, layout.root)
     assert worker is not None
     os.kill(worker, signal.SIGSTOP)

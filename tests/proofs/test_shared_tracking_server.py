@@ -153,7 +153,7 @@ def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: Pr
         )
     )  # fmt: skip
     with tracking.connected() as client:
-        experiment = client.get_experiment_by_name(tracking.experiment).experiment_id
+        experiment = client.get_experiment_by_name(tracking.name).experiment_id
         [parent] = client.search_runs([experiment])
         client.set_tag(parent.info.run_id, HOST_TAG, "another-machine")
         assert sweeps.reconcile(lambda study: False) == []

@@ -51,7 +51,7 @@ def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
             assert write > dying.writes == 12  # the loop above covers each write
     forked = opened(storage, settings(NARROW), fork=True)
     assert (forked.study, forked.carried, len(forked.trials())) == ("sweep.2", 6, 6)
-    assert len(forked.versions) == 3
+    assert set(forked.versions) == {"optuna", "cmaes", "scipy", "ratchet"}
     names = {study.study_name for study in storage.optuna.get_all_studies()}
     assert names == {"sweep", "sweep.2"}
 

@@ -8,6 +8,8 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import tiny_project
 import tiny_sweep
 from ratchet.config import params_file
@@ -24,6 +26,11 @@ from sweep_cases import (
 from tiny_sweep import SPACE
 
 PACKAGES = ("tuning", "stages")
+PRUNERS = pytest.mark.parametrize(
+    "pruner",
+    [PrunerSettings(kind="asha", min_resource_fraction=0.25), PrunerSettings(kind="freeze_thaw")],
+    ids=["asha", "freeze_thaw"],
+)
 
 
 def attempts(layout: ProjectLayout, run_id: str | None) -> int:
@@ -38,8 +45,9 @@ def tags(layout: ProjectLayout, key: str) -> dict[str, str]:
     return dict(of_mlflow(layout, f"{query}'{key}'"))
 
 
-def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLayout) -> None:
-    wanted = tiny_sweep.settings(trials=5, finalists=FinalistSettings(top_k=2, seeds=2))
+@PRUNERS
+def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLayout, pruner: PrunerSettings) -> None:
+    wanted = tiny_sweep.settings(trials=5, pruner=pruner, finalists=FinalistSettings(top_k=2, seeds=2))
     tiny_project.save(project, wanted)
     sweep = tiny_sweep.begin(project, "--workers", "2")
     for kill in range(1, 4):
@@ -114,13 +122,17 @@ def _the_winner_is_adopted_and_not_trained_again(project: ProjectLayout, found: 
     assert attempts(project, winner.run_id) == before
 
 
+@PRUNERS
 def test_power_loss_changes_nothing_one_worker_and_a_seed_give_the_same_trials(
-    project: ProjectLayout, template: ProjectLayout, tmp_path: Path
+    project: ProjectLayout, template: ProjectLayout, tmp_path: Path, pruner: PrunerSettings
 ) -> None:
+    wanted = tiny_sweep.settings(pruner=pruner)
+    tiny_project.save(project, wanted)
     done = tiny_project.ratchet(project, "sweep")
     assert done.returncode == 0, done.stderr
     shutil.copytree(template.root, tmp_path / "broken")
     broken = ProjectLayout(tmp_path / "broken")
+    tiny_project.save(broken, wanted)
     for kill in range(1, 3):
         sweep = tiny_sweep.begin(broken)
         tiny_sweep.until(lambda kill=kill: tiny_sweep.steps_done(broken.runs) > 5 * kill, sweep)  # type: ignore[misc]
@@ -205,4 +217,4 @@ def test_a_space_that_was_edited_is_refused_with_the_difference_and_forked(proje
     tiny_project.save(project, tiny_sweep.settings(trials=2, pruner=none))
     back = tiny_project.ratchet(project, "sweep", "--report")
     assert back.returncode == 0, back.stderr
-    assert "sweep sweep: 2 trials" in back.stdout
+    assert back.stdout.startswith("sweep: 2 of 2 trials (2 complete)\n")

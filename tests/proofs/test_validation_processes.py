@@ -6,8 +6,6 @@ import subprocess
 import pytest
 
 import tiny_project
-from ratchet.config import params_file
-from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError
 from ratchet.evaluation import validation_scoring
 from ratchet.storage.layout import ProjectLayout
@@ -38,13 +36,10 @@ def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
     assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "SCORER", ("/must/not/start",))
-        assert scheduler.score_runs(layout, SETTINGS, job) == found
-        sampled: Settings = params_file.apply_changes(SETTINGS, {"sweep.generation_rows": 6})
-        figures = scheduler.score_run(layout, sampled, ids["first"], ["validation_loss"])
-        assert figures == {"validation_loss": found[1].metrics["validation_loss"]}
+        assert scheduler.score_runs(layout, SETTINGS, job, lambda: None) == found
     damage(layout, ids["first"])
     with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
-        scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+        scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}), lambda: None)
     assert "Traceback" not in str(failed.value)
 
 

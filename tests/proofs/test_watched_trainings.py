@@ -22,7 +22,7 @@ import tiny_project
 from ratchet.config.machine import Machine
 from ratchet.runs.directory import list_runs
 from ratchet.runs.fault_injection.injection import VARIABLE, InjectedFault
-from ratchet.stages.watch import WatchOptions, watch
+from ratchet.stages.watch import watch
 from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("stages", "reports", "console")
@@ -165,5 +165,5 @@ def test_lines_where_nothing_can_be_drawn_and_the_replica_tells_the_same(
 
 def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
+    watch(layout, Machine(), stream, runs, once=once)
     return stream.getvalue()

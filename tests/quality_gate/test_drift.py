@@ -32,7 +32,7 @@ def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
             for name, scores in (("candidate", candidate), ("champion", champion), ("anchor", anchor))
         }  # type: ignore[assignment]
         file = ChampionFile(champion=NEXT if promotions else FIRST, anchor=FIRST)
-        if decide_verdict(evidence(models, file), gate(*rules, expected_discordance=DISCORDANCE)).decision == "PROMOTE":
+        if decide_verdict(evidence(models, file), gate(*rules)).decision == "PROMOTE":
             champion, promotions, accuracy = candidate, promotions + 1, accuracy - LOSS
     return LOSS * promotions, float(anchor.mean() - champion.mean())
 

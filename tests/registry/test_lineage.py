@@ -3,7 +3,6 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cyclonedx.model.bom import Bom
@@ -14,9 +13,8 @@ from ratchet.config.export import Export
 from ratchet.config.prepare import Prepare, SourceSettings
 from ratchet.config.promote import HookSettings, Promote
 from ratchet.config.settings import Settings
-from ratchet.registry import lineage, pickle_scan
-from ratchet.registry.lineage import ModelOrigin, SbomContents
-from ratchet.registry.signing import keys, signature
+from ratchet.registry import keys, lineage, pickle_scan, signature
+from ratchet.registry.lineage import ModelOrigin
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
@@ -49,24 +47,20 @@ def origin(folder: Path) -> ModelOrigin:
     return ModelOrigin(BASE, TRAINED, DATA, pickle_scan.scan_directory(folder), "f" * 64)
 
 
-def contents(**changes: Any) -> SbomContents:
-    plain: dict[str, Any] = {
-        "name": "tickets", "model_digest": "9" * 64, "base": BASE, "data_digest": DATA.digest,
-        "data_rows": DATA.splits, "data_licence": "CC-BY-4.0",
-    }  # fmt: skip
-    return SbomContents(**plain | changes)
+def write_bill(path: Path, base: BaseCard = BASE, data_licence: str | None = "CC-BY-4.0") -> str:
+    return lineage.write_sbom(path, "tickets", "9" * 64, base, DATA, data_licence)
 
 
 @pytest.fixture(scope="module")
 def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the bill of materials of the plain contents."""
     path = tmp_path_factory.mktemp("bill") / "sbom.json"
-    assert lineage.write_sbom(contents(), path) == digests.hash_file(path)
+    assert write_bill(path) == digests.hash_file(path)
     return path
 
 
-def test_the_lineage_names_everything_that_a_model_came_from(project: ProjectLayout, tmp_path: Path) -> None:
-    found = lineage.build_lineage(project, SETTINGS, origin(tmp_path / "base"), "1" * 64)
+def test_the_lineage_names_everything_that_a_model_came_from(tmp_path: Path) -> None:
+    found = lineage.build_lineage(SETTINGS, origin(tmp_path / "base"), "1" * 64)
     assert (found.base, found.data_digest, found.data_rows) == (BASE, DATA.digest, DATA.splits)
     assert (found.run_id, found.kept_step, found.recipe) == (TRAINED.run_id, 6, "f" * 64)
     assert (found.data_licence, found.sbom_digest) == ("CC-BY-4.0", "1" * 64)
@@ -93,14 +87,14 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_texts_like_secrets_are_masked_everywhere(project: ProjectLayout, tmp_path: Path) -> None:
+def test_texts_like_secrets_are_masked_everywhere(tmp_path: Path) -> None:
     for text, wanted in SECRETS.items():
         assert lineage.mask_secrets(text) == wanted
     for text in HARMLESS:
         assert lineage.mask_secrets(text) == text
     secret = next(iter(SECRETS))
     settings = SETTINGS.model_copy(update={"prepare": Prepare(sources=(SourceSettings.model_construct(files=secret),))})
-    found = lineage.build_lineage(project, settings, origin(tmp_path / "base"), "1" * 64)
+    found = lineage.build_lineage(settings, origin(tmp_path / "base"), "1" * 64)
     assert found.settings["prepare"]["sources"][0]["files"] == SECRETS[secret]
 
 
@@ -119,8 +113,8 @@ def test_no_secret_and_no_row_enters_a_bundle(
     )
     folder = tmp_path / "bundle"
     folder.mkdir()
-    bill = lineage.write_sbom(contents(), folder / "sbom.json")
-    lineage.build_lineage(project, settings, origin(tmp_path / "base"), bill).save(folder / "bundle-lineage.json")
+    bill = write_bill(folder / "sbom.json")
+    lineage.build_lineage(settings, origin(tmp_path / "base"), bill).save(folder / "bundle-lineage.json")
     signature.sign_folder(folder, keys.load_signer(project))
     private = project.private_key.read_text().splitlines()[1]
     for path in folder.iterdir():
@@ -154,11 +148,11 @@ def test_the_bill_names_libraries_base_and_data(bill: Path) -> None:
 
 
 def test_equal_contents_give_equal_bytes_and_others_another_serial_number(bill: Path, tmp_path: Path) -> None:
-    lineage.write_sbom(contents(), tmp_path / "same.json")
+    write_bill(tmp_path / "same.json")
     assert (tmp_path / "same.json").read_bytes() == bill.read_bytes()
     assert b"timestamp" not in bill.read_bytes()
     changed = BASE.model_copy(update={"licence": "my own terms", "revision": None, "source": "../models/mine"})
-    lineage.write_sbom(contents(base=changed, data_licence=None), tmp_path / "other.json")
+    write_bill(tmp_path / "other.json", changed, None)
     other = json.loads((tmp_path / "other.json").read_bytes())
     assert other["serialNumber"] != json.loads(bill.read_bytes())["serialNumber"]
     parts = {part["bom-ref"]: part for part in other["components"]}

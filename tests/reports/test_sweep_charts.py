@@ -23,7 +23,6 @@ from ratchet.tuning.trial_summary import (
     best_values_so_far,
     break_lines,
     compute_savings,
-    format_duration,
     format_number,
     format_objective,
     format_parameter_value,
@@ -327,14 +326,11 @@ def test_time_runs_only_while_somebody_works() -> None:
     assert "pause" in figure["layout"]["annotations"][0]["text"]
 
 
-def test_numbers_names_and_times_for_people() -> None:
+def test_numbers_and_names_for_people() -> None:
     found = (0.0, 16, 0.05, 1.2345e-4, 12_000, 3.14159, -0.002, 2.5e7)
     assert [format_number(one) for one in found] == ["0", "16", "0.05", "1.23e-4", "12,000", "3.14", "-0.002", "2.5e7"]
     assert [format_parameter_value(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
         "true", "null", "64", "0.1", "q, v", "x" * 23 + "…",
-    ]  # fmt: skip
-    assert [format_duration(one) for one in (0, 9.96, 59.94, 61, 3600, 11_520, 190_800)] == [
-        "0.0 s", "10.0 s", "59.9 s", "1 min 1 s", "1 h", "3 h 12 min", "2 d 5 h",
     ]  # fmt: skip
     assert shorten_names(["train.rank", "train.adalora.rank", "train.dropout"]) == {
         "train.rank": "train.rank", "train.adalora.rank": "adalora.rank", "train.dropout": "dropout",

@@ -173,7 +173,7 @@ def test_what_it_cost_adds_up(page: str) -> None:
     shares = [float(row[3].removesuffix(" %")) for row in rows.values() if row[3] != "–"]  # noqa: RUF001
     assert sum(shares) == pytest.approx(100, abs=0.3)
     nothing = sweep_page.render(with_trials(changed(FORTY.trials[0], cost=TrainingCost())))
-    assert table(nothing, "cost")[0][1:] == ["1", "0", "0.0 s", "–"]  # noqa: RUF001
+    assert table(nothing, "cost")[0][1:] == ["1", "0", "0 s", "–"]  # noqa: RUF001
 
 
 def test_all_trials_stand_in_the_table(page: str) -> None:

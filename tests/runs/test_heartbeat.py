@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.runs.heartbeat import PHASES, Heartbeat
 
-TWIN = "from ratchet.runs.heartbeat import Heartbeat; import sys; h = Heartbeat.attach(int(sys.argv[1]), 10.0, 100.0)\n"
+TWIN = "from ratchet.runs.heartbeat import Heartbeat; import sys; h = Heartbeat(int(sys.argv[1]), 10.0, 100.0)\n"
 
 
 def child(heartbeat: Heartbeat, code: str) -> subprocess.Popen[str]:
@@ -76,14 +76,14 @@ def test_beats_of_another_process_are_seen() -> None:
 
 
 def test_private_heartbeat_has_no_deadline_and_no_descriptor_and_a_wrong_descriptor_is_refused() -> None:
-    heartbeat = Heartbeat.private()
+    heartbeat = Heartbeat(None, 0.0, 0.0)
     heartbeat.beat("step")
     heartbeat.beat("step")
     assert heartbeat.read().deadline_s == 0.0
     with pytest.raises(RuntimeError, match="not shared"):
         _ = heartbeat.fd
     with pytest.raises((OSError, ValueError)):
-        Heartbeat.attach(10_000, 1.0, 1.0)
+        Heartbeat(10_000, 1.0, 1.0)
 
 
 def test_readers_never_see_half_a_record_while_another_process_writes() -> None:

@@ -8,7 +8,6 @@ import pytest
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
 from ratchet.runs.restart_policy import (
     MAX_PEERS_RESTARTS,
-    EarlierFailure,
     FailureClass,
     GiveUp,
     Retry,
@@ -84,8 +83,8 @@ def test_table_of_decisions(
             assert (stopped.failure, stopped.exit_code) == (failure, exit_code)
 
 
-def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by SIGSEGV") -> list[EarlierFailure]:
-    return [EarlierFailure(failure, text)] * count
+def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by SIGSEGV") -> list[Retry]:
+    return [Retry(failure, 0.0, text)] * count
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_the_table_has_every_class() -> None:
 def test_a_bug_is_tried_once_more_and_shows_itself_by_coming_back(end: WorkerExit) -> None:
     first = decide(end, [], RETRIES, DELAY_S)
     assert isinstance(first, Retry)
-    again = decide(end, [EarlierFailure("bug", first.text)], RETRIES, DELAY_S)
+    again = decide(end, [Retry("bug", 0.0, first.text)], RETRIES, DELAY_S)
     assert isinstance(again, GiveUp)
     assert again.exit_code == EXIT_BUG
     assert (
@@ -125,8 +124,8 @@ def test_a_bug_is_tried_once_more_and_shows_itself_by_coming_back(end: WorkerExi
 def test_bug_after_other_deaths_is_tried_once_more_too() -> None:
     odd = WorkerExit(1, "bug", "odd")
     assert isinstance(decide(odd, deaths(2), RETRIES, DELAY_S), Retry)
-    assert isinstance(decide(odd, [*deaths(1), EarlierFailure("bug", "odd")], RETRIES, DELAY_S), GiveUp)
-    assert isinstance(decide(WorkerExit(-11), [*deaths(1), EarlierFailure("bug", "odd")], RETRIES, DELAY_S), Retry)
+    assert isinstance(decide(odd, [*deaths(1), Retry("bug", 0.0, "odd")], RETRIES, DELAY_S), GiveUp)
+    assert isinstance(decide(WorkerExit(-11), [*deaths(1), Retry("bug", 0.0, "odd")], RETRIES, DELAY_S), Retry)
     for end in (odd, WorkerExit(-9), WorkerExit(1, "storage", "full")):
         decision = decide(end, [], 0, DELAY_S)
         assert isinstance(decision, GiveUp)
@@ -188,15 +187,15 @@ def test_a_system_that_is_short_of_memory_is_tried_again_and_given_up_like_other
 
 def test_different_causes_are_all_named_and_those_that_differ_in_numbers_alone_are_one() -> None:
     before = [
-        EarlierFailure("killed", "killed by SIGSEGV"),
-        EarlierFailure("storage", "disk full"),
-        EarlierFailure("killed", "killed by SIGSEGV"),
+        Retry("killed", 0.0, "killed by SIGSEGV"),
+        Retry("storage", 0.0, "disk full"),
+        Retry("killed", 0.0, "killed by SIGSEGV"),
     ]
     text = decide(WorkerExit(1, "hardware", "bus error"), before, 3, DELAY_S).text
     assert text == (
         "bus error; gave up after 3 restarts without a new checkpoint; earlier causes: killed by SIGSEGV; disk full"
     )
-    before = [EarlierFailure("stalled", f"no heartbeat for {age} s in phase step") for age in ("3.01", "12", "3.2")]
+    before = [Retry("stalled", 0.0, f"no heartbeat for {age} s in phase step") for age in ("3.01", "12", "3.2")]
     text = decide(WorkerExit(-9, "stalled", "no heartbeat for 3.5 s in phase step"), before, 3, DELAY_S).text
     assert "failed the same way after a restart; gave up after 3 restarts" in text
     assert "before that" not in text

@@ -114,7 +114,7 @@ BEGIN = """
 import faulthandler, signal, sys, os, time, threading, ctypes
 from ratchet.runs.heartbeat import Heartbeat
 faulthandler.register(signal.SIGUSR1, file=open(sys.argv[2], "a"), all_threads=True)
-heartbeat = Heartbeat.attach(int(sys.argv[1]), 0.2, 0.2)
+heartbeat = Heartbeat(int(sys.argv[1]), 0.2, 0.2)
 heartbeat.beat("step")
 def say(): print("go", flush=True)
 """
@@ -226,7 +226,7 @@ def test_the_state_of_a_process_is_read_whatever_its_name(tmp_path: Path) -> Non
     try:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert read_process_state(process.pid) == "T"
+        assert read_process_state(process.pid) == "stopped"
     finally:
         process.kill()
         process.wait()

@@ -11,6 +11,7 @@ from ratchet.runs import status
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Journal, JournalEvent
 from ratchet.runs.status import RunProgress, replay_events
+from ratchet.stages.status import read_run_status
 
 
 class Story:
@@ -76,7 +77,7 @@ def test_resumed_run_counts_repeated_steps_once_and_as_lost(tmp_path: Path) -> N
     assert p.attempt_ends == ["attempt 1: killed by SIGKILL"]
     story = died(story).start(start_step=6).steps(7, 10)
     assert story.progress().lost_steps == 3 + 2
-    assert "attempts    3; 5 steps repeated" in status.describe_run(story.written(tmp_path / "abc"))
+    assert "attempts    3; 5 steps repeated" in read_run_status(story.written(tmp_path / "abc")).description
     at_checkpoint = died(Story().start().steps(1, 4).checkpoint(4)).start(start_step=4).steps(5, 6)
     assert at_checkpoint.progress().lost_steps == 0
 
@@ -100,7 +101,7 @@ def test_speed_and_time_left_are_those_of_the_recent_steps() -> None:
 def test_a_running_run_is_described(tmp_path: Path) -> None:
     paths = Story().start().steps(1, 6).validation(6, 0.75, True).checkpoint(6).written(tmp_path / "abc")
     with paths.lock().acquire():
-        text = status.describe_run(paths)
+        text = read_run_status(paths).description
     assert "run abc: running" in text
     assert "step        6 of 10" in text
     assert "loss        4.0000 (learning rate 1.00e-03)" in text
@@ -133,7 +134,7 @@ FINISHED = {"step": 6, "reason": "early_stopped", "adapter_digest": "a"}
 def test_state_of_a_run_is_described(tmp_path: Path, story: Story, trained: bool, says: list[str]) -> None:
     paths = story.written(tmp_path / "abc")
     with paths.lock().acquire() if trained else nullcontext():
-        text = status.describe_run(paths)
+        text = read_run_status(paths).description
     for words in says:
         assert words in text
     if "finished" in says[0]:
@@ -146,7 +147,7 @@ def test_causes_of_earlier_ends_notices_and_the_last_alerts_are_shown(tmp_path: 
     story.add("worker_exited", exit_code=-9, failure_class="out_of_memory", decision="Retry", text="too much")
     for number in range(9):
         story.add("alert", text=f"storage fails, {number}")
-    text = status.describe_run(story.written(tmp_path / "abc"))
+    text = read_run_status(story.written(tmp_path / "abc")).description
     assert "attempt 1: killed, out of disk" in text
     assert "attempt 2: out of memory, too much" in text
     assert "notice      code version changed" in text
@@ -159,7 +160,7 @@ def test_damaged_lines_of_the_journal_are_counted(tmp_path: Path) -> None:
     with paths.journal.open("ab") as stream:
         stream.write(b"garbage\n\x00\x00\n")
         stream.write(Story().steps(4, 4).events[0].line().replace(b'"step_s"', b'"steps"'))  # a number is missing
-    text = status.describe_run(paths)
+    text = read_run_status(paths).description
     assert "step        4 of 10" in text
     assert "3 damaged journal line(s) skipped" in text
 
@@ -171,7 +172,7 @@ def shown(content: bytes, root: Path) -> str:
     """Return the output of `ratchet status` for a journal, without the age of the checkpoint."""
     paths = Story().written(root)
     paths.journal.write_bytes(content)
-    return re.sub("sealed .* ago", "sealed", status.describe_run(paths))
+    return re.sub("sealed .* ago", "sealed", read_run_status(paths).description)
 
 
 @pytest.mark.parametrize("at", [3, 1500, 2500])
@@ -192,30 +193,21 @@ def test_a_torn_tail_is_not_told_yet_and_is_no_damage(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_shortened_or_replaced_is_told_as_it_is_now(tmp_path: Path) -> None:
     paths = LONG.written(tmp_path / "abc")
-    assert "step        3000 of 10" in status.describe_run(paths)
+    assert "step        3000 of 10" in read_run_status(paths).description
     paths.journal.write_bytes(paths.journal.read_bytes()[: -500 * len(LONG.events[-1].line())])
-    assert "step        2500 of 10" in status.describe_run(paths)
+    assert "step        2500 of 10" in read_run_status(paths).description
     other = b"".join(event.line() for event in Story().start().steps(1, 7).events)
     paths.journal.write_bytes(other)
-    assert "step        7 of 10" in status.describe_run(paths)
+    assert "step        7 of 10" in read_run_status(paths).description
 
 
 def test_run_without_events_is_described(tmp_path: Path) -> None:
     (tmp_path / "abc").mkdir()
     Journal(tmp_path / "abc" / "journal.jsonl", 0).close()
-    assert "step        0 of ?" in status.describe_run(RunPaths(tmp_path / "abc"))
+    assert "step        0 of ?" in read_run_status(RunPaths(tmp_path / "abc")).description
     p = status.read_progress(RunPaths(tmp_path / "abc"))
     assert (p.step, p.planned_steps, p.attempts, p.loss, p.best_loss, p.finished) == (0, 0, 0, None, None, None)
     assert (p.steps_per_s, p.tokens_per_s, p.remaining_s) == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 s"), (0.4, "0 s"), (42.2, "42 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"),
-     (3599.4, "59 min 59 s"), (3599.6, "1 h 00 min"), (7620, "2 h 07 min"), (100_000, "27 h 46 min")],
-)  # fmt: skip
-def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert status.format_duration(seconds) == text
 
 
 # ---------------------------------------------------------------------------------------------- failures and their cost
@@ -236,11 +228,11 @@ def test_cost_of_checkpoints_is_shown(tmp_path: Path) -> None:
     story = Story().start().steps(1, 10, step_s=1.0)
     for number in range(1, 101):
         saved(story, number, blocked_s=number / 1000, written=2_000_000, linked=500_000)
-    text = status.describe_run(story.written(tmp_path / "abc"))
+    text = read_run_status(story.written(tmp_path / "abc")).description
     assert "checkpoint  step 100, saved" in text
     assert "100 saved: training blocked p50 50.0 ms, p99 99.0 ms, 33.55 % of the time" in text
-    assert "200.0 MB written, 50.0 MB linked" in text
-    old = status.describe_run(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "first format"))
+    assert "190.7 MiB written, 47.7 MiB linked" in text
+    old = read_run_status(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "first format")).description
     # An old journal has no blocked_s, so the duration of the save counts.
     assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in old
 
@@ -258,7 +250,7 @@ def test_steps_that_were_left_out_are_told_and_count_as_steps(tmp_path: Path) ->
     story = skipped(skipped(Story().start().steps(1, 4), 5).steps(6, 7), 8, rollback_step=6)
     p = story.progress()
     assert (p.step, sorted(p.skipped_steps), p.trained_tokens) == (8, [5, 8], 6 * 7)
-    text = status.describe_run(story.written(tmp_path / "abc"))
+    text = read_run_status(story.written(tmp_path / "abc")).description
     assert (
         "skipped     2 of the steps; the last is 8: loss is nan, rolled back to the weights of step 6; rows 3, 1, 2"
         in text
@@ -280,14 +272,14 @@ def test_repeats_spikes_and_budgets_are_told(tmp_path: Path) -> None:
     story.add(
         "microbatch_budget", step=9, phase="validation", action="shrink", failed_tokens=9, budget={"tokens": 4096}
     )
-    text = status.describe_run(story.written(tmp_path / "abc"))
+    text = read_run_status(story.written(tmp_path / "abc")).description
     assert "doubtful    1 steps computed twice, 1 with a spike" in text
     assert "micro-batch of train no longer limited, since step 9" in text
     assert "micro-batch of validation limited to 4,096 padded tokens, since step 9" in text
 
 
 def test_a_quiet_run_shows_no_trouble(tmp_path: Path) -> None:
-    text = status.describe_run(Story().start().steps(1, 6).checkpoint(6).written(tmp_path / "abc"))
+    text = read_run_status(Story().start().steps(1, 6).checkpoint(6).written(tmp_path / "abc")).description
     for word in ("skipped", "doubtful", "memory", "alert", "notice", "again\n"):
         assert word not in text
 
@@ -309,7 +301,7 @@ def test_a_quiet_run_shows_no_trouble(tmp_path: Path) -> None:
 def test_damaged_events_are_counted_and_harm_nothing(tmp_path: Path, kind: str, data: dict[str, object]) -> None:
     story = Story().start().steps(1, 3)
     story.add(kind, **data)
-    text = status.describe_run(story.steps(4, 5).written(tmp_path / "abc"))
+    text = read_run_status(story.steps(4, 5).written(tmp_path / "abc")).description
     assert "step        5 of 10" in text
 
 
@@ -317,13 +309,4 @@ def test_a_run_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     paths = Story().start().written(tmp_path / "abc")
     paths.format.write_text('{"format": 3}')
     with pytest.raises(DamagedFileError, match="newer version"):
-        status.describe_run(paths)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_951, "1.0 MB"), (3_400_000, "3.4 MB"),
-     (5e9, "5.0 GB"), (7e12, "7.0 TB"), (7e16, "70000.0 TB")],
-)  # fmt: skip
-def test_sizes_are_for_people(count: float, text: str) -> None:
-    assert status.format_size(count) == text
+        read_run_status(paths)

@@ -16,7 +16,7 @@ from bad_input_cases import (
 )
 from ratchet.cli.main import main
 from ratchet.config.base import Base
-from ratchet.config.prepare import DropLimitSettings, Prepare, SplitSettings
+from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -81,7 +81,7 @@ def test_input_files_that_are_empty_or_not_utf8_are_refused(layout: ProjectLayou
 def test_a_malformed_json_line_is_named_with_its_number(layout: ProjectLayout, refused: Refused) -> None:
     lines = (layout.raw / "rows.jsonl").read_text().splitlines()
     (layout.raw / "rows.jsonl").write_text("\n".join([*lines[:6], '{"request": "half', *lines[6:]]))
-    change(layout, prepare=prepare(limits=DropLimitSettings(malformed=0)))
+    change(layout, prepare=prepare(limits={"malformed": 0}))
     message = refused("prepare")
     assert "data/raw/rows.jsonl:7: not JSON" in message
     assert "prepare.limits.malformed" in message

@@ -15,11 +15,10 @@ from ratchet.cli.deploy import format_deployment
 from ratchet.cli.main import main
 from ratchet.config.promote import Promote
 from ratchet.errors import ChampionError, DamagedFileError, InputError, LockHeldError, SettingsError, StorageError
-from ratchet.registry import ledger, model_store
+from ratchet.registry import keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
-from ratchet.registry.signing import keys, signature
-from ratchet.registry.signing.signature import SIGNATURE
+from ratchet.registry.signature import SIGNATURE
 from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, deploy
 from ratchet.stages.project import Project
 from ratchet.storage import files

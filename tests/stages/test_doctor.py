@@ -108,7 +108,7 @@ def test_before_any_stage_has_run_unknown_values_are_named(tmp_path: Path) -> No
     layout = tiny_project.write(tmp_path / "new")
     well, text = examine(layout, params_file.load(layout.params), None, False)
     assert well
-    assert "tiny: not known before stage base has run" in text
+    assert "not known: base.source: tiny: stage base has not run" in text
     assert "not known before stage prepare has run" in text
     assert "memory  " not in text
 
@@ -118,7 +118,7 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     assert well
     assert "device  " in text
     assert "bitsandbytes 0." in text
-    assert "no project here; name a model directory or its config.json with --base" in text
+    assert "not known: no Ratchet project here: name a base with --base (a model directory or its config.json)" in text
     assert "advice" not in text
 
 

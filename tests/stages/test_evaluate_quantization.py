@@ -8,7 +8,6 @@ import pytest
 
 import tiny_project
 from ratchet.cli.evaluate import format_quantization
-from ratchet.config import params_file
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model, loading
 from ratchet.stages.evaluate import measure_quantization
@@ -18,7 +17,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.training import QuantizationReport
 
-SETTINGS = params_file.apply_changes(tiny_project.SETTINGS, {"evaluate.quantization_rows": 5})
+SETTINGS = tiny_project.SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +45,17 @@ def measured(project: ProjectLayout) -> Measured:
 def test_report_table_and_plot(project: ProjectLayout, measured: Measured) -> None:
     report = measured.report
     assert [one.name for one in report.costs] == ["full", "nf4", "nf4+dq", "fp4", "fp4+dq"]
-    assert report.rows == 5
+    assert report.rows == 20
     assert report.base_digest == BaseCard.load(project.base_card).digest
     assert report.dtype == "float32"
     assert len(report.costs[1].layers) == 14, "seven matrices in each of two layers; the head stays as it is"
     assert "KL divergence" in (project.quantization / "quantization.html").read_text(encoding="utf-8")
     files.verify_sealed(project.quantization, "quantization")
     table = measured.text.splitlines()
-    assert f"5 validation rows, {report.tokens} answer tokens" in table[0]
+    assert f"20 validation rows, {report.tokens} answer tokens" in table[0]
     assert table[2].split()[:3] == ["full", f"{report.costs[0].weight_bytes:,}", "100.0%"]
     assert table[3].split()[0] == "nf4"
-    assert any(line.startswith("fp4+dq: 5 rows, 14 layers") for line in measured.lines)
+    assert any(line.startswith("fp4+dq: 20 rows, 14 layers") for line in measured.lines)
 
 
 @pytest.mark.usefixtures("measured")

@@ -16,7 +16,7 @@ from ratchet.errors import DataError, LockHeldError, SettingsError
 from ratchet.runs.journal import JournalEvent
 from ratchet.stages.reset import reset
 from ratchet.stages.status import status
-from ratchet.stages.watch import WatchOptions, watch
+from ratchet.stages.watch import watch
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from scripted_endpoint import JSON, Said, chat, served
@@ -45,7 +45,7 @@ def done(tmp_path: Path) -> Generation:
 
 def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
+    watch(layout, Machine(), stream, runs, once=once)
     return stream.getvalue()
 
 

@@ -16,7 +16,7 @@ from init_cases import (
 from ratchet.config.base import Base
 from ratchet.config.gate import ForgettingRule
 from ratchet.config.prepare import Prepare
-from ratchet.registry.signing import keys
+from ratchet.registry import keys
 from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout
 

@@ -7,7 +7,7 @@ import pytest
 from ratchet.cli.keys import format_keys
 from ratchet.cli.main import main
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keys as signing_keys
+from ratchet.registry import keys as signing_keys
 from ratchet.stages.keys import KeyringChange, KeyringReport, KeysOptions, keys
 from ratchet.storage.layout import ProjectLayout
 

@@ -10,12 +10,7 @@ import pytest
 from ratchet.errors import ReplicaError
 from ratchet.runs.gpus import GpuInventory, GpuReading
 from ratchet.stages import machine_check
-from ratchet.stages.machine_check import (
-    MachineProbe,
-    RequirementResult,
-    TransferSpeed,
-    parse_requirements,
-)
+from ratchet.stages.machine_check import RequirementResult, TransferSpeed, check_requirements, parse_requirements
 
 GB = 10**9
 TWO = GpuInventory(
@@ -33,8 +28,8 @@ def unreachable() -> TransferSpeed:
 def findings(
     folder: Path, wanted: str, gpus: GpuInventory = NONE, network: Callable[[], TransferSpeed] = unreachable
 ) -> dict[str, RequirementResult]:
-    inspection = MachineProbe(folder, network, lambda: gpus)
-    return {one.name: one for one in inspection.findings(parse_requirements(wanted))}
+    results = check_requirements(parse_requirements(wanted), folder, network, lambda: gpus)
+    return {one.name: one for one in results}
 
 
 def test_this_machine_meets_minimal_requirements(tmp_path: Path) -> None:

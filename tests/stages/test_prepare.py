@@ -360,7 +360,7 @@ def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Pat
             "messages": [
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": f"first {n} {WORDS[n % 17]}"},
-                {"role": "assistant", "content": "one", "train": n % 2 == 0},
+                {"role": "assistant", "content": "one", **({"train": n % 2 == 0} if n % 5 else {})},
                 {"role": "user", "content": "second"},
                 {"role": "assistant", "content": f"two {n}", "train": True},
                 {"role": "user", "content": "nobody answers"},

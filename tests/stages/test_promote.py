@@ -35,9 +35,8 @@ from ratchet.errors import (
     SettingsError,
     TrackingError,
 )
-from ratchet.registry import promotion
+from ratchet.registry import keys, promotion, signature
 from ratchet.registry.model_store import FORCED, KIND
-from ratchet.registry.signing import keys, signature
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, PromotionResult, promote, rollback, run_smoke_test
 from ratchet.storage import digests, files
@@ -63,9 +62,22 @@ def champion(layout: ProjectLayout) -> Champion:
     return found
 
 
+def run_promote(layout: ProjectLayout, options: PromoteOptions | None = None) -> PromotionResult:
+    return promote(Project.from_parts(layout, SETTINGS), options or PromoteOptions())
+
+
+def run_rollback(
+    layout: ProjectLayout,
+    version: int | None = None,
+    options: PromoteOptions | None = None,
+    smoke_test: Callable[[Path], None] = accept_model,
+) -> PromotionResult:
+    return rollback(Project.from_parts(layout, SETTINGS), version, options or PromoteOptions(), smoke_test)
+
+
 def promoted(layout: ProjectLayout, model: str) -> str:
     model_digest = write_outputs(layout, model)
-    promote(Project.from_parts(layout, SETTINGS))
+    run_promote(layout)
     return model_digest
 
 
@@ -74,7 +86,7 @@ def test_promote_stores_and_registers_the_model(tracked_project: ProjectLayout) 
     folder = tracked_project.promoted_model(model_digest)
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which promote replaces
-    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    result = run_promote(tracked_project)
     assert (result.champion.version, result.replaced, result.plan, result.warnings) == (1, None, (), ())
     text = format_promotion(result, tracked_project)
     assert "version 1" in text
@@ -128,7 +140,7 @@ def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_proje
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     write_verdict(tracked_project, "HOLD")
     before = read_tree(tracked_project.root)
-    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    result = run_promote(tracked_project)
     assert (result.promotion, result.notes) == (None, ())
     assert "is champion already" in format_promotion(result, tracked_project)
     assert read_tree(tracked_project.root) == before
@@ -137,7 +149,7 @@ def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_proje
     weights = folder / "hf" / "model.safetensors"
     assert weights.stat().st_nlink == 1  # a copy: a change to the export does not change the champion
     weights.write_bytes(b"flipped")
-    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    result = run_promote(tracked_project)
     assert "hf/model.safetensors" in format_promotion(result, tracked_project)
     files.verify_sealed(folder, KIND)
     signature.check_signature(folder, tracked_project)
@@ -151,23 +163,21 @@ def test_promotions_and_rollbacks_in_turn(tracked_project: ProjectLayout) -> Non
         promoted(tracked_project, model)
         assert list_champions(tracked_project) == expected
     assert len(MlflowModelRegistry(tracked_project, NAME).versions()) == 3
-    result = rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+    result = run_rollback(tracked_project)
     assert (result.champion.version, result.replaced and result.replaced.version) == (1, 3)
     assert "version 1" in format_promotion(result, tracked_project)
     assert list_champions(tracked_project) == ["a", "b"]
-    result = rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+    result = run_rollback(tracked_project, 1)
     assert result.promotion is None
     assert "already" in format_promotion(result, tracked_project)
-    rollback(Project.from_parts(tracked_project, SETTINGS), 2, smoke_test=accept_model)
+    run_rollback(tracked_project, 2)
     assert list_champions(tracked_project) == ["b"]
     with pytest.raises(ChampionError, match="no previous champion"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
-    rollback(
-        Project.from_parts(tracked_project, SETTINGS), 3, smoke_test=accept_model
-    )  # a former champion can be restored by its number
+        run_rollback(tracked_project)
+    run_rollback(tracked_project, 3)  # a former champion can be restored by its number
     assert list_champions(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), 9, smoke_test=accept_model)
+        run_rollback(tracked_project, 9)
 
 
 def test_rollback_refuses_a_model_that_is_damaged_missing_or_fails_the_smoke_test(
@@ -180,20 +190,20 @@ def test_rollback_refuses_a_model_that_is_damaged_missing_or_fails_the_smoke_tes
         raise ChampionError(f"{model}: does not answer")
 
     with pytest.raises(ChampionError, match="does not answer"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=silent)
+        run_rollback(tracked_project, None, smoke_test=silent)
     (folder / "hf" / "model.safetensors").write_bytes(b"weights of x")
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+        run_rollback(tracked_project)
     (folder / files.MANIFEST).unlink()
     files.seal_directory(folder, KIND)  # sealing needs no key; the signature does not match
     with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+        run_rollback(tracked_project)
     folder.rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
-        rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
+        run_rollback(tracked_project)
     for options in (FORCE, PromoteOptions(anchor=True)):
         with pytest.raises(SettingsError, match="are options of `ratchet promote`"):
-            rollback(Project.from_parts(tracked_project, SETTINGS), None, options)
+            run_rollback(tracked_project, None, options)
     file = read_champion(tracked_project.champion)
     assert (champion(tracked_project).version, [one.version for one in file.previous]) == (2, [1])
     assert MlflowModelRegistry(tracked_project, NAME).champion() == 2
@@ -270,7 +280,7 @@ def test_a_refused_promotion_changes_nothing(tracked_project: ProjectLayout, nam
     make, options, error, says = REFUSED[name]
     make(tracked_project)
     with pytest.raises(error, match=says):
-        promote(Project.from_parts(tracked_project, SETTINGS), options)
+        run_promote(tracked_project, options)
     assert_nothing_promoted(tracked_project)
 
 
@@ -297,7 +307,7 @@ def test_a_verdict_against_an_earlier_champion_is_refused(tracked_project: Proje
     with files.sealed_directory(tracked_project.gate, "gate") as scratch:
         for_b.save(scratch / tracked_project.verdict.name)
     with pytest.raises(GateError, match=r"but the champion is now version 2 .*; run `dvc repro`"):
-        promote(Project.from_parts(tracked_project, SETTINGS))
+        run_promote(tracked_project)
     assert list_champions(tracked_project) == ["c", "a"]
 
 
@@ -315,16 +325,14 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     promoted(tracked_project, "b")
     assert anchor(tracked_project) == 1
     write_verdict(tracked_project, "PROMOTE")
-    promote(
-        Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True)
-    )  # b is already champion and becomes the anchor
+    run_promote(tracked_project, PromoteOptions(anchor=True))  # b is already champion and becomes the anchor
     assert anchor(tracked_project) == 2
-    result = promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True))
+    result = run_promote(tracked_project, PromoteOptions(anchor=True))
     assert "already" in format_promotion(result, tracked_project)
-    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+    run_rollback(tracked_project, 1)
     assert anchor(tracked_project) == 2
     write_outputs(tracked_project, "c")
-    promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(anchor=True))
+    run_promote(tracked_project, PromoteOptions(anchor=True))
     assert anchor(tracked_project) == 3
     assert [entry.is_anchor for entry in read_ledger(tracked_project)] == [True, False, True, False, True]
     assert list_champions(tracked_project) == ["c", "a"]
@@ -338,7 +346,7 @@ def test_force_overrules_decisions_and_is_recorded_only_if_it_was_needed(
     tracked_project: ProjectLayout, decision: str
 ) -> None:
     write_outputs(tracked_project, "a", decision)
-    text = format_promotion(promote(Project.from_parts(tracked_project, SETTINGS), FORCE), tracked_project)
+    text = format_promotion(run_promote(tracked_project, FORCE), tracked_project)
     needed = decision != "PROMOTE"
     assert ("FORCED" in text) is needed
     assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
@@ -355,7 +363,7 @@ def test_force_is_recorded_everywhere(tracked_project: ProjectLayout) -> None:
     run = client.create_run(client.create_experiment(NAME), tags={"ratchet.run_id": "run-a"})
     decision = "REJECT"
     a = write_outputs(tracked_project, "a", decision)
-    text = format_promotion(promote(Project.from_parts(tracked_project, SETTINGS), FORCE), tracked_project)
+    text = format_promotion(run_promote(tracked_project, FORCE), tracked_project)
     assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
     forced = ForcedPromotion.model_validate({"actor": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == forced
@@ -376,18 +384,16 @@ def test_force_is_recorded_everywhere(tracked_project: ProjectLayout) -> None:
 
     promoted(tracked_project, "b")
     assert not champion(tracked_project).forced
-    result = rollback(
-        Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model
-    )  # the promotion of version 1 is still marked as forced
+    result = run_rollback(tracked_project, 1)  # the promotion of version 1 is still marked as forced
     assert "FORCED" in format_promotion(result, tracked_project)
     assert champion(tracked_project).forced == forced
     write_outputs(tracked_project, "b")
-    promote(Project.from_parts(tracked_project, SETTINGS), FORCE)
+    run_promote(tracked_project, FORCE)
     promoted(tracked_project, "c")
-    rollback(Project.from_parts(tracked_project, SETTINGS), 2, smoke_test=accept_model)
+    run_rollback(tracked_project, 2)
     files.write_json(tracked_project.champion, {})  # an empty champion file: the registry has all facts
     MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=2)
-    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+    run_rollback(tracked_project, 1)
     assert champion(tracked_project).forced == forced
     promoted(tracked_project, "b")
     promoted(tracked_project, "a")  # promoted with the verdict PROMOTE, not by force
@@ -438,7 +444,7 @@ def test_a_dry_run_changes_nothing_and_lists_every_step(tracked_project: Project
 def test_a_dry_run_makes_no_folder(project: ProjectLayout) -> None:
     write_outputs(project, "a")
     before = read_tree(project.root)
-    result = promote(Project.from_parts(project, SETTINGS), PromoteOptions(dry_run=True))
+    result = run_promote(project, PromoteOptions(dry_run=True))
     assert "a new version" in format_promotion(result, project)
     assert read_tree(project.root) == before
     assert not project.mlruns.exists()
@@ -470,7 +476,7 @@ def test_a_damaged_registry_promotes_nothing(project: ProjectLayout) -> None:
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"damaged" * 1000)
     with pytest.raises(TrackingError, match="not a database"):
-        promote(Project.from_parts(project, SETTINGS))
+        run_promote(project)
     assert not project.champion.exists()
 
 
@@ -497,7 +503,7 @@ def test_a_registry_that_is_locked_midway_leaves_nothing_half_done(
         try:
             with monkeypatch.context() as patched, pytest.raises(TrackingError, match="database is locked"):
                 patched.setattr(MlflowClient, call, locked)
-                promote(Project.from_parts(tracked_project, SETTINGS))
+                run_promote(tracked_project)
         finally:
             sqlalchemy.event.remove(*engines)
 
@@ -506,7 +512,7 @@ def test_a_registry_that_is_locked_midway_leaves_nothing_half_done(
     for number, (model, call) in enumerate(calls.items(), start=2):
         write_outputs(tracked_project, model)
         promote_locked(call)
-        promote(Project.from_parts(tracked_project, SETTINGS))
+        run_promote(tracked_project)
         assert list_champions(tracked_project)[0] == model
         versions = MlflowModelRegistry(tracked_project, NAME).versions()
         assert len(versions) == len(read_ledger(tracked_project)) == number
@@ -518,9 +524,9 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: ProjectLayout
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     tracked_project.mlruns.rename(tracked_project.root / "left on the other machine")
-    for command in ("promote", "rollback"):
+    for run in (run_promote, run_rollback):
         with pytest.raises(ChampionError, match=r"names version 2 .*is not in the registry.*copy it from"):
-            run_command(command, tracked_project.root)
+            run(tracked_project)
     assert not tracked_project.mlflow_database.exists()
 
 
@@ -534,9 +540,9 @@ def test_another_registry_is_recognized(tracked_project: ProjectLayout, tmp_path
     clone.promotions.write_bytes(tracked_project.promotions.read_bytes())
     write_outputs(clone, "b")
     with pytest.raises(ChampionError, match=r"version 1 .*which is not in the registry"):
-        promote(Project.from_parts(clone, SETTINGS))
+        run_promote(clone)
     with pytest.raises(ChampionError, match="is not in the registry"):
-        rollback(Project.from_parts(clone, SETTINGS), 1, smoke_test=accept_model)
+        run_rollback(clone, 1)
 
 
 def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tracked_project: ProjectLayout) -> None:
@@ -545,8 +551,8 @@ def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tra
     promoted(tracked_project, "a")
     MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
     with pytest.raises(ChampionError, match=r"points to no version.*choose one: `ratchet rollback 1`"):
-        promote(Project.from_parts(tracked_project, SETTINGS))
-    rollback(Project.from_parts(tracked_project, SETTINGS), 1, smoke_test=accept_model)
+        run_promote(tracked_project)
+    run_rollback(tracked_project, 1)
     assert list_champions(tracked_project) == ["a"]
     promoted(tracked_project, "b")
     promoted(tracked_project, "c")
@@ -555,10 +561,10 @@ def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tra
         MlflowModelRegistry(tracked_project, NAME).set_champion(1, expected=3)  # simulates a change in the MLflow UI
         write_outputs(tracked_project, "d")
         with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
-            promote(Project.from_parts(tracked_project, SETTINGS))
+            run_promote(tracked_project)
         with pytest.raises(ChampionError, match="names version 3"):
-            rollback(Project.from_parts(tracked_project, SETTINGS), None, smoke_test=accept_model)
-        rollback(Project.from_parts(tracked_project, SETTINGS), choice, smoke_test=accept_model)
+            run_rollback(tracked_project)
+        run_rollback(tracked_project, choice)
         assert list_champions(tracked_project) == expected
         tracked_project.champion.write_bytes(state[0])
         tracked_project.promotions.write_bytes(state[1])
@@ -568,20 +574,15 @@ def test_a_disagreement_names_both_versions_and_each_suggested_command_works(tra
 # --- concurrent promotions --------------------------------------------------------------------------------------------
 
 
-def run_command(command: str, root: Path) -> PromotionResult:
-    project = Project.from_parts(ProjectLayout(root), SETTINGS)
-    return promote(project) if command == "promote" else rollback(project, smoke_test=accept_model)
-
-
 def test_another_promotion_that_takes_too_long_is_named(
     tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(promotion, "LOCK_WAIT_S", 0.0)
     write_outputs(tracked_project, "a")
     with FileLock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
-        for command in ("promote", "rollback"):
+        for run in (run_promote, run_rollback):
             with pytest.raises(LockHeldError, match=f"promotion is in use by process {os.getpid()}"):
-                run_command(command, tracked_project.root)
+                run(tracked_project)
     assert_nothing_promoted(tracked_project)
 
 
@@ -603,7 +604,7 @@ def test_a_champion_promoted_meanwhile_is_not_replaced(
         with pytest.raises(
             ChampionError, match="moved from version 2 to version 1 since the decision: another promotion"
         ):
-            promote(Project.from_parts(tracked_project, SETTINGS))
+            run_promote(tracked_project)
     assert (tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()) == before
     assert not tracked_project.promotion_intent.exists()
     assert MlflowModelRegistry(tracked_project, NAME).champion() == 1
@@ -613,7 +614,7 @@ def promote_and_report(root: Path, by: str, answers: Any) -> None:
     os.environ["RATCHET_ACTOR"] = by
     try:
         layout = ProjectLayout(root)
-        answers.put((by, format_promotion(promote(Project.from_parts(layout, SETTINGS)), layout)))
+        answers.put((by, format_promotion(run_promote(layout), layout)))
     except (ChampionError, GateError) as error:
         answers.put((by, str(error)))
 
@@ -720,19 +721,12 @@ def test_the_smoke_test_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytes
 def test_a_model_that_was_rolled_back_needs_force(tracked_project: ProjectLayout) -> None:
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
-    rollback(
-        Project.from_parts(tracked_project, SETTINGS),
-        None,
-        PromoteOptions(reason="bad in production"),
-        smoke_test=accept_model,
-    )
+    run_rollback(tracked_project, None, PromoteOptions(reason="bad in production"))
     write_outputs(tracked_project, "b")
     with pytest.raises(GateError, match=r"was rolled back on .* \(bad in production\); .*--force --reason"):
-        promote(Project.from_parts(tracked_project, SETTINGS))
+        run_promote(tracked_project)
     assert list_champions(tracked_project) == ["a"]
-    result = promote(
-        Project.from_parts(tracked_project, SETTINGS), PromoteOptions(force=True, reason="it was the load balancer")
-    )
+    result = run_promote(tracked_project, PromoteOptions(force=True, reason="it was the load balancer"))
     text = format_promotion(result, tracked_project)
     assert "FORCED by" in text
     assert "although it was rolled back before: it was the load balancer" in text
@@ -745,19 +739,19 @@ def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: P
     first = signature.check_signature(folder, tracked_project).signer
     now = champion(tracked_project)
     same = f"version 1 (model {now.model_digest[:12]}, run {now.run_id}) is champion already"
-    assert format_promotion(promote(Project.from_parts(tracked_project, SETTINGS)), tracked_project) == same
+    assert format_promotion(run_promote(tracked_project), tracked_project) == same
     keys.revoke_trust(tracked_project, first, "the laptop was lost")
     tracked_project.private_key.unlink()
     with pytest.raises(SettingsError, match="the laptop was lost"):
         signature.check_signature(folder, tracked_project)
     with pytest.raises(SettingsError, match="ratchet keys --new"):
-        promote(Project.from_parts(tracked_project, SETTINGS))
+        run_promote(tracked_project)
     made = keys.create_key_pair(tracked_project).fingerprint
-    result = promote(Project.from_parts(tracked_project, SETTINGS), PromoteOptions(dry_run=True))
+    result = run_promote(tracked_project, PromoteOptions(dry_run=True))
     assert "the laptop was lost" in format_promotion(result, tracked_project)
     with pytest.raises(SettingsError, match="the laptop was lost"):
         signature.check_signature(folder, tracked_project)
-    result = promote(Project.from_parts(tracked_project, SETTINGS))
+    result = run_promote(tracked_project)
     assert f"signed by key {made[:16]}" in format_promotion(result, tracked_project)
     assert signature.check_signature(folder, tracked_project).signer == made
     assert len(read_ledger(tracked_project)) == 1

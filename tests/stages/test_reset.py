@@ -95,7 +95,7 @@ def test_the_user_is_shown_what_would_be_lost(layout: ProjectLayout, run: RunPat
     report(run.root.name).save(layout.train_report)
     ChampionFile(champion=champion(run.root.name)).save(layout.champion)
     question = refuse(layout, run)
-    assert "kB; its result is complete" in question
+    assert "KiB; its result is complete" in question
     assert "experiments/train comes from it: those files stay" in question
     assert "the champion comes from it: the promoted model stays" in question
 

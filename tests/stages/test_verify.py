@@ -14,7 +14,7 @@ import snapshots
 from ratchet.cli.main import main
 from ratchet.cli.verify import format_verification
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keys, signature
+from ratchet.registry import keys, signature
 from ratchet.runs.directory import RESULT, RunDirectory, RunPaths
 from ratchet.stages.verify import verify
 from ratchet.storage import files

@@ -9,9 +9,8 @@ import pytest
 import promoted_models
 from ratchet.cli.verify import format_verification
 from ratchet.errors import DataError, ProjectError, SettingsError
-from ratchet.registry import model_store
+from ratchet.registry import keys, model_store, signature
 from ratchet.registry.deployment import release
-from ratchet.registry.signing import keys, signature
 from ratchet.stages.deploy import DeployOptions, deploy
 from ratchet.stages.project import Project
 from ratchet.stages.verify import verify

@@ -9,14 +9,14 @@ from ratchet.cli.main import main
 from ratchet.config.machine import Machine
 from ratchet.errors import DataError, SettingsError
 from ratchet.runs.directory import RunPaths
-from ratchet.stages.watch import WatchOptions, watch
+from ratchet.stages.watch import watch
 from ratchet.storage.layout import ProjectLayout
 from trained_runs import Training, lay
 
 
 def shown(layout: ProjectLayout, *runs: str, once: bool = True) -> str:
     stream = io.StringIO()
-    watch(layout, Machine(), WatchOptions(runs, once=once), stream)
+    watch(layout, Machine(), stream, runs, once=once)
     return stream.getvalue()
 
 
@@ -53,7 +53,7 @@ def test_missing_runs_replicas_and_projects_are_refused(
     with pytest.raises(DataError, match="zzz: matches no run"):
         shown(layout, "zzz")
     with pytest.raises(SettingsError, match="no replica is set"):
-        watch(layout, Machine(), WatchOptions(replica=True), io.StringIO())
+        watch(layout, Machine(), io.StringIO(), replica=True)
     monkeypatch.chdir(tmp_path)
     assert main(["watch"]) == 2
     assert "no params.yaml" in capsys.readouterr().err

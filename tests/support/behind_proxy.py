@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faulty_proxy import Fault, FaultyProxy, Request
-from ratchet.runs.replication.s3_backend import PART_BYTES
+from ratchet.runs.replication.object_storage import PART_BYTES
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage.files import Entry
 from s3_server import S3Server

@@ -27,7 +27,7 @@ def largest_of_buckets(steps: Tensor) -> Tensor:
 
 
 def sizes_of_buckets() -> list[int]:
-    return [len(bucket.buffer()) for bucket in build_buckets([parameter for _, parameter in parameters()], 2000)]
+    return [len(bucket.flat) for bucket in build_buckets([parameter for _, parameter in parameters()], 2000)]
 
 
 def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import families
 from ratchet.models.decoding.decoder import BatchDecoder, DecodingOptions, DecodingRequest, DecodingResult
-from ratchet.models.decoding.token_choice import gumbel_noise
+from ratchet.models.decoding.token_choice import batched_gumbel_noise
 
 ENDS = (3, 4, 5, 6)
 GREEDY = DecodingOptions(max_new_tokens=20, end_token_ids=ENDS, pad_token_id=0, max_rows=5, window=9)
@@ -50,7 +50,7 @@ def plainly(model: Any, asked: DecodingRequest, settings: DecodingOptions) -> De
                 heated = logits / settings.temperature
                 mass = heated.double().softmax(0)
                 greater = (mass * (heated > heated.unsqueeze(1))).sum(dim=1)
-                noise = gumbel_noise(asked.stream, step, len(logits))
+                noise = batched_gumbel_noise([(asked.stream, step)], len(logits))[0]
                 scores = torch.where(greater < settings.top_p, heated + noise, -torch.inf)
             token = int(scores.argmax())
             ids.append(token)

@@ -81,12 +81,10 @@ class FaultyProxy:
         self.struck = 0
         """Number of faults that occurred."""
         self.seen: list[Request] = []
-        self.verifies = False
-        """Whether the proxy answers like a service that verifies `x-amz-checksum-sha256` of received bodies and returns
-        the checksum; moto does neither."""
-        self._sums: dict[str, str] = {}
         self.opaque_tags = False
         """Whether the proxy answers like a service whose ETags are not MD5 sums (for example, with KMS encryption)."""
+        self.ignores_conditions = False
+        """Whether the proxy removes conditions from requests, like a service without conditional writes."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def inject(self, *faults: Fault) -> None:
@@ -154,8 +152,6 @@ class FaultyProxy:
             body = _flipped(body)
         if fault is not None and fault.kind == "status":
             status, headers, content = fault.status, {"Content-Type": "application/xml"}, _error(fault.code)
-        elif self.verifies and not _right(request, body):
-            status, headers, content = 400, {"Content-Type": "application/xml"}, _error("BadDigest")
         else:
             status, headers, content = self._forward(request, body)
         if kind == "lost" or self.down:
@@ -168,15 +164,11 @@ class FaultyProxy:
         try:
             connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
             for name, value in request.headers.items():
-                if name not in ("connection", "expect"):
+                if name not in ("connection", "expect") and not (self.ignores_conditions and name.startswith("if-")):
                     connection.putheader(name, value)
             connection.endheaders(body)
             answer = connection.getresponse()
             headers = dict(answer.getheaders())
-            if self.verifies and request.method == "PUT" and answer.status == 200:
-                self._sums[request.target] = request.headers.get("x-amz-checksum-sha256", "")
-            if self.verifies and request.method == "HEAD" and request.target in self._sums:
-                headers["x-amz-checksum-sha256"] = self._sums[request.target]
             if self.opaque_tags:
                 headers = {name: '"opaque"' if name.lower() == "etag" else value for name, value in headers.items()}
             return answer.status, headers, answer.read()
@@ -268,14 +260,6 @@ def _flipped(content: bytes) -> bytes:
 
 def _error(code: str) -> bytes:
     return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}, says the test</Message></Error>'.encode()
-
-
-def _right(request: Request, body: bytes) -> bool:
-    import base64
-    import hashlib
-
-    wanted = request.headers.get("x-amz-checksum-sha256")
-    return wanted is None or wanted == base64.b64encode(hashlib.sha256(body).digest()).decode()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Generation:
             number = sum(event.kind == "attempt_started" for event in self.events()) + 1
             run.journal.attempt = number
             run.journal.append("attempt_started", pid=1, code_version="x")
-            return worker.run_worker(run.paths, number, stop or GracefulShutdown(), Heartbeat.private())
+            return worker.run_worker(run.paths, number, stop or GracefulShutdown(), Heartbeat(None, 0.0, 0.0))
 
     @property
     def paths(self) -> GenerationPaths:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from machines import NAMES, Node, store, together, wait_until
-from ratchet.runs.replication import lease
-from ratchet.runs.replication.lease import LeaseRecord
+from ratchet.runs.replication.lease import LeaseRecord, read_lease
 
 Members = Callable[..., Node]
 PLACE = "one.example:29400"
@@ -45,15 +44,15 @@ def copies(one: Node) -> bool:
     return one.replicator._held is not None
 
 
-def state(root: Path) -> list[str]:
-    found = (store(root).read(NAMES.claim(*key)) for key in lease.list_keys(store(root), NAMES))
-    return [claim.state for data in found if (claim := LeaseRecord.from_bytes(data or b""))]
+def state(root: Path) -> str:
+    claim = read_lease(store(root), NAMES)
+    return claim.state if claim else "never held"
 
 
 def stranger(root: Path, rendezvous: str | None, sign: int = 1) -> None:
     """Write a renewed lease claim of a machine outside the rendezvous."""
     claim = LeaseRecord(4, "far-away-1", "holding", sign, "2026-01-01T00:00:00+00:00", rendezvous=rendezvous)
-    store(root).write(NAMES.claim(4, "far-away-1"), claim.as_bytes())
+    store(root).write(NAMES.lease, claim.as_bytes())
 
 
 def pair(member: Members) -> tuple[Node, Node]:

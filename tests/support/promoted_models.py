@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.settings import Settings
-from ratchet.registry import ledger, model_store, promotion
+from ratchet.registry import keys, ledger, model_store, promotion, signature
 from ratchet.registry.deployment import server_files
-from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import DistributionDistance, ExportArtifact, ExportProbe, MergeParity, ModelBundle

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet.registry.signing import keys
+from ratchet.registry import keys
 from ratchet.storage.layout import ProjectLayout
 
 

@@ -58,7 +58,7 @@ def loop_of(
             validation_rows=random_rows(6, seed=2),
             paths=paths,
             journal=journal,
-            heartbeat=Heartbeat.private(),
+            heartbeat=Heartbeat(None, 0.0, 0.0),
             shutdown=stop or GracefulShutdown(),
             environment={"torch": torch.__version__},
             batch_plan=plan,

@@ -296,17 +296,3 @@ def test_rank_that_is_not_used_is_halved_and_one_that_is_used_up_doubled() -> No
     assert said.startswith("train.rank: 32 may learn more, with use_rslora")
     assert "use_rslora" not in advice(model_of(used=0.95), Train(use_rslora=True))[0]
     assert advice(model_of(used=0.3), Train(rank=16, adapter="adalora")) == (), "which finds its ranks itself"
-
-
-def test_kinds_that_moved_very_differently_are_told_with_their_figures() -> None:
-    modules = model_of() | {f"model.layers.{n}.mlp.down_proj": module(update=20 + n) for n in range(12)}
-    (said,) = advice(modules)
-    assert said.startswith("train.rank_pattern")
-    assert "mlp.down_proj changed by 25.50% of its weights in the median" in said
-
-
-def test_gradients_that_grew_ask_for_shorter_steps() -> None:
-    growing = tuple(0.1 * 1.1**k for k in range(30))
-    (said,) = advice(model_of(gradients=growing), Train(learning_rate=2e-4))
-    assert said.startswith("train.learning_rate: try 0.0001: ")
-    assert advice(model_of(gradients=growing[:6])) == (), "too few steps to tell"

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import snapshots
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, NonFiniteStateError
+from ratchet.models import safetensors_format
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, files
 from ratchet.training import checkpoint, optimizer
@@ -83,7 +84,7 @@ def test_what_is_written_is_what_safetensors_reads(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
+        patch.setattr(safetensors_format, "CHUNK_BYTES", chunk)
         beats: list[None] = []
         checkpoint.write_safetensors(path, tensors, lambda: beats.append(None))
         assert checkpoint.compute_digest_and_size(tensors) == (digests.hash_file(path), path.stat().st_size)
@@ -113,12 +114,12 @@ def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(
     chunks: list[str] = []
     monkeypatch.setattr(files, "before", lambda operation, path: chunks.append(operation))
     checkpoint.write_safetensors(
-        tmp_path / "a", {"x": torch.zeros(3 * checkpoint.CHUNK_BYTES, dtype=torch.uint8)},
+        tmp_path / "a", {"x": torch.zeros(3 * safetensors_format.CHUNK_BYTES, dtype=torch.uint8)},
         lambda: beats.append((tmp_path / "a").stat().st_size),
     )  # fmt: skip
     assert beats == sorted(set(beats))
     assert len(beats) == 4  # the header and the data share the first chunk
-    assert all(b - a <= checkpoint.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
+    assert all(b - a <= safetensors_format.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
     assert chunks == ["write"] * 5 + ["fsync"]
 
 

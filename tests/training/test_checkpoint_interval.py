@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError
 from ratchet.training.async_checkpoint import (
+    BACKGROUND_SHARE,
     FIRST_INTERVAL_S,
     MAX_INTERVAL_S,
     PRIOR_S,
     CheckpointInterval,
     auto_interval_s,
-    checkpoint_cost_s,
-    mean_failure_interval_s,
     optimal_interval_s,
 )
 
@@ -57,9 +56,13 @@ def test_interval_is_zero_for_no_cost_or_a_cost_above_the_time_between_failures(
 
 
 def test_failures_are_estimated_from_the_run_itself() -> None:
-    assert mean_failure_interval_s(0, 0) == PRIOR_S == 6 * 3600
-    assert mean_failure_interval_s(3, 6 * 3600) == 3 * 3600  # 12 hours / 4 failures; the prior is 6 hours and 1 failure
-    assert mean_failure_interval_s(0, 18 * 3600) == 24 * 3600
+    assert PRIOR_S == 6 * 3600
+    for deaths, observed_s, failure_s in [
+        (0, 0, 6 * 3600),
+        (3, 6 * 3600, 3 * 3600),  # 12 hours / 4 failures; the prior is 6 hours and 1 failure
+        (0, 18 * 3600, 24 * 3600),
+    ]:
+        assert auto_interval_s(0.1, 0.0, deaths, observed_s) == optimal_interval_s(0.1, failure_s)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_the_interval_of_auto(blocked_s: float, save_s: float, died: int, observ
 @given(blocks, saves, deaths, watched)
 def test_auto_keeps_its_bounds(blocked_s: float, save_s: float, died: int, observed_s: float) -> None:
     found = auto_interval_s(blocked_s, save_s, died, observed_s)
-    cost = checkpoint_cost_s(blocked_s, save_s)
+    cost = blocked_s + BACKGROUND_SHARE * save_s
     assert cost <= 0.01 * found * (1 + 1e-9)
     assert found >= 10 * save_s * (1 - 1e-9)
     assert found <= max(MAX_INTERVAL_S, 100 * cost) * (1 + 1e-9)

@@ -57,4 +57,4 @@ def test_a_fraction_of_the_memory_is_warned_of_once(tmp_path: Path) -> None:
     alerts = told(path, "alert")
     assert len(alerts) == 1
     assert "in phase baseline" in str(alerts[0]["text"])
-    assert "machine.memory_warnings" in str(alerts[0]["text"])
+    assert "due at" in str(alerts[0]["text"])

@@ -50,7 +50,7 @@ def train_here(project: ProjectLayout, tmp_path: Path) -> TrainHere:
             }
         )
         run = opened(project, settings, tmp_path / f"runs{len(list(tmp_path.iterdir()))}")
-        assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()) == expected
+        assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat(None, 0.0, 0.0)) == expected
         run.close()
         return run.paths
 
@@ -129,8 +129,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
     run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
     for attempt in range(1, 5):
-        run_worker(run.paths, attempt, StopAfterSteps(run.paths, 5), Heartbeat.private())
-    assert run_worker(run.paths, 5, GracefulShutdown(), Heartbeat.private()) == EXIT_OK
+        run_worker(run.paths, attempt, StopAfterSteps(run.paths, 5), Heartbeat(None, 0.0, 0.0))
+    assert run_worker(run.paths, 5, GracefulShutdown(), Heartbeat(None, 0.0, 0.0)) == EXIT_OK
     run.close()
     assert {e.attempt for e in steps(run.paths)} == {1, 2, 3, 4, 5}
     for part in ("trainable", "optimizer"):
@@ -156,7 +156,7 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(project: ProjectLayo
     launch = TrainingLaunchSpec.load(run.paths.launch)
     wrong = launch.base.model_copy(update={"files": launch.base.files | {"config.json": "0" * 64}})
     launch.model_copy(update={"base": wrong}).save(run.paths.launch)
-    assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat.private()) == EXIT_INPUT
+    assert run_worker(run.paths, 1, GracefulShutdown(), Heartbeat(None, 0.0, 0.0)) == EXIT_INPUT
     run.close()
     assert "config.json: changed since the base was pinned" in failure(run.paths)
 

@@ -18,7 +18,7 @@ from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCo
 from ratchet.tuning import final_round
 from ratchet.tuning.final_round import (
     FinalistTraining,
-    FinalistTrainingBatch,
+    TrainingBatch,
     plan_next_step,
     select_comparison_objective,
     values_for_seed,
@@ -69,20 +69,18 @@ class World:
     def run(self, settings: Sweep, trials: Sequence[Trial]) -> FinalRound:
         for _ in range(50):
             step = plan_next_step(settings, trials, self.trainings, self.scores)
-            assert (
-                plan_next_step(settings, trials, reversed(self.trainings), dict(reversed(self.scores.items()))) == step
-            )
+            assert plan_next_step(settings, trials, self.trainings[::-1], dict(reversed(self.scores.items()))) == step
             if isinstance(step, FinalRound):
                 return step
-            self.told.append(step.trainings if isinstance(step, FinalistTrainingBatch) else step.run_ids)
-            if isinstance(step, FinalistTrainingBatch):
+            self.told.append(step if isinstance(step, tuple) else step.run_ids)
+            if isinstance(step, tuple):
                 self.train(step)
             else:
                 self.score(step)
         raise AssertionError("the plan has no end")
 
-    def train(self, step: FinalistTrainingBatch) -> None:
-        for number, index in step.trainings:
+    def train(self, step: TrainingBatch) -> None:
+        for number, index in step:
             assert (number, index) not in {(one.number, one.index) for one in self.trainings}
             self.trainings.append(
                 FinalistTraining(number, index, f"run{number}.{index}", self.fails.get((number, index), ""))
@@ -153,8 +151,8 @@ def test_trainings_under_way_are_waited_for_and_only_what_is_missing_is_wanted()
     trials = [trial(0, 2.0), trial(1, 2.1)]
     world = World({0: 0.0, 1: 0.02})
     world.score(ValidationJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",)))
-    world.train(FinalistTrainingBatch(((1, 1),)))
-    assert plan_next_step(sweep(), trials, world.trainings, world.scores) == FinalistTrainingBatch(((0, 1),))
+    world.train(((1, 1),))
+    assert plan_next_step(sweep(), trials, world.trainings, world.scores) == ((0, 1),)
 
 
 def test_a_finalist_that_cannot_be_trained_again_does_not_win() -> None:

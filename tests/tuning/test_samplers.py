@@ -123,8 +123,8 @@ def test_a_finite_space_too_large_to_be_listed_is_used_up_too() -> None:
 
 def test_a_grid_starts_with_its_own_first_point_continues_where_it_was_and_ends() -> None:
     space = space_of(RATE, TARGETS)
-    points = space.grid(3)
-    grid = SamplerSettings(kind="grid", grid_points=3)
+    points = space.grid(4)
+    grid = SamplerSettings(kind="grid")
     history = searched(space, grid, 20)
     assert [one.values for one in history] == points
     assert propose(space, grid, LOSS, [], 0, partial(tried, history[:4])) == points[4]
@@ -224,10 +224,13 @@ def test_descriptions_name_method_version_and_seed() -> None:
     space = space_of(RANK, RATE, TARGETS)
     found = library_versions()
     assert found["optuna"] == optuna.__version__
-    assert describe(SamplerSettings(seed=7), space) == f"TPE (optuna {found['optuna']}), seed 7, 8 random trials first"
+    assert (
+        describe(SamplerSettings(kind="tpe", seed=7), space)
+        == f"TPE (optuna {found['optuna']}), seed 7, 8 random trials first"
+    )
     assert describe(SamplerSettings(kind="gp"), space).startswith("Gaussian process (optuna ")
     assert describe(SamplerSettings(kind="cmaes"), space) == (
         f"CMA-ES over train.rank, train.learning_rate (cmaes {found['cmaes']}), generations of 6, seed 0"
     )
     assert describe(SamplerSettings(kind="random", seed=2), space) == "random, seed 2"
-    assert describe(SamplerSettings(kind="grid", grid_points=2), space) == "grid of 12 points, in order"
+    assert describe(SamplerSettings(kind="grid"), space) == "grid of 48 points, in order"

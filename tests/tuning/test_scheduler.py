@@ -272,6 +272,72 @@ def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> N
     assert search.next() == "over"
 
 
+# Freeze-thaw
+
+
+THAW = {
+    "trials": 4, "sampler": SamplerSettings(n_startup_trials=3), "finalists": FinalistSettings(top_k=2),
+    "pruner": PrunerSettings(kind="freeze_thaw", min_resource_fraction=0.25),
+}  # fmt: skip
+
+
+def test_freeze_thaw_pauses_the_first_trials_and_continues_the_best(begin: Begin) -> None:
+    search = begin(**THAW)
+    for loss in (3.0, 1.0, 2.0):
+        given = work(search)
+        assert given.trial.continues is None
+        reason = judged(search, given, loss)
+        if given.trial.number < 2:
+            assert reason == "the first trials are compared at this rung"
+        end(search, given, "pruned", [loss])
+    while (given := work(search)).trial.continues is None:
+        end(search, given, "pruned", [2.5])
+    assert given.trial.continues == 1
+    assert judged(search, given, 1.0, 0.9) is None
+    end(search, given, "complete", [1.0, 0.9, 0.8])
+    rest = []
+    while isinstance(found := search.next(), TrialTask):
+        rest.append(found.trial)
+        end(search, found, "complete", [2.0, 1.9, 1.8])
+    assert found == "over"
+    assert final_round.count_trials(search.store.trials()) == 4
+    assert len(final_round.eligible_trials(search.store.trials())) >= 2
+    assert len({trial.run_id for trial in search.store.trials()}) == 4
+
+
+def test_freeze_thaw_completes_what_the_final_round_needs_and_a_rung_does_not_pause_it_again(begin: Begin) -> None:
+    search = begin(**{**THAW, "trials": 3})
+    left(search, 3.0, 1.0, 2.0)
+    first = work(search)
+    assert first.trial.continues == 1
+    end(search, first, "complete", [1.0, 0.5, 0.4])
+    second = work(search)
+    assert second.trial.continues == 2
+    assert judged(search, second, 2.0, 1.9) is None
+    end(search, second, "complete", [2.0, 1.9, 1.8])
+    assert search.next() == "over"
+
+
+def test_after_the_last_token_freeze_thaw_completes_one_training(begin: Begin) -> None:
+    search = begin(**THAW, max_tokens=1000)
+    for loss in (3.0, 1.0):
+        end(search, work(search), "pruned", [loss], cost=TrainingCost(trained_tokens=600))
+    given = work(search)
+    assert given.trial.continues == 1
+    assert judged(search, given, 1.0, 0.9) is None
+    end(search, given, "complete", [1.0, 0.9], cost=TrainingCost(trained_tokens=1200))
+    assert search.next() == "over"
+
+
+def test_two_workers_of_freeze_thaw_begin_different_trials(begin: Begin) -> None:
+    search = begin(**{**THAW, "trials": 8})
+    left(search, 3.0, 1.0, 2.0)
+    given = [work(search) for _ in range(4)]
+    assert len({one.trial.run_id for one in given}) == 4
+    continued = [one.trial.continues for one in given if one.trial.continues is not None]
+    assert len(set(continued)) == len(continued)
+
+
 # An exhausted search space
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from ratchet.config.sweep import Sweep
 from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
@@ -22,17 +20,19 @@ def failures(*reasons: str, cause: str = "bug") -> list[Trial]:
 def test_a_continued_trial_counts_once_among_all_trials() -> None:
     history = [trial(0, "pruned"), trial(1), trial(2, continues=0)]
     assert final_round.count_trials(history) == 2
-    assert final_round.check_budget(Sweep(trials=3), history) is None
-    assert final_round.check_budget(Sweep(trials=2), history) == "all 2 trials"
 
 
 def test_hours_and_tokens_of_a_continued_trial_count_once() -> None:
     first = trial(0, "pruned", tokens=100, seconds=1800.0)
     again = trial(2, continues=0, tokens=250, seconds=5400.0)
-    assert final_round.sum_costs([first, trial(1, tokens=300, seconds=3600.0), again]) == (pytest.approx(2.5), 550)
+    history = [first, trial(1, tokens=300, seconds=3600.0), again]
+    assert final_round.check_limits(Sweep(max_hours=2.4), history) == "2.50 hours trained of 2.4"
+    assert final_round.check_limits(Sweep(max_tokens=550), history) == "550 tokens trained of 550"
+    assert final_round.check_limits(Sweep(max_hours=2.6, max_tokens=551), history) is None
     # The costs of the earlier trial count until this one ends.
     begun = trial(1, "running", continues=0, tokens=0, seconds=0.0)
-    assert final_round.sum_costs([first, begun]) == (0.5, 100)
+    assert final_round.check_limits(Sweep(max_hours=0.5), [first, begun]) == "0.50 hours trained of 0.5"
+    assert final_round.check_limits(Sweep(max_tokens=101), [first, begun]) is None
 
 
 def test_limits_of_hours_and_tokens_end_the_search() -> None:
@@ -40,7 +40,7 @@ def test_limits_of_hours_and_tokens_end_the_search() -> None:
     assert final_round.check_limits(Sweep(max_hours=2.5), history) is None
     assert final_round.check_limits(Sweep(max_hours=2), history) == "2.00 hours trained of 2"
     assert final_round.check_limits(Sweep(max_tokens=101), history) is None
-    assert final_round.check_budget(Sweep(max_tokens=100), history) == "100 tokens trained of 100"
+    assert final_round.check_limits(Sweep(max_tokens=100), history) == "100 tokens trained of 100"
 
 
 def test_repeated_failures_of_one_cause_stop_the_sweep_with_the_diagnosis() -> None:

@@ -294,7 +294,7 @@ def test_the_same_study_is_found_again(store: TrialStore, storage: StudyStorage)
     again = opened(storage, settings(trials=99, max_hours=3))  # these settings do not belong to the identity of a study
     assert again.study == store.study == "sweep"
     assert again.versions["optuna"] == optuna.__version__
-    assert set(again.versions) == {"optuna", "cmaes", "ratchet"}
+    assert set(again.versions) == {"optuna", "cmaes", "scipy", "ratchet"}
     assert again.carried == 0
     newest = TrialStore.newest(storage, "sweep")
     assert newest is not None

@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record, progress_printer
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.storage.records.base import BaseCard
@@ -14,16 +13,13 @@ HELP = "stage: resolve and pin the base model, or build the tiny one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    add_json_argument(parser)
+    """The command has no flags of its own."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.base import base
 
-    print_record(base(open_project(arguments), progress_printer(arguments)), format_base, arguments)
-    return EXIT_OK
+    print_record(base(Project(arguments.project), progress_printer(arguments)), format_base, arguments)
 
 
 def format_base(card: "BaseCard") -> str:

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, format_table, print_record
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import format_table, print_record
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.reports.comparison import PairwiseTestResult
@@ -20,22 +19,18 @@ HELP = "compare trainings: settings that differ, curves, scores, and which diffe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "names", nargs="+", metavar="A",
         help="a run (id, or its beginning), a trial (SWEEP/NUMBER), a version (v3, champion, anchor), or seeds "
         "(A+B+C); LABEL=A gives it a name",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.compare import compare
 
-    print_record(compare(open_project(arguments), arguments.names, arguments.output), format_comparison, arguments)
-    return EXIT_OK
+    print_record(compare(Project(arguments.project), arguments.names, arguments.output), format_comparison, arguments)
 
 
 def format_comparison(result: "CompareResult") -> str:
@@ -68,8 +63,7 @@ def _format_finding(finding: "PairwiseTestResult") -> str:
 def _format_values(names: Sequence[str], values: Mapping[str, Sequence[str]]) -> str:
     """Format a table with a column for each training."""
     rows = [["", *names], *([name, *row] for name, row in values.items())]
-    return format_table([[_truncate_cell(cell) for cell in row] for row in rows])
-
-
-def _truncate_cell(cell: str) -> str:
-    return cell if len(cell) <= MAX_CELL_CHARACTERS else f"{cell[: MAX_CELL_CHARACTERS - 1]}\u2026"
+    limit = MAX_CELL_CHARACTERS
+    return format_table(
+        [[cell if len(cell) <= limit else f"{cell[: limit - 1]}\u2026" for cell in row] for row in rows]
+    )

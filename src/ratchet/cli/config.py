@@ -4,9 +4,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, format_table, print_record, print_text
-from ratchet.cli.projects import open_project_or_defaults
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import format_table, print_record, print_text
+from ratchet.stages.project import open_project_or_defaults
 
 if TYPE_CHECKING:
     from ratchet.stages.config import ConfigReport
@@ -15,25 +14,21 @@ HELP = "show every setting with its value and where the value comes from"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="a section or setting, such as train or train.rank"
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of params.yaml, for editors")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     if arguments.schema:
         from ratchet.config import params_file
 
         print_text(json.dumps(params_file.build_json_schema(), indent=2, ensure_ascii=False))
-        return EXIT_OK
+        return
     from ratchet.stages.config import config
 
-    print_record(config(open_project_or_defaults(arguments)[0], arguments.name), format_config, arguments)
-    return EXIT_OK
+    print_record(config(open_project_or_defaults(arguments.project)[0], arguments.name), format_config, arguments)
 
 
 def format_config(report: "ConfigReport") -> str:

@@ -5,9 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, print_text, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.deploy import DeployOptions, DeployResult
@@ -17,7 +16,6 @@ HELP = "verify the champion, test it, and make it current in a directory that a 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory that a server reads; made if missing")
     parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
     choice = parser.add_mutually_exclusive_group()
@@ -27,20 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-smoke", action="store_true", help="do not test the release with a server before it becomes current"
     )
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.deploy import DeployOptions, deploy
 
-    project = open_project(arguments)
+    project = Project(arguments.project)
     options = DeployOptions(arguments.format, arguments.version, arguments.rollback, smoke_test=not arguments.no_smoke)
     if arguments.watch:
         _watch(project, options, arguments)
     else:
         print_record(deploy(project, arguments.directory, options), format_deployment, arguments)
-    return EXIT_OK
 
 
 def _watch(project: "Project", options: "DeployOptions", arguments: argparse.Namespace) -> None:
@@ -49,22 +44,18 @@ def _watch(project: "Project", options: "DeployOptions", arguments: argparse.Nam
 
     report = progress_printer(arguments) if arguments.json else print_text
 
-    def format_with_time(result: "DeployResult") -> str:
-        return f"{_format_time()}  {format_deployment(result)}"
+    def add_time(text: str) -> str:
+        return f"{datetime.now(UTC).isoformat(timespec='seconds')}  {text}"
 
     report(f"watching {project.layout.promotions}; SIGTERM or Ctrl-C ends it")
     try:
         watch_champion(
             project, arguments.directory, options,
-            on_deploy=lambda result: print_record(result, format_with_time, arguments),
-            on_problem=lambda problem: report(f"{_format_time()}  {problem}"),
+            on_deploy=lambda result: print_record(result, lambda _: add_time(format_deployment(result)), arguments),
+            on_problem=lambda problem: report(add_time(problem)),
         )  # fmt: skip
     except KeyboardInterrupt:  # `ratchet.cli.main` raises it at SIGTERM as well
         report(f"stopped watching; the current release in {arguments.directory} stays")
-
-
-def _format_time() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def format_deployment(result: "DeployResult") -> str:
@@ -75,22 +66,19 @@ def format_deployment(result: "DeployResult") -> str:
     release = (
         f"version {deployment.version} (model {deployment.model_digest[: digests.SHORT]}, {deployment.artifact_name})"
     )
-    lines = []
+    replaced = f", instead of {deployment.previous_release}"
     if result.status == "unchanged":
-        lines.append(f"{release} is deployed in {result.current} already")
+        lines = [f"{release} is deployed in {result.current} already"]
     elif result.status == "rollback_finished":
-        lines.append(f"{release} is current again in {result.current}: this finished an interrupted rollback")
+        lines = [f"{release} is current again in {result.current}: this finished an interrupted rollback"]
     elif result.status == "rolled_back":
-        lines.append(
-            f"{release} is current again in {result.current}, instead of "
-            f"{deployment.previous_release}; every byte is as signed"
-        )
+        lines = [f"{release} is current again in {result.current}{replaced}; every byte is as signed"]
     else:
-        has_changed = deployment.previous_release is not None and deployment.previous_release != deployment.release
-        before = f", instead of {deployment.previous_release}" if has_changed else ""
-        lines.append(f"{release} is current in {result.current}{before}")
-        tested = (
-            f"smoke test: {deployment.smoke_test}" if deployment.smoke_test else "no smoke test: no server was started"
-        )
-        lines += [tested, f"how to serve it: {result.guide}"]
+        has_changed = deployment.previous_release not in (None, deployment.release)
+        test = f"smoke test: {deployment.smoke_test}" if deployment.smoke_test else None
+        lines = [
+            f"{release} is current in {result.current}{replaced if has_changed else ''}",
+            test or "no smoke test: no server was started",
+            f"how to serve it: {result.guide}",
+        ]
     return "\n  ".join([*lines, *(f"warning: {text}" for text in result.warnings)])

@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record, progress_printer
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.distill import DistillResult
@@ -14,20 +13,16 @@ HELP = "optional stage: compute a larger model's probabilities for the training 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "--forecast", action="store_true", help="only report how much disk and memory the teacher needs"
     )
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.distill import distill
 
-    result = distill(open_project(arguments), forecast=arguments.forecast, on_progress=progress_printer(arguments))
+    result = distill(Project(arguments.project), forecast=arguments.forecast, on_progress=progress_printer(arguments))
     print_record(result, format_distillation, arguments)
-    return EXIT_OK
 
 
 def format_distillation(result: "DistillResult") -> str:

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import open_project_or_defaults
-from ratchet.errors import EXIT_INPUT, EXIT_OK, UnsuitableMachineError
+from ratchet.cli.output import print_record
+from ratchet.errors import EXIT_INPUT, UnsuitableMachineError
+from ratchet.stages.project import open_project_or_defaults
 
 if TYPE_CHECKING:
     from ratchet.stages.doctor import DoctorReport
@@ -16,7 +16,6 @@ HELP = "examine data, base and machine, and propose settings with reasons"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a single config.json")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
@@ -29,12 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="with --require: also write the record to this file"
     )
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    layout, settings = open_project_or_defaults(arguments)
+def run(arguments: argparse.Namespace) -> int | None:
+    layout, settings = open_project_or_defaults(arguments.project)
     if arguments.require is not None or arguments.replica or arguments.output:
         from ratchet.stages.machine_check import MachineCheckReport, check_machine
 
@@ -45,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
                 print_record(error.report, format_machine, arguments)
             raise
         print_record(report, format_machine, arguments)
-        return EXIT_OK
+        return None
     from ratchet.stages.doctor import doctor
 
     examination = doctor(layout, settings if layout else None, arguments.base, arguments.write)
     print_record(examination, format_examination, arguments)
-    return EXIT_INPUT if examination.problems else EXIT_OK
+    return EXIT_INPUT if examination.problems else None
 
 
 def format_machine(report: "MachineCheckReport") -> str:

@@ -5,9 +5,8 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, format_table, print_record, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import format_table, print_record, progress_printer
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.evaluate import EvaluateResult, QuantizationResult
@@ -17,16 +16,13 @@ HELP = "stage: score base, candidate and champion on the test rows"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "--quantization", action="store_true", help="instead, measure what 4-bit weights cost the base, layer by layer"
     )
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    project, on_progress = open_project(arguments), progress_printer(arguments)
+def run(arguments: argparse.Namespace) -> None:
+    project, on_progress = Project(arguments.project), progress_printer(arguments)
     if arguments.quantization:
         from ratchet.stages.evaluate import measure_quantization
 
@@ -35,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         from ratchet.stages.evaluate import evaluate
 
         print_record(evaluate(project, on_progress), format_evaluation, arguments)
-    return EXIT_OK
 
 
 def format_evaluation(result: "EvaluateResult") -> str:

@@ -3,13 +3,12 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, format_table, print_record
-from ratchet.cli.projects import open_project
+from ratchet.cli.output import format_table, print_record
 from ratchet.config.units import format_bytes
-from ratchet.errors import EXIT_OK
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
-    from ratchet.storage.records.export import ExportArtifact, MergeTrial, ModelBundle
+    from ratchet.storage.records.export import ExportArtifact, ModelBundle
 
 HELP = "stage: merge the adapter, write every format, run each one and compare"
 
@@ -19,23 +18,28 @@ HEADINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    add_json_argument(parser)
+    """The command has no flags of its own."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.export import export
 
-    print_record(export(open_project(arguments)), format_bundle, arguments)
-    return EXIT_OK
+    print_record(export(Project(arguments.project)), format_bundle, arguments)
 
 
 def format_bundle(bundle: "ModelBundle") -> str:
     """Format how close the merged model is to base + adapter, then a line for each format."""
     lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.merge_target} in {bundle.dtype}"]
     if bundle.merge:
-        lines += (_format_merge_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
+        for trial in bundle.merge.trials:
+            parity, check = trial.parity, trial.check
+            worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
+            lines.append(
+                f"  {trial.merge_base}{' (chosen)' * (trial.merge_base == bundle.merge_base)}: against base + adapter "
+                f"on {parity.rows} rows logits differ by {parity.max_logit_difference:.2g} at most, "
+                f"{parity.mean_logit_difference:.2g} on average; same greedy token at {parity.greedy_agreement:.2%}; "
+                f"{check.modules} modules and {check.layers} layers as they should be{worst}"
+            )
         if all(trial.check.adapter_effect == 0 for trial in bundle.merge.trials):
             lines.append("  the merged adapters change nothing: this model equals the base")
         if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
@@ -43,17 +47,6 @@ def format_bundle(bundle: "ModelBundle") -> str:
     lines.append(format_table([HEADINGS, *map(_format_row, bundle.artifacts)]))
     lines += [f"  {artifact.name}: {note}" for artifact in bundle.artifacts for note in artifact.notes]
     return "\n".join(lines)
-
-
-def _format_merge_trial(trial: "MergeTrial", chosen: str) -> str:
-    parity, check = trial.parity, trial.check
-    worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
-    name = f"{trial.merge_base} (chosen)" if trial.merge_base == chosen else trial.merge_base
-    return (
-        f"  {name}: against base + adapter on {parity.rows} rows logits differ by "
-        f"{parity.max_logit_difference:.2g} at most, {parity.mean_logit_difference:.2g} on average; same greedy token "
-        f"at {parity.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
-    )
 
 
 def _format_row(artifact: "ExportArtifact") -> tuple[str, ...]:

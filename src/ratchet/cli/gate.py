@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_GATE, EXIT_OK
+from ratchet.cli.output import print_record, progress_printer
+from ratchet.errors import EXIT_GATE
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.gate import NoiseReport
@@ -16,36 +16,32 @@ HELP = "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--check", action="store_true", help="only check the verdict on file: exit 3 unless it is PROMOTE"
     )
     mode.add_argument(
-        "--aa",
-        action="store_true",
+        "--aa", action="store_true",
         help="A/A test: score the candidate again to estimate the noise; exit 3 if too large",
-    )
-    add_json_argument(parser)
+    )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> int | None:
     from ratchet.quality_gate.rules import describe_verdict
     from ratchet.stages.gate import check_verdict, gate, run_aa_test
 
-    project = open_project(arguments)
+    project = Project(arguments.project)
     if arguments.aa:
         noise = run_aa_test(project, progress_printer(arguments))
         print_record(noise, format_noise, arguments)
-        return EXIT_OK if noise.is_within_limits else EXIT_GATE
+        return None if noise.is_within_limits else EXIT_GATE
     if arguments.check:
         verdict = check_verdict(project)
         print_record(verdict, describe_verdict, arguments)
-        return EXIT_OK if verdict.decision == "PROMOTE" else EXIT_GATE
+        return None if verdict.decision == "PROMOTE" else EXIT_GATE
 
     print_record(gate(project), lambda verdict: format_verdict(verdict, project.layout), arguments)
-    return EXIT_OK
+    return None
 
 
 def format_verdict(verdict: "Verdict", layout: "ProjectLayout") -> str:

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, print_text, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK, SettingsError
+from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.errors import SettingsError
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.generate import GenerateResult
@@ -16,12 +16,10 @@ HELP = "answer every prompt of a file; run it again to resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON, JSONL, CSV, TSV or Parquet")
     parser.add_argument("--output", type=Path, metavar="FILE", help="one record per answer, .jsonl or .parquet")
     add_model_argument(parser)
     parser.add_argument("--stream", action="store_true", help="write no file: show each answer while it is generated")
-    add_json_argument(parser)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +31,13 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.console.callback import ConsoleCallback
     from ratchet.console.terminal import is_live_terminal
     from ratchet.evaluation.answer_analysis import summarize_generation
     from ratchet.stages.generate import generate, stream_answers
 
-    project = open_project(arguments)
+    project = Project(arguments.project)
     if arguments.stream and arguments.json:
         raise SettingsError("--json: --stream shows text; leave out one of the two")
     if arguments.stream:
@@ -48,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise SettingsError(f"--output {arguments.output}: --stream writes no file; leave out one of the two")
         count = stream_answers(project, arguments.prompts, arguments.model, sys.stdout)
         print_text(f"{count:,} answers shown, none written")
-        return EXIT_OK
+        return
     if arguments.output is None:
         raise SettingsError("--output: name a file that ends in .jsonl or .parquet (or watch answers with --stream)")
     is_live = is_live_terminal(sys.stdout) and not arguments.json
@@ -59,7 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     print_record(result, format_generation, arguments)
     if not arguments.json and not result.was_written_before:
         print_text("\n".join(summarize_generation(result.output, project.settings.prepare.task)))
-    return EXIT_OK
 
 
 def format_generation(result: "GenerateResult") -> str:

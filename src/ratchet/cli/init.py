@@ -5,8 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
 
 if TYPE_CHECKING:
     from ratchet.stages.init import InitResult
@@ -15,7 +14,6 @@ HELP = "create a project directory around your data"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="a new or empty directory")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet"
@@ -24,11 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: detected)")
     parser.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny model)")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.init import init
 
     result = init(
@@ -36,21 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
         base=arguments.base, revision=arguments.revision,
     )  # fmt: skip
     print_record(result, format_init, arguments)
-    return EXIT_OK
 
 
 def format_init(result: "InitResult") -> str:
     """Format the findings about the data, and the next command."""
     kind = "labels, so accuracy per class is measured" if result.task == "labels" else "free text"
-    unusable = (
-        f" ({result.unusable_rows} of them malformed, or without prompt or response)" if result.unusable_rows else ""
-    )
-    return "\n".join(
-        [
-            f"{result.directory}: {result.rows} rows{unusable}, read as {result.schema_name}; the responses look like "
-            f"{kind} (prepare.task)",
-            f"  settings: params.yaml    base model: {result.base}",
-            f"  promoted models are signed with key {result.key}: back up .ratchet/private.pem, it is not in git",
-            f"  next: cd {shlex.quote(str(result.directory))} && dvc repro",
-        ]
+    count = result.unusable_rows
+    unusable = f" ({count} of them malformed, or without prompt or response)" if count else ""
+    return (
+        f"{result.directory}: {result.rows} rows{unusable}, read as {result.schema_name}; the responses look like "
+        f"{kind} (prepare.task)\n"
+        f"  settings: params.yaml    base model: {result.base}\n"
+        f"  promoted models are signed with key {result.key}: back up .ratchet/private.pem, it is not in git\n"
+        f"  next: cd {shlex.quote(str(result.directory))} && dvc repro"
     )

@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import find_layout
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:
     from ratchet.stages.keys import KeyringReport
@@ -15,7 +14,6 @@ HELP = "show or change the keys and identities that this project trusts to sign 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--new", action="store_true", help="create your key pair, and trust it")
     change.add_argument("--trust", type=Path, metavar="FILE", help="trust the public key in this PEM file")
@@ -23,24 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--revoke", metavar="KEY", help="no longer trust a key (its first digits) or an identity")
     parser.add_argument("--issuer", metavar="URL", help="with --trust-identity: issuer that certifies the identity")
     parser.add_argument("--reason", metavar="TEXT", help="with --revoke: the reason")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.keys import KeysOptions, keys
 
-    options = KeysOptions(
-        new=arguments.new, trust=arguments.trust, revoke=arguments.revoke, reason=arguments.reason,
-        trust_identity=arguments.trust_identity, issuer=arguments.issuer,
-    )  # fmt: skip
-    print_record(keys(find_layout(arguments), options), format_keys, arguments)
-    return EXIT_OK
+    names = ("new", "trust", "revoke", "reason", "trust_identity", "issuer")
+    options = KeysOptions(**{name: getattr(arguments, name) for name in names})
+    print_record(keys(ProjectLayout.find(arguments.project), options), format_keys, arguments)
 
 
 def format_keys(report: "KeyringReport") -> str:
     """Format the change, then every key and identity that is or was trusted."""
-    from ratchet.registry.signing.keys import SHOWN_DIGITS
+    from ratchet.registry.keys import SHOWN_DIGITS
 
     keyring = report.keyring
     lines = []
@@ -53,12 +46,8 @@ def format_keys(report: "KeyringReport") -> str:
         lines.append(f"key {report.own_key[:SHOWN_DIGITS]}  not trusted  (yours)")
     if report.own_key_problem is not None:
         lines.append(f"no key can sign on this machine: {report.own_key_problem}")
-    return "\n".join(
-        [
-            *_format_change(report),
-            *(lines or ["no key is trusted yet; the first promotion or `ratchet keys --new` creates one"]),
-        ]
-    )
+    lines = lines or ["no key is trusted yet; the first promotion or `ratchet keys --new` creates one"]
+    return "\n".join([*_format_change(report), *lines])
 
 
 def _format_trust(revoked: str | None) -> str:
@@ -66,7 +55,7 @@ def _format_trust(revoked: str | None) -> str:
 
 
 def _format_change(report: "KeyringReport") -> list[str]:
-    from ratchet.registry.signing.keys import SHOWN_DIGITS
+    from ratchet.registry.keys import SHOWN_DIGITS
 
     if (change := report.change) is None:
         return []

@@ -45,8 +45,8 @@ from ratchet.cli import (
     watch,
 )
 from ratchet.config.extras import explained_imports
-from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, RatchetError
-from ratchet.models.lazy_imports import set_library_defaults
+from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError
+from ratchet.models.lazy_imports import import_model_libraries, set_library_defaults
 from ratchet.redaction import print_exception, redact_stderr, write_stderr
 from ratchet.runs.signals import die_with_parent, list_stop_signals
 
@@ -60,46 +60,28 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
         """Add the command's own flags."""
 
-    def run(self, arguments: argparse.Namespace, /) -> int:
-        """Run the command and return its exit code. Raises RatchetError."""
+    def run(self, arguments: argparse.Namespace, /) -> int | None:
+        """Run the command and return its exit code; None is EXIT_OK. Raises RatchetError."""
 
 
 COMMANDS: Mapping[str, Command] = {
     "init": init,
-    "base": base,
-    "prepare": prepare,
-    "distill": distill,
-    "train": train,
-    "sweep": sweep,
-    "evaluate": evaluate,
-    "export": export,
-    "gate": gate,
-    "promote": promote,
-    "rollback": rollback,
-    "promotions": promotions,
-    "deploy": deploy,
-    "keys": keys,
-    "generate": generate,
-    "chat": chat,
-    "select": select_answers,
-    "forecast": forecast,
-    "doctor": doctor,
-    "config": config,
-    "status": status,
-    "watch": watch,
-    "compare": compare,
-    "report": report,
-    "verify": verify,
-    "reset": reset,
-    "chaos": chaos,
-    "ui": ui,
-}
+    "base": base, "prepare": prepare, "distill": distill, "train": train, "sweep": sweep,
+    "evaluate": evaluate, "export": export, "gate": gate,
+    "promote": promote, "rollback": rollback, "promotions": promotions, "deploy": deploy, "keys": keys,
+    "generate": generate, "chat": chat, "select": select_answers,
+    "forecast": forecast, "doctor": doctor, "config": config, "status": status, "watch": watch,
+    "compare": compare, "report": report, "verify": verify, "reset": reset, "chaos": chaos, "ui": ui,
+}  # fmt: skip
 """Every command, in the order of `ratchet --help`."""
 
 DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
 }  # fmt: skip
 """Errors of the user's disk. Any other OSError is a bug of Ratchet and shows its traceback."""
+
+TEXT_COMMANDS = {"chat", "ui", "watch"}
+"""Commands without `--json`, because they return no record."""
 
 MODEL_COMMANDS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
 """Commands that load models in this process. These commands import the model libraries as a worker does, in 2 s instead
@@ -128,7 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
+        subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+        if name not in TEXT_COMMANDS:
+            subparser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -146,10 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with explained_imports():
             if options.command in MODEL_COMMANDS and getattr(options, "require", None) is None:
-                from ratchet.models import lazy_imports
-
-                lazy_imports.import_model_libraries()
-            return COMMANDS[options.command].run(options)
+                import_model_libraries()
+            return COMMANDS[options.command].run(options) or EXIT_OK
     except KeyboardInterrupt:
         write_stderr(f"ratchet {options.command}: interrupted; outputs are consistent, run the command again\n")
         return EXIT_INTERRUPTED

@@ -37,16 +37,6 @@ def print_text(text: str) -> None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
 
 
-def print_progress(text: str) -> None:
-    """Print a line of progress, indented."""
-    print_text(f"  {text}")
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` to a command that returns a record."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
 def print_record(record: R, format_record: Callable[[R], str], arguments: argparse.Namespace) -> None:
     """Print a command's result: as text, or with `--json` as the JSON of the record that the Python API returns."""
     if arguments.json:
@@ -56,7 +46,7 @@ def print_record(record: R, format_record: Callable[[R], str], arguments: argpar
 
 
 def progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints progress: to standard output, or with `--json` to standard error."""
-    if getattr(arguments, "json", False):
+    """Return a function that prints an indented line: to standard output, or with `--json` to standard error."""
+    if arguments.json:
         return lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    return print_progress
+    return lambda text: print_text(f"  {text}")

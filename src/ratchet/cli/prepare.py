@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.storage.records.data import DatasetCard
@@ -14,16 +13,13 @@ HELP = "stage: turn source files into split, templated, tokenized rows"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    add_json_argument(parser)
+    """The command has no flags of its own."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.prepare import prepare
 
-    print_record(prepare(open_project(arguments)), format_dataset, arguments)
-    return EXIT_OK
+    print_record(prepare(Project(arguments.project)), format_dataset, arguments)
 
 
 def format_dataset(card: "DatasetCard") -> str:
@@ -31,30 +27,23 @@ def format_dataset(card: "DatasetCard") -> str:
     lines = [
         f"{card.rows_in:,} rows in, {card.rows_out:,} out: " + ", ".join(f"{n:,} {s}" for s, n in card.splits.items())
     ]
-    lines += [
-        f"  {name}: {source.rows:,} rows, read as {source.record_schema}"
-        + (f", weight {source.weight:g}" if source.weight != 1 else "")
-        for name, source in card.source_cards.items()
-    ]
-    lines += [
-        f"  dropped {d.count:,}: {r.replace('_', ' ')} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()
-    ]
+    for name, source in card.source_cards.items():
+        weight = f", weight {source.weight:g}" if source.weight != 1 else ""
+        lines.append(f"  {name}: {source.rows:,} rows, read as {source.record_schema}{weight}")
+    for reason, drop in card.dropped.items():
+        lines.append(f"  dropped {drop.count:,}: {reason.replace('_', ' ')} ({'; '.join(drop.examples[:2])})")
     if near := card.near_duplicates:
-        lines.append(
-            f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}"
-            + (f"; {near.across_splits:,} of their rows would have leaked between splits" if near.across_splits else "")
+        leaked = (
+            f"; {near.across_splits:,} of their rows would have leaked between splits" if near.across_splits else ""
         )
-    lines += [
-        f"  {name}: {leak.rows:,} rows overlap with it" + (f" ({leak.examples[0]})" if leak.examples else "")
-        for name, leak in card.leaks.items()
-    ]
+        lines.append(f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}{leaked}")
+    for name, leak in card.leaks.items():
+        example = f" ({leak.examples[0]})" if leak.examples else ""
+        lines.append(f"  {name}: {leak.rows:,} rows overlap with it{example}")
     lines += [f"  cut in {name}: {cut.rows:,} rows, {cut.tokens:,} tokens" for name, cut in card.truncated.items()]
     for source in card.source_cards.values():
-        if source.teacher_provenance:
-            lines.append(
-                f"  by {', '.join(source.teacher_provenance.teachers)}: "
-                f"{source.teacher_provenance.training_rows:,} training rows"
-            )
+        if origin := source.teacher_provenance:
+            lines.append(f"  by {', '.join(origin.teachers)}: {origin.training_rows:,} training rows")
     if card.teacher_rows:
         lines.append(f"  from teachers: {card.teacher_rows / card.splits['train']:.1%} of the training rows")
     if balance := card.balanced:
@@ -68,9 +57,9 @@ def format_dataset(card: "DatasetCard") -> str:
     train = card.lengths["train"]
     reason = "to balance" if card.balanced else "by weight"
     repeated = f", {card.repeated:,} rows of it again {reason}" if card.repeated else ""
+    labels = f"; {len(card.labels)} labels" if card.labels else ""
     lines.append(
         f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
-        f"a row has {train.median} in the median, {train.greatest} at most"
-        + (f"; {len(card.labels)} labels" if card.labels else "")
+        f"a row has {train.median} in the median, {train.greatest} at most{labels}"
     )
     return "\n".join([*lines, *(f"  note: {note}" for note in card.notes)])

@@ -4,9 +4,9 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.http_client import format_attempts
+from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ HELP = "register the exported model and make it champion"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "--force", action="store_true", help="promote against the verdict; your name and the reason are recorded"
     )
@@ -26,19 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--anchor", action="store_true", help="also make it the anchor, which no later model may fall behind"
     )
     parser.add_argument("--dry-run", action="store_true", help="only list the steps")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.promote import PromoteOptions, promote
 
-    project = open_project(arguments)
+    project = Project(arguments.project)
     options = PromoteOptions(
         force=arguments.force, reason=arguments.reason, dry_run=arguments.dry_run, anchor=arguments.anchor
     )
     print_record(promote(project, options), partial(format_promotion, layout=project.layout), arguments)
-    return EXIT_OK
 
 
 def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
@@ -46,11 +42,9 @@ def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
     if result.plan:
         lines = ["dry run, nothing was changed; these steps would follow:", *result.plan]
     else:
-        lines = [*_format_champion(result, layout)]
-    lines += result.notes
-    lines += [f"warning: {text}" for text in result.warnings]
-    lines += [format_delivery(delivery) for delivery in result.deliveries]
-    return "\n  ".join(lines)
+        lines = _format_champion(result, layout)
+    lines += [*result.notes, *(f"warning: {text}" for text in result.warnings)]
+    return "\n  ".join([*lines, *map(format_delivery, result.deliveries)])
 
 
 def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[str]:
@@ -73,8 +67,7 @@ def format_delivery(delivery: "HookDelivery") -> str:
     """Format the delivery to a hook, or a warning with the command that tries again."""
     if delivery.is_delivered:
         return f"{delivery.hook}: delivered ({delivery.detail})"
-    attempts = "1 attempt" if delivery.attempts == 1 else f"{delivery.attempts} attempts"
     return (
-        f"warning: {delivery.hook}: not delivered ({delivery.detail}; {attempts}). The promotion is unaffected. "
-        "`ratchet promotions --deliver` tries again"
+        f"warning: {delivery.hook}: not delivered ({delivery.detail}; {format_attempts(delivery.attempts)}). The "
+        "promotion is unaffected. `ratchet promotions --deliver` tries again"
     )

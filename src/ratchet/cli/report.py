@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.report import ReportResult
@@ -15,20 +14,16 @@ HELP = "write a page about a training (curves, evaluation, provenance) or about 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="as for compare, or an output of generate (default: the latest run)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.report import report
 
-    print_record(report(open_project(arguments), arguments.run, arguments.output), format_report, arguments)
-    return EXIT_OK
+    print_record(report(Project(arguments.project), arguments.run, arguments.output), format_report, arguments)
 
 
 def format_report(result: "ReportResult") -> str:

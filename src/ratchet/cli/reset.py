@@ -4,9 +4,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import find_layout, open_project_or_defaults
-from ratchet.errors import EXIT_OK, SettingsError
+from ratchet.cli.output import print_record
+from ratchet.errors import SettingsError
+from ratchet.stages.project import open_project_or_defaults
+from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:
     from ratchet.stages.reset import ReplicaResetResult, ResetResult, ResetTarget
@@ -15,40 +16,33 @@ HELP = "remove the directory of a training or generation, after asking"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="run id, or its first characters")
     parser.add_argument(
         "--replica", nargs="?", const=True, metavar="URL",
         help="remove the run from this replica (default: machine.replica), not from this machine",
     )  # fmt: skip
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.reset import reset, reset_replica
 
-    is_confirmed = arguments.yes
+    def confirm(description: str) -> bool:
+        return arguments.yes or ask(description)
+
     if arguments.replica is not None:
-        machine = open_project_or_defaults(arguments)[1].machine
-        remote = reset_replica(
-            machine, arguments.replica, arguments.run,
-            lambda target: is_confirmed or ask(target.description, sys.stdin.isatty()),
-        )  # fmt: skip
+        machine = open_project_or_defaults(arguments.project)[1].machine
+        remote = reset_replica(machine, arguments.replica, arguments.run, lambda target: confirm(target.description))
         print_record(remote, format_replica_reset, arguments)
-        return EXIT_OK
-    result = reset(
-        find_layout(arguments), arguments.run,
-        lambda target: is_confirmed or ask(format_target(target), sys.stdin.isatty()),
-    )  # fmt: skip
-    print_record(result, format_reset, arguments)
-    return EXIT_OK
+    else:
+        layout = ProjectLayout.find(arguments.project)
+        result = reset(layout, arguments.run, lambda target: confirm(format_target(target)))
+        print_record(result, format_reset, arguments)
 
 
-def ask(description: str, is_terminal: bool) -> bool:
+def ask(description: str) -> bool:
     """Show what would be removed and read the answer. Raises SettingsError if standard input is not a terminal."""
-    if not is_terminal:
+    if not sys.stdin.isatty():
         raise SettingsError(
             f"{description}\n  nothing was removed: no terminal to ask on; `--yes` removes it without asking"
         )
@@ -58,9 +52,9 @@ def ask(description: str, is_terminal: bool) -> bool:
 
 def format_target(target: "ResetTarget") -> str:
     """Describe the files that would be removed, and those that stay."""
-    from ratchet.runs.status import format_size
+    from ratchet.config.units import format_bytes
 
-    size = format_size(target.size_bytes)
+    size = format_bytes(target.size_bytes)
     result = "its result is complete" if target.has_result else "it has no result yet"
     if target.kind == "generation":
         planned = "?" if target.planned_steps is None else f"{target.planned_steps:,}"

@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.cli.projects import find_layout, open_project_or_defaults
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.stages.project import open_project_or_defaults
+from ratchet.storage.layout import ProjectLayout
 
 if TYPE_CHECKING:
     from ratchet.stages.status import ReplicaStatusReport, StatusReport
@@ -14,7 +14,6 @@ HELP = "show the progress of a training or generation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN",
         help="run id, or its first characters (default: the latest training and all running generations)",
@@ -23,21 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replica", nargs="?", const=True, metavar="URL",
         help="show runs in this replica (default: machine.replica), from any machine",
     )  # fmt: skip
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     if arguments.replica is not None:
         from ratchet.stages.status import replica_status
 
-        machine = open_project_or_defaults(arguments)[1].machine
+        machine = open_project_or_defaults(arguments.project)[1].machine
         print_record(replica_status(machine, arguments.replica, arguments.run), format_replica_status, arguments)
-        return EXIT_OK
+        return
     from ratchet.stages.status import status
 
-    print_record(status(find_layout(arguments), arguments.run), format_status, arguments)
-    return EXIT_OK
+    print_record(status(ProjectLayout.find(arguments.project), arguments.run), format_status, arguments)
 
 
 def format_status(report: "StatusReport") -> str:

@@ -4,9 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record, progress_printer
-from ratchet.cli.projects import open_project
-from ratchet.errors import EXIT_OK
+from ratchet.cli.output import print_record, progress_printer
+from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.project import Project
@@ -17,7 +16,6 @@ HELP = "search hyperparameters (rank, alpha, learning rate ...) with many traini
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="trials at a time, here or on the cluster (default: 1)"
     )
@@ -37,37 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adopt", nargs="?", const=True, type=int, metavar="TRIAL",
         help="write the values of the winner, or of a trial, into params.yaml without running more trials",
     )  # fmt: skip
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages import sweep
 
-    project = open_project(arguments)
+    project = Project(arguments.project)
     if arguments.adopt is not None:
         number = None if arguments.adopt is True else arguments.adopt
         print_record(sweep.adopt_trial(project, number), format_adoption, arguments)
     elif arguments.report:
         print_record(sweep.report_sweep(project, arguments.fork), format_report, arguments)
     else:
-        _run_trials(project, arguments)
-    return EXIT_OK
+        from ratchet.console.sweep_table import create_sweep_display
+
+        stream = sys.stderr if arguments.json else sys.stdout
+        result = sweep.sweep(
+            project, workers=arguments.workers, fork=arguments.fork, engine=arguments.engine, chaos=arguments.chaos,
+            create_display=lambda: create_sweep_display(stream), on_progress=progress_printer(arguments),
+        )  # fmt: skip
+        print_record(result, format_end, arguments)
 
 
-def _run_trials(project: "Project", arguments: argparse.Namespace) -> None:
-    from ratchet.console.sweep_table import create_sweep_display
-    from ratchet.stages import sweep
-
-    def format_end(result: "SweepResult") -> str:  # the display has shown the trials
-        return f"  page: {result.page}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
-
-    stream = sys.stderr if arguments.json else sys.stdout
-    result = sweep.sweep(
-        project, workers=arguments.workers, fork=arguments.fork, engine=arguments.engine, chaos=arguments.chaos,
-        create_display=lambda: create_sweep_display(stream), on_progress=progress_printer(arguments),
-    )  # fmt: skip
-    print_record(result, format_end, arguments)
+def format_end(result: "SweepResult") -> str:
+    """Format the end of a sweep. The display has already shown its trials."""
+    return f"  page: {result.page}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
 
 
 def format_adoption(adopted: "AdoptedTrial") -> str:

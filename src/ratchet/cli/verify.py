@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import add_json_argument, print_record
-from ratchet.errors import EXIT_INPUT, EXIT_OK
+from ratchet.cli.output import print_record
+from ratchet.errors import EXIT_INPUT
 
 if TYPE_CHECKING:
     from ratchet.stages.verify import VerifyFinding, VerifyReport
@@ -14,7 +14,6 @@ HELP = "check every byte of sealed directories, runs or whole projects, and sign
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="a sealed directory, a run, a promoted model or a project"
     )
@@ -22,17 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--public-key", type=Path, metavar="FILE",
         help="PEM file of the key that must have signed (default: any key in keys.json)",
     )  # fmt: skip
-    add_json_argument(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace) -> int | None:
     from ratchet.stages.verify import verify
 
     project = arguments.project if arguments.project != Path() else None
     report = verify(arguments.paths, arguments.public_key, project)
     print_record(report, format_verification, arguments)
-    return EXIT_OK if report.is_intact else EXIT_INPUT
+    return None if report.is_intact else EXIT_INPUT
 
 
 def format_verification(report: "VerifyReport") -> str:

@@ -3,14 +3,12 @@
 import argparse
 import sys
 
-from ratchet.cli.projects import open_project_or_defaults
-from ratchet.errors import EXIT_OK
+from ratchet.stages.project import open_project_or_defaults
 
 HELP = "show active runs on this terminal, wherever they were started"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="id, or its first characters (default: all active runs)")
     parser.add_argument("--once", action="store_true", help="draw once and end")
     parser.add_argument(
@@ -19,11 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    from ratchet.stages.watch import WatchOptions, watch
+def run(arguments: argparse.Namespace) -> None:
+    from ratchet.stages.watch import watch
 
-    layout, settings = open_project_or_defaults(arguments)
-    options = WatchOptions(tuple(arguments.runs), arguments.replica, arguments.once)
-    watch(layout, settings.machine, options, sys.stdout)
-    return EXIT_OK
+    layout, settings = open_project_or_defaults(arguments.project)
+    watch(layout, settings.machine, sys.stdout, arguments.runs, arguments.replica, arguments.once)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ratchet.errors import SettingsError
 
 KEY = "version"
-VERSION = 1
+VERSION = 2
 """Version of the defaults of this Ratchet."""
 
 
@@ -20,7 +20,13 @@ class DefaultChange(NamedTuple):
     after: Any
 
 
-CHANGES: dict[int, dict[str, DefaultChange]] = {}
+CHANGES: dict[int, dict[str, DefaultChange]] = {
+    2: {
+        "sweep.sampler.kind": DefaultChange("tpe", "auto"),
+        "sweep.pruner.kind": DefaultChange("asha", "auto"),
+        "sweep.pruner.min_resource_fraction": DefaultChange(0.05, 0.1),
+    },
+}
 """Changed defaults, by the version that changed them and the dotted name of the setting."""
 
 

@@ -1,7 +1,7 @@
 """Section `evaluate` of params.yaml: the measurements on the test rows, which are the same for every model."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -23,13 +23,6 @@ ModelFormat = Literal["adapter", "merged"]
 Opponent = Literal["base", "champion", "anchor"]
 BUILTIN_METRICS = ("token_f1", "bleu", "rouge", "chrf", "length")
 Price = Annotated[NotNegative | None, BeforeValidator(parse_number)]
-
-
-def _require_increasing(value: Any) -> Any:
-    value = convert_to_tuple(value)
-    if isinstance(value, tuple) and list(value) != sorted(set(value)):
-        raise ValueError("expected increasing bounds")
-    return value
 
 
 def _require_distinct_opponents(value: Any) -> Any:
@@ -63,7 +56,7 @@ class GeneralTextSettings(Section):
 
     file: Name | None = None
     """File below data/tasks that no model was trained on. null: the prose that comes with Ratchet."""
-    block_tokens: PositiveCount = 64
+    block_tokens: ClassVar[int] = 64
     """Tokens in a block. Each block is scored without the others, and is one sample."""
     max_blocks: PositiveCount = 256
     """Maximum number of blocks, from the start of the text."""
@@ -84,11 +77,11 @@ class JudgeSettings(Section):
     """Maximum number of test rows to judge (a fixed sample by content). null: all answered rows."""
     show_reference: bool = False
     """Show the judge the reference answer of the row."""
-    max_tokens: PositiveCount = 1024
+    max_tokens: ClassVar[int] = 1024
     """Maximum length of the judge's reply in tokens, reasoning included."""
-    temperature: NotNegative = 0.0
+    temperature: ClassVar[float] = 0.0
     """Sampling temperature of the judge."""
-    seed: Count = 0
+    seed: ClassVar[int] = 0
     """Seed of the judge's sampling and of the bootstrap intervals."""
     input_price: Price = None
     """Price of a million input tokens, in any currency. null: no cost is reported."""
@@ -122,7 +115,7 @@ class Evaluate(Section):
     """For task labels: score every label as the answer to each row, for precision-recall curves."""
     slice_by: Names = ()
     """Fields of the records (listed in prepare.extra_fields) by whose values results are reported too."""
-    length_bins: Annotated[tuple[PositiveCount, ...], BeforeValidator(_require_increasing)] = (
+    length_bins: ClassVar[tuple[int, ...]] = (
         32,
         64,
         128,
@@ -141,7 +134,7 @@ class Evaluate(Section):
     """Test rows to answer one at a time, to measure latency and memory. 0: not measured."""
     use_champion_template: bool = False
     """If the champion has another base, prompt it with its own chat template; model and template are then compared."""
-    quantization_rows: PositiveCount = 64
+    quantization_rows: ClassVar[int] = 64
     """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
 
     @model_validator(mode="after")

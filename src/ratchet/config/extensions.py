@@ -14,7 +14,8 @@ and a project names it (`evaluate.metrics: [keyword_share]`). Groups and the sig
 """
 
 import difflib
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
@@ -51,6 +52,32 @@ def load_extension(group: Group, name: str, setting: str) -> Any:
         raise SettingsError(
             f"{setting}: {name} ({entry.value}) cannot be imported: {type(error).__name__}: {error}"
         ) from error
+
+
+def compute_extension_scores(
+    function: Callable[..., Any], name: str, setting: str, *columns: Sequence[str]
+) -> list[float]:
+    """Return one score per answer of a metric or reward.
+
+    Args:
+        function: the extension.
+        name: its name.
+        setting: the setting that has this name, for the message.
+        columns: arguments of the function, each with one text per answer.
+
+    Raises:
+        SettingsError: the function fails, or does not return a finite number for each answer.
+    """
+    try:
+        scores = [float(score) for score in function(*columns)]
+    except Exception as error:
+        raise SettingsError(f"{setting}: {name} failed: {type(error).__name__}: {error}") from error
+    if len(scores) != len(columns[0]) or not all(map(math.isfinite, scores)):
+        raise SettingsError(
+            f"{setting}: {name} returned {len(scores)} numbers for {len(columns[0])} answers, or one that is not "
+            "finite; it must return a finite number for each answer"
+        )
+    return scores
 
 
 def make_name_validator(group: Group, builtin: Collection[str] = ()) -> AfterValidator:

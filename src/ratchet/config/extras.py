@@ -12,7 +12,7 @@ EXTRAS = {
     "export": ("gguf", "onnx", "onnxruntime", "onnxscript", "xllamacpp"),
     "harness": ("lm_eval", "rouge_score", "sacrebleu"),
     "sweep": ("cmaes", "optuna"),
-    "storage": ("s3fs",),
+    "storage": ("obstore",),
     "sign": ("sigstore",),
     "postgres": ("psycopg",),
     "ray": ("ray",),

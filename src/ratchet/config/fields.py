@@ -5,10 +5,11 @@ import functools
 import inspect
 import re
 import textwrap
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ratchet.config.units import parse_bytes
 from ratchet.errors import SettingsError
@@ -23,10 +24,29 @@ settings too, and must not fail because the machine has changed."""
 class Section(BaseModel):
     """A section of params.yaml: frozen, without unknown keys or silent conversions.
 
-    The docstring below a field is its description: params.yaml shows it as a comment.
+    The docstring below a field is its description: params.yaml shows it as a comment. A class variable is a constant
+    that was a setting in earlier versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_constants(cls, data: Any) -> Any:
+        """Accept a constant that has its value, because earlier versions wrote it to params.yaml and to records."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: value
+            for key, value in data.items()
+            if key not in cls.__class_vars__ or convert_to_tuple(parse_number(value)) != getattr(cls, key)
+        }
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """See pydantic, which accepts unknown names and does not write them. Raises ValueError for an unknown name."""
+        if unknown := sorted((update or {}).keys() - type(self).model_fields.keys()):
+            raise ValueError(f"{type(self).__name__} has no setting {', '.join(unknown)}")
+        return super().model_copy(update=update, deep=deep)
 
     @field_validator("*", mode="after")
     @classmethod

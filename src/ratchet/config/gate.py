@@ -1,12 +1,11 @@
 """Section `gate` of params.yaml: the rules that a model must pass before it may be promoted."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from ratchet.config.fields import (
     Confidence,
-    Count,
     Name,
     Number,
     Positive,
@@ -157,11 +156,11 @@ class Gate(Section):
     """One-sided confidence of every comparison."""
     power: Share = 0.8
     """Statistical power: probability of detecting the smallest detectable difference."""
-    expected_discordance: Share = 0.1
+    expected_discordance: ClassVar[float] = 0.1
     """Share of samples on which two equally good models are expected to differ. Used for power calculations."""
     resamples: Annotated[int, Field(ge=1000), BeforeValidator(parse_number)] = 9999
     """Bootstrap resamples, for metrics that are not right or wrong per sample."""
-    seed: Count = 0
+    seed: ClassVar[int] = 0
     """Seed of the bootstrap."""
     max_test_set_uses: PositiveCount = 50
     """Models that may be evaluated on one test set. After more, its results are too optimistic."""

@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -21,7 +21,6 @@ from ratchet.config.fields import (
     Positive,
     PositiveCount,
     Section,
-    Share,
     convert_to_tuple,
     parse_count,
     parse_interval,
@@ -40,19 +39,10 @@ UNUSABLE_STUDY_DATABASES = {
 """Reasons against other databases of studies, by scheme of the address."""
 
 S3_SCHEMES = ("s3", "s3a")
+GOOGLE_SCHEMES = ("gs", "gcs")
+AZURE_SCHEMES = ("az", "abfs", "abfss")
 LOCAL_SCHEMES = ("", "file", "local")
 """Schemes of a replica that is a folder; empty: the address is a path."""
-UNUSABLE_REPLICA_SCHEMES = {
-    "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
-    "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
-    "asynclocal", "async_wrapper", "asyncwrapper",
-}  # fmt: skip
-"""fsspec schemes that cannot hold a replica: they end with the process, are read-only, or wrap another file system."""
-_PLACE_IN_URL = dict.fromkeys(("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "tosfs"), "BUCKET")
-_PLACE_IN_URL |= dict.fromkeys(("sftp", "ssh", "ftp", "smb", "webhdfs"), "HOST")
-"""Meaning of the part of a URL between `//` and the next `/`, for schemes that require it."""
-_LIBRARIES_OF_FSSPEC = {"sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol"}
-"""Optional libraries that fsspec's own implementations import. Other implementations are a library themselves."""
 STAT_TIMEOUT_S = 2.0
 """Longest wait for a disk that is asked whether a path is a file. A network disk may not answer at all."""
 
@@ -88,23 +78,23 @@ def find_replica_problem(url: str) -> str:
         parts = urlsplit(url)
         parts.port  # noqa: B018 (raises ValueError for an invalid port)
     except ValueError:
-        return "expected a URL with a valid host and port, such as sftp://HOST/FOLDER"
-    scheme, place = parts.scheme, _PLACE_IN_URL.get(parts.scheme)
+        return "expected a URL with a valid host and port, such as s3://BUCKET/FOLDER"
+    scheme = parts.scheme
     checks = (
         (
             parts.password is not None or "?" in url,
             "a URL without a password or query, because params.yaml is committed to git; put credentials into the "
-            "environment or the library's own files",
+            "environment",
         ),
         ("#" in url, "a URL without #"),
         (
-            scheme in UNUSABLE_REPLICA_SCHEMES,
-            f"a shared folder, s3://, gs://, az:// or sftp://; scheme {scheme} cannot hold a replica, because other "
-            "machines could not write and read it",
-        ),
-        (
             not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url),
             "a URL such as s3://BUCKET/FOLDER, or an absolute path",
+        ),
+        (
+            scheme not in (*S3_SCHEMES, *GOOGLE_SCHEMES, *AZURE_SCHEMES, *LOCAL_SCHEMES),
+            f"a shared folder, s3://, gs:// or az://; scheme {scheme} cannot hold a replica (mount other storage as a "
+            "folder, for example with sshfs or rclone)",
         ),
         (
             scheme in LOCAL_SCHEMES and (parts.netloc or not parts.path.startswith("/")),
@@ -114,34 +104,20 @@ def find_replica_problem(url: str) -> str:
             scheme in S3_SCHEMES and not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", parts.netloc),
             f"{scheme}://BUCKET/FOLDER with the name of a bucket",
         ),
-        (place and not parts.netloc.rpartition("@")[2], f"{scheme}://{place}/FOLDER"),
+        (
+            scheme in (*GOOGLE_SCHEMES, *AZURE_SCHEMES) and not parts.netloc.strip("@"),
+            f"{scheme}://BUCKET/FOLDER",
+        ),
     )
     return next((f"expected {expected}" for is_wrong, expected in checks if is_wrong), "")
 
 
 def find_replica_environment_problem(url: str) -> str:
-    """Return why this machine cannot use a replica with this valid address; empty if it can.
-
-    No server is contacted, and no storage library is imported except fsspec, which few addresses need.
-    """
-    if (folder := parse_local_folder(url)) is not None:
-        file = _find_file_in_path(folder)
-        return f"expected a folder, but {file} is not one" if file else ""
-    scheme = url.partition("://")[0]
-    if scheme.lower() in S3_SCHEMES:
-        library = "s3fs"
-    else:
-        from fsspec.registry import known_implementations, registry
-
-        if scheme in registry:  # registered by the program that runs Ratchet
-            return ""
-        if scheme not in known_implementations:
-            return "expected a path, or a scheme that fsspec has, such as file://, s3://, gs://, az:// or sftp://"
-        module = str(known_implementations[scheme]["class"]).partition(".")[0]
-        library = _LIBRARIES_OF_FSSPEC.get(scheme, module)
-    if find_spec(library) is None:
-        target = "'ratchet-llm[storage]'" if library == "s3fs" else library
-        return f"expected a scheme whose library is installed; pip install {target}, or set another replica"
+    """Return why this machine cannot use a replica with this valid address; empty if it can. No server is contacted."""
+    if (folder := parse_local_folder(url)) is not None and (file := _find_file_in_path(folder)):
+        return f"expected a folder, but {file} is not one"
+    if find_spec("obstore") is None:
+        return "expected the library obstore, which is not installed; pip install 'ratchet-llm[storage]'"
     return ""
 
 
@@ -270,7 +246,7 @@ class RaySettings(Section):
     """GPUs per worker. `auto`: one if any node has one. Set a number if nodes with GPUs start on demand."""
     resources: dict[Name, Positive] = Field(default_factory=dict)
     """Custom resources per worker, such as {spot: 1}: only nodes that were started with them are used."""
-    max_restarts: Count = 50
+    max_restarts: ClassVar[int] = 50
     """Replacements of each worker whose node was lost before the sweep fails."""
 
 
@@ -287,10 +263,10 @@ class Machine(Section):
     """Address where several machines meet, HOST:PORT. Choose the host that runs longest."""
     rendezvous_timeout_s: Positive = 900.0
     """Timeout for MIN machines to join, in seconds."""
-    peer_timeout_s: Positive = 300.0
+    peer_timeout_s: ClassVar[float] = 300.0
     """A rank that waits this long for other ranks, in seconds, treats them as lost."""
-    node_cooldown_s: NotNegative = 600.0
-    """A machine whose ranks fail twice within this time, in seconds, is excluded for as long. 0: it rejoins at once."""
+    node_cooldown_s: ClassVar[float] = 600.0
+    """A machine whose ranks fail twice within this time, in seconds, is excluded for as long."""
     threads: Count = 0
     """CPU threads of torch; affects rounding. 0: one per physical core, but one in all if hidden_size < 512."""
     llama_cpp: str | None = None
@@ -307,7 +283,7 @@ class Machine(Section):
     """Shard the frozen base over the ranks (FSDP); layers are gathered at each use. `auto`: only if needed to fit."""
     on_insufficient_memory: Literal["refuse", "report"] = "refuse"
     """If the forecast exceeds the memory: refuse the run before anything is loaded, or only report it."""
-    memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(convert_to_tuple)] = (0.9, 0.97)
+    memory_warnings: ClassVar[tuple[float, ...]] = (0.9, 0.97)
     """Fractions of the device's memory. The first time that a phase of a run exceeds one, there is an alert."""
     checkpoint_every: Annotated[str | int, BeforeValidator(_check_interval)] = "auto"
     """Checkpoint interval: optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
@@ -332,7 +308,7 @@ class Machine(Section):
     lease_timeout_s: Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)] = 60.0
     """After this time without a heartbeat, in seconds, another machine takes over a trial or a replicated run."""
     replica: Annotated[Name | None, BeforeValidator(_check_replica_url)] = None
-    """Second copy of each run: s3://BUCKET/FOLDER, any fsspec URL, or a shared folder. Not for trials of sweeps."""
+    """Second copy of each run: s3://, gs:// or az://BUCKET/FOLDER, or a shared folder. Not for trials of sweeps."""
     replica_interval_s: Positive = 30.0
     """Interval for copying new journal lines to the replica, in seconds. Checkpoints are copied as soon as saved."""
     replica_bytes_per_s: Annotated[PositiveCount | None, BeforeValidator(parse_size)] = None
@@ -357,7 +333,7 @@ class Machine(Section):
     """Callbacks of installed packages (entry points ratchet.callbacks). They receive the journal of each training."""
     webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(convert_to_tuple)] = get_args(WebhookEvent)
     """Events to post as Slack-compatible JSON to RATCHET_WEBHOOK_URL (an environment variable, as it is a secret)."""
-    webhook_timeout_s: Positive = 10.0
+    webhook_timeout_s: ClassVar[float] = 10.0
     """Timeout for posting one event, all attempts included, in seconds. Training never waits for it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of records in a run's logs/."""

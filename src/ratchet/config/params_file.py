@@ -283,7 +283,14 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     """Return a line with the setting, the value found and the value expected."""
     kind = item["type"]
     if kind == "extra_forbidden":
-        text = f"unknown setting; {_suggest_key(keys)}"
+        section = _find_section(keys[:-1])
+        if section is not None and keys[-1] in section.__class_vars__:
+            constant = _format_value(getattr(section, keys[-1]))
+            text = f"found {_format_found(item['input'])}; it is no setting any more and always {constant}; remove it"
+        else:
+            text = f"unknown setting; {_suggest_key(keys)}"
+    elif kind == "literal_error" and item["loc"][-1:] == ("[key]",):  # an unknown key of a mapping
+        text = f"unknown; expected one of: {item['ctx']['expected']!s}"
     elif kind == "union_tag_not_found":
         names = [get_args(rule.model_fields["rule"].annotation)[0] for rule in RULES]
         path, text = f"{path}.rule", f"missing; expected one of: {', '.join(names)}"
@@ -412,7 +419,8 @@ def _describe_type(schema: dict[str, Any]) -> str:
     return " ".join([text, " and ".join(bounds)]).strip()
 
 
-def _list_known_keys(path: list[str]) -> list[str]:
+def _find_section(path: list[str]) -> type[Section] | None:
+    """Return the class of the section at a path; None if there is none."""
     section: type[Section] | None = Settings
     for key in path:
         if section is None or key.isdigit():
@@ -420,6 +428,11 @@ def _list_known_keys(path: list[str]) -> list[str]:
         field = section.model_fields.get(key)
         candidates = [field.annotation, *get_args(field.annotation)] if field else []
         section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+    return section
+
+
+def _list_known_keys(path: list[str]) -> list[str]:
+    section = _find_section(path)
     if path[:2] == ["sweep", "space"] and len(path) > 2:
         return list(SweepParameter.model_fields)
     if "sources" in path:

@@ -1,6 +1,6 @@
 """Section `prepare` of params.yaml: where the rows come from, how they are filtered, and how they are split."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -126,9 +126,9 @@ class DeduplicationSettings(Section):
 
     jaccard_threshold: Annotated[float, Field(ge=0.3, le=1), BeforeValidator(parse_number)] | None = 0.8
     """Drop a row if the Jaccard similarity of its word shingles with another row's is at least this. null: keep all."""
-    shingle_words: PositiveCount = 3
+    shingle_words: ClassVar[int] = 3
     """Words in a shingle."""
-    permutations: Annotated[int, Field(ge=16, le=1024), BeforeValidator(parse_number)] = 128
+    permutations: ClassVar[int] = 128
     """MinHash permutations. More find more pairs just above the threshold, and take longer."""
 
 
@@ -145,7 +145,7 @@ class BalanceSettings(Section):
     """Training rows per category: a number, or `smallest`: as many as the smallest category has."""
     on_shortage: Literal["take", "repeat", "refuse"] = "take"
     """If a category has fewer rows: take all it has, repeat rows to fill up, or refuse with an error."""
-    seed: Count = 0
+    seed: ClassVar[int] = 0
     """Seed of the choice."""
 
 
@@ -156,41 +156,44 @@ class LeakageSettings(Section):
     """lm-evaluation-harness tasks in data/tasks (file name without suffix) to check besides evaluate.harness.tasks."""
     files: Annotated[tuple[str, ...], BeforeValidator(wrap_single_value)] = ()
     """More evaluation sets: files or globs below data/raw or data/tasks."""
-    ngram_words: Annotated[int, Field(ge=5, le=50), BeforeValidator(parse_number)] = 13
+    ngram_words: ClassVar[int] = 13
     """Length in words of the n-grams that no row may share with an evaluation set (Brown et al. 2020, appendix C)."""
     action: Literal["drop", "fail"] = "drop"
     """Rows that overlap: `drop` them, or `fail` with a list of them."""
 
 
-class DropLimitSettings(Section):
-    """Maximum share of the rows that may be dropped for each reason; above it the stage fails. null: no limit."""
+DropReason = Literal[
+    "malformed", "refused", "control_token", "empty_prompt", "empty_answer", "fully_masked", "too_short", "too_long",
+    "truncated", "filtered", "duplicate", "near_duplicate", "leaked",
+]  # fmt: skip
+"""Reasons for which a row is dropped. Rows that were `truncated` are not dropped, but have a limit too."""
 
-    malformed: DropLimit = 0.01
-    """Records that do not fit the schema, or hold invalid text."""
-    refused: DropLimit = 0.01
-    """Conversations that the chat template refuses."""
-    control_token: DropLimit = 0.01
-    """Texts that contain a control token of the model."""
-    empty_prompt: DropLimit = None
-    """Rows with an empty prompt."""
-    empty_answer: DropLimit = None
-    """Rows with an empty answer."""
-    fully_masked: DropLimit = 0.01
-    """Rows without a trained token after masking and truncation."""
-    too_short: DropLimit = None
-    """Answers with fewer tokens than min_answer_tokens."""
-    too_long: DropLimit = None
-    """Conversations with more tokens than max_tokens, if too_long is drop."""
-    truncated: DropLimit = 0.005
-    """Conversations that were truncated, if too_long is truncate."""
-    filtered: DropLimit = None
-    """Rows that a filter of prepare.filters drops."""
-    duplicate: DropLimit = None
-    """Exact duplicates."""
-    near_duplicate: DropLimit = 0.2
-    """Near-duplicates. A larger share often means that rows share a long instruction."""
-    leaked: DropLimit = None
-    """Rows that overlap with an evaluation set."""
+
+class DropReasonRule(NamedTuple):
+    """Why rows are dropped, and how many may be."""
+
+    default_limit: float | None
+    """Largest share of the rows; None: no limit."""
+    meaning: str
+
+
+DROP_REASONS: dict[DropReason, DropReasonRule] = {
+    "malformed": DropReasonRule(0.01, "Records that do not fit the schema, or hold invalid text."),
+    "refused": DropReasonRule(0.01, "Conversations that the chat template refuses."),
+    "control_token": DropReasonRule(0.01, "Texts that contain a control token of the model."),
+    "empty_prompt": DropReasonRule(None, "Rows with an empty prompt."),
+    "empty_answer": DropReasonRule(None, "Rows with an empty answer."),
+    "fully_masked": DropReasonRule(0.01, "Rows without a trained token after masking and truncation."),
+    "too_short": DropReasonRule(None, "Answers with fewer tokens than min_answer_tokens."),
+    "too_long": DropReasonRule(None, "Conversations with more tokens than max_tokens, if too_long is drop."),
+    "truncated": DropReasonRule(0.005, "Conversations that were truncated, if too_long is truncate."),
+    "filtered": DropReasonRule(None, "Rows that a filter of prepare.filters drops."),
+    "duplicate": DropReasonRule(None, "Exact duplicates."),
+    "near_duplicate": DropReasonRule(
+        0.2, "Near-duplicates. A larger share often means that rows share a long instruction."
+    ),
+    "leaked": DropReasonRule(None, "Rows that overlap with an evaluation set."),
+}
 
 
 class Prepare(Section):
@@ -232,8 +235,13 @@ class Prepare(Section):
     """The same number of training rows for each category."""
     leakage: LeakageSettings = LeakageSettings()
     """Evaluation sets that must not occur in the training data."""
-    limits: DropLimitSettings = DropLimitSettings()
-    """Maximum share of the rows that may be dropped for each reason; above it the stage fails. null: no limit."""
+    limits: dict[DropReason, DropLimit] = Field(default_factory=dict)
+    """Maximum share of rows dropped, by reason; above it the stage fails. null: no limit. Others have a default."""
+
+    @property
+    def drop_limits(self) -> dict[DropReason, float | None]:
+        """Maximum share of the rows by reason; None: no limit."""
+        return {reason: self.limits.get(reason, rule.default_limit) for reason, rule in DROP_REASONS.items()}
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Prepare":

@@ -1,7 +1,7 @@
 """Section `sweep` of params.yaml: the search space, the sampler and pruner, and the budget."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -32,6 +32,10 @@ DIRECTIONS: dict[str, Direction] = {
 }
 """Metrics that an objective may use. The three with `maximize` need answers to validation rows; the others come from
 the run itself."""
+
+MAX_GP_PARAMETERS = 5
+"""Maximum number of ranges for which `auto` takes a Gaussian process. With more, it needs more trials than a sweep has
+to find out which of them matter."""
 
 
 def _parse_value(value: Any) -> Any:
@@ -120,22 +124,25 @@ class ObjectiveSettings(Section):
 class SamplerSettings(Section):
     """Optuna sampler: which values are tried next."""
 
-    kind: Literal["tpe", "random", "gp", "cmaes", "grid"] = "tpe"
-    """Tree-structured Parzen estimator, random, Gaussian process, CMA-ES, or every point of a grid in order."""
+    kind: Literal["auto", "tpe", "random", "gp", "cmaes", "grid"] = "auto"
+    """Tree-structured Parzen estimator, random, Gaussian process, CMA-ES, or every point of a grid in order. auto: gp
+    for up to five numeric settings that every trial has, otherwise tpe."""
     seed: Count = 0
     """Seed of the sampler. With one worker, the same seed gives the same trials."""
     n_startup_trials: PositiveCount = 8
-    """Random trials before tpe and gp start to model the results."""
-    grid_points: Annotated[int, Field(ge=2), BeforeValidator(parse_number)] = 4
+    """Random trials before tpe and gp start to model the results; with freeze_thaw, trials spread over the space."""
+    grid_points: ClassVar[int] = 4
     """Points of a grid in each range without a step."""
 
 
 class PrunerSettings(Section):
     """Pruner: when a trial ends early, by its validation loss."""
 
-    kind: Literal["asha", "hyperband", "median", "none"] = "asha"
-    """Asynchronous successive halving (Li et al. 2020), Hyperband (Li et al. 2018), the median rule, or none."""
-    min_resource_fraction: Share = 0.05
+    kind: Literal["auto", "freeze_thaw", "asha", "hyperband", "median", "none"] = "auto"
+    """Freeze-thaw with predicted losses (Swersky et al. 2014), asynchronous successive halving (Li et al. 2020),
+    Hyperband (Li et al. 2018), the median rule, or none. auto: freeze_thaw where it is possible, otherwise asha; none
+    with several objectives."""
+    min_resource_fraction: Share = 0.1
     """Fraction of the longest training before a trial can be pruned for the first time."""
     reduction_factor: Annotated[int, Field(ge=2), BeforeValidator(parse_number)] = 3
     """asha and hyperband: one trial in this many continues at each rung, and the next rung is this many times later."""
@@ -192,6 +199,41 @@ class Sweep(Section):
     generation_rows: Count = 0
     """Validation rows that a trial answers, if an objective needs answers. 0: all."""
 
+    @property
+    def resolved_sampler(self) -> SamplerSettings:
+        """The sampler, with `auto` resolved."""
+        if self.sampler.kind != "auto":
+            return self.sampler
+        return self.sampler.model_copy(update={"kind": "gp" if self._has_few_ranges else "tpe"})
+
+    @property
+    def resolved_pruner(self) -> PrunerSettings:
+        """The pruner, with `auto` resolved."""
+        if self.pruner.kind != "auto":
+            return self.pruner
+        if len(self.objectives) > 1:
+            return self.pruner.model_copy(update={"kind": "none"})
+        return self.pruner.model_copy(update={"kind": "asha" if self._freeze_thaw_obstacle() else "freeze_thaw"})
+
+    @property
+    def _has_few_ranges(self) -> bool:
+        """Whether only ranges that every trial has are searched, and few of them."""
+        searched = [parameter for parameter in self.space.values() if parameter.tie is None]
+        is_range = all(parameter.low is not None and not parameter.when for parameter in searched)
+        return is_range and 0 < len(searched) <= MAX_GP_PARAMETERS
+
+    def _freeze_thaw_obstacle(self) -> str | None:
+        """Return why freeze_thaw is not possible; None if it is."""
+        if not self._has_few_ranges:
+            return f"it needs a space of at most {MAX_GP_PARAMETERS} ranges without choices and without when"
+        if "train.epochs" in self.space:
+            return "it needs trainings of the same length, and the space has train.epochs"
+        if [(aim.metric, aim.resolved_direction) for aim in self.objectives] != [("validation_loss", "minimize")]:
+            return "it predicts validation_loss, which must be the only objective"
+        if self.sampler.kind not in ("auto", "gp"):
+            return f"it proposes values itself, with a Gaussian process; found sampler.kind {self.sampler.kind}"
+        return None
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "Sweep":
         for objective in self.objectives:
@@ -200,10 +242,12 @@ class Sweep(Section):
                 raise ValueError(f"objectives: unknown metric {objective.metric!r}; expected one of: {known}")
         if len({objective.metric for objective in self.objectives}) < len(self.objectives):
             raise ValueError("objectives: found the same metric twice; remove one")
-        if len(self.objectives) > 1 and self.pruner.kind != "none":
+        if self.pruner.kind == "freeze_thaw" and (obstacle := self._freeze_thaw_obstacle()):
+            raise ValueError(f"pruner.kind: found freeze_thaw; {obstacle}; set it to auto")
+        if len(self.objectives) > 1 and self.pruner.kind not in ("auto", "none"):
             raise ValueError(
                 f"pruner.kind: found {self.pruner.kind}, which needs a single objective, but there are "
-                f"{len(self.objectives)}; set it to none"
+                f"{len(self.objectives)}; set it to auto or none"
             )
         if self.sampler.kind == "cmaes" and len(self.objectives) > 1:
             raise ValueError("sampler.kind: cmaes needs a single objective; set tpe, gp or random")

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -66,11 +66,11 @@ class AdaLoraSettings(Section):
     """Fraction of all steps at the end in which ranks do not change."""
     every_steps: PositiveCount = 10
     """Steps between two reductions."""
-    beta1: Share = 0.85
+    beta1: ClassVar[float] = 0.85
     """Smoothing of the sensitivity of each weight (beta 1 of the paper)."""
-    beta2: Share = 0.85
+    beta2: ClassVar[float] = 0.85
     """Smoothing of its uncertainty (beta 2 of the paper)."""
-    orth_reg_weight: NotNegative = 0.5
+    orth_reg_weight: ClassVar[float] = 0.5
     """Weight of the orthogonality penalty on singular vectors (gamma of the paper)."""
 
 
@@ -216,7 +216,10 @@ class Train(Section):
         return self
 
 
-REMOVED: Mapping[str, dict[str, Any]] = {"gradient_compression": {"topk_fraction": 0.4}}
+REMOVED: Mapping[str, dict[str, Any]] = {
+    "gradient_compression": {"topk_fraction": 0.4},
+    "adalora": {"beta1": 0.85, "beta2": 0.85, "orth_reg_weight": 0.5},
+}
 """Settings that were removed, with their former defaults, by section."""
 
 

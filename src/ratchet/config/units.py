@@ -1,4 +1,4 @@
-"""Sizes as text: GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000."""
+"""Durations and sizes as text: GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000."""
 
 import re
 
@@ -22,6 +22,18 @@ def format_bytes(count: float) -> str:
         if abs(count) >= unit:
             return f"{count / unit:,.{digits}f} {name}"
     return f"{count:.0f} bytes"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: `3.2 s`, `42 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
+    total = round(seconds)
+    if total < 10:
+        return f"{seconds:.1f} s".replace(".0 s", " s")
+    for size, name, smaller, unit in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if total >= size:
+            rest = total % size // smaller
+            return f"{total // size:,} {name}" + (f" {rest} {unit}" if rest else "")
+    return f"{total} s"
 
 
 def parse_bytes(text: str, where: str) -> int:

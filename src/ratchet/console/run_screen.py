@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ratchet.config import units
+from ratchet.config.units import format_duration
 from ratchet.console.terminal import BAD, GOOD, QUIET, WARNING, TableColumn, build_table, choose_overflow, clean_text
 from ratchet.runs import progress_view
 from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUtilization, SidecarState, get_live_number
-from ratchet.runs.status import format_duration
 
 WIDE = 60
 """Minimum width in columns for full labels. Narrower screens use short labels."""

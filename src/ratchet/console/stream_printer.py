@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -23,16 +22,12 @@ DIM, BOLD, PLAIN = "\033[2m", "\033[1m", "\033[0m"
 BEGIN, END = "(reasoning) ", "(answer) "
 """Marks before the reasoning, and before the answer that follows the reasoning, on streams without styles."""
 HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
-"""Characters that are kept in addition to printable characters. Persian words and many emoji use joiners."""
+"""Characters that are kept in addition to printable characters and to blanks of any width, which French and Chinese
+use. Persian words and many emoji use joiners."""
 
 
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[^`]*")
 """Line that starts a code block. An equal or longer fence on its own line ends the block."""
-TAB = 8
-"""Columns between two tab stops."""
-NOT_FIRST, NOT_LAST = ("Pe", "Pf", "Po", "Lm", "Sk"), ("Ps", "Pi")
-"""Unicode categories of letters that cannot start a line, and of letters that cannot end a line, in scripts without
-blanks between words."""
 
 
 class StreamingTextWrapper:
@@ -40,7 +35,7 @@ class StreamingTextWrapper:
 
     Text that is already written is never erased, because terminals disagree on the width of some letters. So a word is
     buffered until it is complete, or until it is too long for the line and starts the next one. The first word of a
-    line is written immediately.
+    line is written immediately, and so are Chinese and Japanese letters: the terminal may break between any two.
 
     Args:
         width: Returns the number of columns of the terminal. It is called for each piece, because the terminal may be
@@ -51,8 +46,6 @@ class StreamingTextWrapper:
         self._width = width
         self._row, self._blanks, self._word = "", "", ""
         """Written text of the current row; buffered blanks after it; buffered word after them."""
-        self._is_direct = False
-        """Whether the last word of the row is written immediately, because its position is final."""
         self._line, self._fence = "", ""
         """The input line so far, and the fence of the current code block."""
 
@@ -76,42 +69,32 @@ class StreamingTextWrapper:
             return self._end_line(width)
         self._line += letter
         if not width or self._fence or FENCE.fullmatch(self._line):
-            completed, self._blanks = self._flush_word(width) + self._blanks, ""
-            return completed + self._put(letter, width)
+            completed, blanks, self._blanks = self._flush_word(width), self._blanks, ""
+            return completed + self._put(blanks + letter, width)
         if letter in " \t":
             completed = self._flush_word(width)
             if not self._row.strip():  # indentation stays unchanged
                 return completed + self._put(letter, width)
             self._blanks += letter
             return completed
-        before = self._word[-1:] or (self._row[-1:] if self._is_direct else "")
-        completed = self._flush_word(width) if before and _may_break(before, letter) else ""
-        if self._is_direct or not self._row.strip():
-            self._is_direct = True
-            return completed + self._put(letter, width)
+        if not self._blanks and not self._word:  # a word that has begun in the row
+            return self._put(letter, width)
         self._word += letter
-        return completed + ("" if self._fits(width) else self._move_word(width))
+        return "" if self._fits(width) and not _is_ideograph(letter) else self._flush_word(width)
 
     def _fits(self, width: int) -> bool:
         return not width or _count_columns(self._row + self._blanks + self._word) <= width
 
     def _flush_word(self, width: int) -> str:
-        """Return the buffered word, which is complete, with the blanks before it."""
-        self._is_direct = False
+        """Return the buffered word with the blanks before it; if it does not fit, it starts the next line."""
         if not self._word:
             return ""
-        if not self._fits(width):  # the terminal may have been resized
-            text = self._move_word(width)
-            self._is_direct = False
-            return text
-        text, self._blanks, self._word = self._blanks + self._word, "", ""
-        return self._put(text, width)
-
-    def _move_word(self, width: int) -> str:
-        """Move the word to the next line. The rest of the word is written immediately."""
-        text, self._blanks, self._word = self._word, "", ""
-        self._row, self._is_direct = "", True
-        return "\n" + self._put(text, width)
+        is_fitting, text, word = self._fits(width), self._blanks + self._word, self._word
+        self._blanks, self._word = "", ""
+        if is_fitting:
+            return self._put(text, width)
+        self._row = ""
+        return "\n" + self._put(word, width)
 
     def _end_line(self, width: int) -> str:
         text = self._flush_word(width)
@@ -120,7 +103,7 @@ class StreamingTextWrapper:
             self._fence = fence[1] if fence else ""
         elif self._line.strip().startswith(self._fence) and not self._line.strip().strip(self._fence[0]):
             self._fence = ""
-        self._row, self._line, self._blanks, self._is_direct = "", "", "", False
+        self._row, self._line, self._blanks = "", "", ""
         return text + "\n"
 
     def _put(self, text: str, width: int) -> str:
@@ -134,25 +117,7 @@ class StreamingTextWrapper:
 
 
 def _count_columns(text: str) -> int:
-    first, *others = text.split("\t")
-    columns = cell_len(first)
-    for part in others:
-        columns += TAB - columns % TAB + cell_len(part)
-    return columns
-
-
-@lru_cache(maxsize=4096)
-def _may_break(before: str, after: str) -> bool:
-    """Return whether a line may break between two letters without a blank.
-
-    At least one of the letters must be of a script without blanks between words, and the two letters must not belong
-    together, as a letter and its accent, bracket or full stop do.
-    """
-    if not (_is_ideograph(before) or _is_ideograph(after)):
-        return False
-    joined = cell_len(after) == 0 or before == "\N{ZERO WIDTH JOINER}"
-    ends = unicodedata.category(after) in NOT_FIRST
-    return not (joined or ends or unicodedata.category(before) in NOT_LAST)
+    return cell_len(text.expandtabs())
 
 
 def _is_ideograph(letter: str) -> bool:
@@ -196,7 +161,7 @@ class StreamPrinter:
     def __init__(self, out: IO[str], *, reasons: bool = True) -> None:
         self._out, self._shows_reasoning = out, reasons
         self._coloured = supports_styles(out)
-        self._wrapper = self._create_wrapper()
+        self._wrapper = StreamingTextWrapper(self._columns)
         self._is_first = True
         """Whether no text of this answer or of its reasoning was written yet."""
 
@@ -236,10 +201,7 @@ class StreamPrinter:
         """End the line, so that the next text starts on a new line without styles."""
         rest = self._wrapper.close() + (PLAIN if restore and self._coloured else "")
         self._write(rest + ("\n" if self._wrapper.is_in_row else ""))
-        self._wrapper = self._create_wrapper()
-
-    def _create_wrapper(self) -> StreamingTextWrapper:
-        return StreamingTextWrapper(self._columns)
+        self._wrapper = StreamingTextWrapper(self._columns)
 
     def _columns(self) -> int:
         """Return the current width of the terminal, or 0 if the stream is not a terminal or its size is not set."""
@@ -272,7 +234,7 @@ class StreamPrinter:
     def _write_line(self, text: str, style: str) -> None:
         self.end_line()
         line = self._wrapper.feed(sanitize_text(text)) + self._wrapper.close()
-        self._wrapper = self._create_wrapper()
+        self._wrapper = StreamingTextWrapper(self._columns)
         self._write(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
 
     def _write(self, text: str) -> None:
@@ -300,10 +262,7 @@ class StreamPrinter:
 
 def sanitize_text(text: str) -> str:
     """Replace the control characters in a model's text, which could move the cursor or change colours."""
-    return "".join(c if c.isprintable() or c in HARMLESS or _is_blank(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _is_blank(letter: str) -> bool:
-    """Return whether a letter is a blank of any width. French uses a narrow blank before colons, and Chinese uses a
-    blank as wide as a letter."""
-    return unicodedata.category(letter) == "Zs"
+    return "".join(
+        c if c.isprintable() or c in HARMLESS or unicodedata.category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )

@@ -8,8 +8,9 @@ from typing import TextIO
 from rich.console import ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from ratchet.config.units import format_duration
 from ratchet.console.terminal import LiveDisplay, TableColumn, build_table, create_console, is_live_terminal
-from ratchet.runs.status import RunProgress, format_duration
+from ratchet.runs.status import RunProgress
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tuning.tracking_sync import STATES, count_states

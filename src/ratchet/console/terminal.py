@@ -106,21 +106,18 @@ class LiveDisplay(Live):
         if self.is_started or self.error is not None:
             return
         atexit.register(self.stop)  # the shell needs its cursor, however the process ends
-        try:
+        with self._ended_by_errors():
             super().start()
-        except Exception as error:  # no error of the terminal may stop the command
-            self._end(error)
-            return
-        if self._is_stderr:
-            self._redaction.enter_context(redact_stderr())  # Rich writes redirected lines to the terminal itself
-        if refresh:
-            self.refresh()
+            if self._is_stderr:
+                self._redaction.enter_context(redact_stderr())  # Rich writes redirected lines to the terminal itself
+            if refresh:
+                self.refresh()
 
     def refresh(self) -> None:
         """Draw the next frame."""
         if self.error is not None:
             return
-        try:
+        with self._ended_by_errors():
             # One line is reserved for the text after the display. One column is reserved, because erasing the rest of
             # a line that fills all columns would erase its last letter.
             size = self.console.size
@@ -128,17 +125,12 @@ class LiveDisplay(Live):
             options.max_height = max(1, size.height - 1)
             self._lines = self.console.render_lines(self._render(options), options, pad=False)[: options.max_height]
             super().refresh()
-        except Exception as error:  # no error of the terminal may stop the command, or leave its output redirected
-            self._end(error)
 
     def print_line(self, line: str) -> None:
         """Print a permanent line above the display."""
-        if self.error is not None:
-            return
-        try:
-            self.console.print(Text(clean_text(line)))
-        except Exception as error:  # no error of the terminal may stop the command
-            self._end(error)
+        if self.error is None:
+            with self._ended_by_errors():
+                self.console.print(Text(clean_text(line)))
 
     def stop(self) -> None:
         """Leave the last frame on the screen and restore the terminal."""
@@ -155,12 +147,16 @@ class LiveDisplay(Live):
         except Exception as error:  # no error of the terminal may stop the command
             self.error = self.error or error
 
-    def _end(self, error: Exception) -> None:
-        self.error = self.error or error
-        self.stop()
-        self.console.quiet = isinstance(
-            error, OSError
-        )  # a logger that still has the redirected stream must not raise the error again
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """End the display after an error: no error of the terminal may stop the command or leave output redirected."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+            self.stop()
+            # A logger that still has the redirected stream must not raise the error again.
+            self.console.quiet = isinstance(error, OSError)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Put the frame after the text that is printed. Rich writes both at once."""

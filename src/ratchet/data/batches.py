@@ -27,81 +27,39 @@ WINDOW_BATCHES = 64
 means less padding, but more similar epochs."""
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Packs as flat arrays: pack k contains `rows[offsets[k] : offsets[k + 1]]`."""
+class PackingPlan:
+    """Assignment of rows, given by their numbers of tokens, to packs of a capacity in tokens, different in each epoch.
 
-    rows: NDArray[np.int64]
+    Raises SettingsError if a row is longer than a pack, and DataError if a row has no tokens.
+    """
+
     offsets: NDArray[np.int64]
+    """Pack k contains `epoch(...)[offsets[k] : offsets[k + 1]]`."""
+
+    def __init__(self, lengths: ArrayLike, capacity_tokens: int) -> None:
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        if len(self._lengths) and (longest := int(self._lengths.max())) > capacity_tokens:
+            raise SettingsError(
+                f"train.pack_tokens: found {capacity_tokens}, but row {self._lengths.argmax()} has {longest} tokens; "
+                f"set it to at least {longest}, or lower prepare.max_tokens to {capacity_tokens} and prepare again"
+            )
+        if len(self._lengths) and self._lengths.min() < 1:
+            raise DataError(
+                f"row {self._lengths.argmin()} has no tokens and cannot be packed; run `ratchet prepare` again"
+            )
+        packs = _best_fit_decreasing(self._lengths, capacity_tokens)
+        self._positions = np.argsort(packs, kind="stable")  # in the list of rows by decreasing length, ordered by pack
+        self.offsets = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, pack: int) -> list[int]:
-        rows: list[int] = self.rows[self.offsets[pack] : self.offsets[pack + 1]].tolist()
-        return rows
-
-
-class PackingPlan:
-    """Assignment of the rows of a split to packs, different in each epoch.
-
-    Args:
-        lengths: tokens of each row.
-        capacity_tokens: capacity of a pack, in tokens.
-
-    Raises:
-        SettingsError: a row is longer than a pack.
-        DataError: a row has no tokens.
-    """
-
-    def __init__(self, lengths: ArrayLike, capacity_tokens: int) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
-        _check_lengths(self.lengths, capacity_tokens)
-        packs = _best_fit_decreasing(self.lengths, capacity_tokens)
-        self._positions = np.argsort(packs, kind="stable")
-        """Positions in the list of rows by decreasing length, ordered by pack."""
-        self._offsets = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def epoch(self, seed: int, epoch: int) -> PackedRows:
-        """Return the packs of one epoch; a pure function of the lengths, the seed and the epoch."""
+    def epoch(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows of all packs of one epoch; a pure function of the lengths, the seed and the epoch."""
         # The third number separates this random stream from that of the epoch's order.
-        shuffled = np.random.default_rng([seed, epoch, 1]).permutation(len(self.lengths))
-        by_length = shuffled[np.argsort(-self.lengths[shuffled], kind="stable")]
-        return PackedRows(by_length[self._positions], self._offsets)
-
-    @property
-    def multi_row_pack(self) -> int | None:
-        """Index of a pack with more than one row, the same in every epoch; None if every pack has one row."""
-        packs = np.flatnonzero(np.diff(self._offsets) > 1)
-        return int(packs[0]) if len(packs) else None
-
-
-def pack_rows(lengths: ArrayLike, capacity_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the row indices of each pack of an epoch. Raises like `PackingPlan`."""
-    packs = PackingPlan(lengths, capacity_tokens).epoch(seed, epoch)
-    return [packs[k] for k in range(len(packs))]
-
-
-def fill_rate(lengths: ArrayLike, packs: Sequence[Sequence[int]], capacity_tokens: int) -> float:
-    """Return the fraction of the packs' capacity that rows fill, from 0 to 1; 0 without packs."""
-    tokens = int(np.asarray(lengths, dtype=np.int64).sum())
-    return tokens / (len(packs) * capacity_tokens) if packs else 0.0
-
-
-def _check_lengths(lengths: NDArray[np.int64], capacity_tokens: int) -> None:
-    if not len(lengths):
-        return
-    longest, shortest = int(lengths.argmax()), int(lengths.argmin())
-    if lengths[longest] > capacity_tokens:
-        raise SettingsError(
-            f"train.pack_tokens: found {capacity_tokens}, but row {longest} has {lengths[longest]} tokens; set it to "
-            f"at least {lengths[longest]}, or lower prepare.max_tokens to {capacity_tokens} and prepare again"
-        )
-    if lengths[shortest] < 1:
-        raise DataError(f"row {shortest} has no tokens and cannot be packed; run `ratchet prepare` again")
+        shuffled = np.random.default_rng([seed, epoch, 1]).permutation(len(self._lengths))
+        by_length = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
+        return by_length[self._positions]
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
@@ -150,16 +108,10 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> ND
 
 
 class BatchPlan:
-    """The batches of a training run.
+    """The batches of a training run, from the number of tokens of each row and the section `train` of the settings.
 
-    Args:
-        lengths: tokens of each training row.
-        settings: section `train`: seed, epochs, batch_size, batching and pack_tokens are read. A fraction of an epoch
-            takes that fraction of the sequences, and the last batch may be smaller.
-
-    Raises:
-        SettingsError: a row is longer than `train.pack_tokens`.
-        DataError: the split has no rows, or a row to pack has no tokens.
+    A fraction of an epoch takes that fraction of the sequences, and the last batch may be smaller. Raises SettingsError
+    if a row is longer than `train.pack_tokens`, and DataError if the split has no rows or a row to pack has no tokens.
     """
 
     def __init__(self, lengths: ArrayLike, settings: Train) -> None:
@@ -177,26 +129,30 @@ class BatchPlan:
         """Return the sequences of step `step` (from 0) in stream order, each as a list of row indices."""
         start = step * self.batch_size
         stop = min(start + self.batch_size, self.total_sequences)
-        return [self._sequence(*divmod(position, self.sequences)) for position in range(start, stop)]
+        places = (divmod(position, self.sequences) for position in range(start, stop))
+        return [self._pack(epoch, int(self._epoch(epoch)[0][place])) for epoch, place in places]
 
     def find_multi_row_sequence(self) -> list[int] | None:
         """Return the rows of a sequence with several rows; None if no epoch has such a sequence."""
-        if self._packing is None or self._packing.multi_row_pack is None:
+        if self._packing is None:
             return None
-        return self._packing.epoch(self.seed, 0)[self._packing.multi_row_pack]
+        packs = np.flatnonzero(np.diff(self._packing.offsets) > 1)
+        return self._pack(0, int(packs[0])) if len(packs) else None
 
-    def _sequence(self, epoch: int, position: int) -> list[int]:
-        order, packs = self._epoch(epoch)
-        number = int(order[position])
-        return [number] if packs is None else packs[number]
+    def _pack(self, epoch: int, number: int) -> list[int]:
+        """Return the rows of a pack, or the row itself without packing."""
+        if self._packing is None:
+            return [number]
+        rows: list[int] = self._epoch(epoch)[1][slice(*self._packing.offsets[number : number + 2])].tolist()
+        return rows
 
-    def _draw(self, epoch: int) -> tuple[NDArray[np.int64], PackedRows | None]:
-        """Return the order of all sequences in one epoch, and its packs."""
+    def _draw(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the order of all sequences in one epoch, and the rows of all packs if there are packs."""
         rng = np.random.default_rng([self.seed, epoch])
         order = rng.permutation(self.sequences)
         if self.batching == "by_length":
             order = self._sort_windows(order, epoch, rng)
-        return order, None if self._packing is None else self._packing.epoch(self.seed, epoch)
+        return order, order if self._packing is None else self._packing.epoch(self.seed, epoch)
 
     def _sort_windows(self, order: NDArray[np.int64], epoch: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Sort each window of a permutation by length, then shuffle its batches.
@@ -218,15 +174,10 @@ class BatchPlan:
 def split_micro_batches(
     indices: list[int], lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Split a batch into micro-batches of sequences with similar lengths, so that there is little padding.
+    """Split sequences, given by index and number of tokens, into micro-batches of similar lengths for little padding.
 
-    The split does not change the rows of an optimizer step.
-
-    Args:
-        indices: indices of the sequences.
-        lengths: tokens of each sequence.
-        micro_batch_size: limit of sequences in a micro-batch.
-        max_tokens: limit of padded tokens (sequences x longest); a longer sequence gets a micro-batch of its own.
+    A micro-batch has at most `micro_batch_size` sequences and, unless it is a single sequence, at most `max_tokens`
+    padded tokens (sequences x longest).
     """
     order = sorted(range(len(indices)), key=lambda k: (-lengths[k], k))
     micro_batches, start = [], 0
@@ -260,17 +211,16 @@ class TokenRows:
     @classmethod
     def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "TokenRows":
         """Create rows from lists. Raises DataError if a row's ids and labels differ in number."""
-        flat = [np.fromiter((x for row in column for x in row), np.int32) for column in (input_ids, labels)]
-        return cls._from_arrays(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
+        import pyarrow as pa
+
+        columns = {"input_ids": input_ids, "labels": labels}
+        return cls.from_arrow(pa.table({name: pa.array(rows, pa.list_(pa.int32())) for name, rows in columns.items()}))
 
     @classmethod
     def from_arrow(cls, table: Any) -> "TokenRows":
-        """Create rows from the list columns `input_ids` and `labels` of an Arrow table.
+        """Create rows from the columns `input_ids` and `labels` of an Arrow table, without a copy of single chunks.
 
-        A column of a single chunk is not copied.
-
-        Raises:
-            DataError: a row's ids and labels differ in number.
+        Raises DataError if a row's ids and labels differ in number.
         """
         flat, lengths = [], []
         for name in ("input_ids", "labels"):
@@ -280,15 +230,11 @@ class TokenRows:
             values = [np.from_dlpack(chunk.values)[o[0] : o[-1]] for chunk, o in zip(chunks, offsets, strict=True)]
             flat.append(_concatenate(values, np.int32))
             lengths.append(_concatenate([np.diff(o) for o in offsets], np.int64))
-        return cls._from_arrays(flat[0], flat[1], lengths)
-
-    @classmethod
-    def _from_arrays(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "TokenRows":
         if not np.array_equal(lengths[0], lengths[1]):
             raise DataError(
                 "the split has rows with different numbers of token ids and labels; run `ratchet prepare` again"
             )
-        return cls(input_ids, labels, np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int64))
+        return cls(flat[0], flat[1], np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -3,19 +3,17 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from ratchet.data.conversation import Conversation, Message
 
 TRAINING_FLAGS = ("train", "weight")
 """Message fields that select the turns to train on; the template does not get them."""
-
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Message fields with the reasoning, in the order in which transformers looks for them."""
-
 _MARK = re.compile(r"slot7c1e(\d+)end")
-_SPACE = re.compile(r"\s*")
 
 _THINKING = r"(?:[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*|<\|channel\|?>\w+(?:<\|message\|>|\n)|<channel\|>)"
 """<think> (DeepSeek, Qwen), [THINK] (Mistral), <|START_THINKING|> (Cohere), channels (OpenAI's models, Gemma 4)."""
@@ -26,7 +24,6 @@ _THINKING_SUFFIX = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
 _OTHER_END_TOKENS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
 """Tokens that end a turn in addition to the tokenizer's own end token: after tool calls of Llama 3.1, in OpenAI's
 models and Phi, and before tool results in GLM and Gemma 4."""
-
 _LOST_REASONING = (
     "the chat template omits the reasoning of an answer, so the model would be trained to answer without reasoning; "
     "use a template that keeps it, or remove it from the rows"
@@ -52,7 +49,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         """Render messages as text, or as a prompt for the next assistant turn. Raises TemplateRenderError."""
         try:
-            return str(self._apply([_without_training_flags(message) for message in messages], tools, prompt))
+            return str(self._apply(_remove_training_flags(messages), tools, prompt))
         except Exception as error:  # a template is a program, which may raise any exception
             reason = " ".join(str(error).split())
             raise TemplateRenderError(
@@ -60,24 +57,17 @@ class ChatTemplate:
             ) from error
 
     def render_all(self, conversations: Sequence[Conversation]) -> list[str | TemplateRenderError]:
-        """Render each conversation; the result is its text, or the error of the template.
-
-        If no conversation has tools, a single call renders all of them, which is 20 % faster.
-        """
-        if not conversations or any(conversation.tools for conversation in conversations):
-            return [self._render_or_error(conversation) for conversation in conversations]
-        try:
-            return list(
-                self._apply([[_without_training_flags(m) for m in c.messages] for c in conversations], None, False)
-            )
-        except Exception:  # rendering one by one finds the conversation that fails
-            return [self._render_or_error(conversation) for conversation in conversations]
-
-    def _render_or_error(self, conversation: Conversation) -> str | TemplateRenderError:
-        try:
-            return self.render(conversation.messages, conversation.tools)
-        except TemplateRenderError as error:
-            return error
+        """Render each conversation; the result is its text, or the error of the template."""
+        if conversations and not any(conversation.tools for conversation in conversations):
+            with suppress(Exception):  # a single call is 20 % faster; below, the conversation that fails is found
+                return list(self._apply([_remove_training_flags(c.messages) for c in conversations], None, False))
+        results: list[str | TemplateRenderError] = []
+        for conversation in conversations:
+            try:
+                results.append(self.render(conversation.messages, conversation.tools))
+            except TemplateRenderError as error:
+                results.append(error)
+        return results
 
     def _apply(self, messages: list[Any], tools: list[Any] | None, prompt: bool) -> Any:
         return self._tokenizer.apply_chat_template(
@@ -85,10 +75,13 @@ class ChatTemplate:
         )
 
 
-def _without_training_flags(message: Message) -> Message:
-    if TRAINING_FLAGS[0] in message or TRAINING_FLAGS[1] in message:
-        return {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
-    return message
+def _remove_training_flags(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
+        if "train" in message or "weight" in message
+        else message
+        for message in messages
+    ]
 
 
 class ControlTokens:
@@ -123,29 +116,21 @@ def alternation_pattern(names: Iterable[str]) -> str:
     ordered = sorted(set(names))
     if not ordered:
         return r"(?!)"
-    return _prefix_tree_pattern(ordered)
-
-
-def _prefix_tree_pattern(names: list[str]) -> str:
-    """Build the expression for sorted, distinct names."""
-    shared = longest_shared_prefix(names[0], names[-1])
-    rest = [name[len(shared) :] for name in names]
-    ends_here = rest[0] == ""
+    shared = ordered[0][: count_equal(ordered[0], ordered[-1])]
     groups: dict[str, list[str]] = {}
-    for name in rest[ends_here:]:
-        groups.setdefault(name[0], []).append(name)
+    for name in ordered:
+        groups.setdefault(name[len(shared) : len(shared) + 1], []).append(name[len(shared) :])
+    ends_here = groups.pop("", None)
     if not groups:
         return re.escape(shared)
-    branches = "|".join(_prefix_tree_pattern(group) for group in groups.values())
+    branches = "|".join(map(alternation_pattern, groups.values()))
     return f"{re.escape(shared)}(?:{branches}){'?' if ends_here else ''}"
 
 
-def longest_shared_prefix(first: str, last: str) -> str:
-    """Return the longest common prefix of two texts. All texts that are sorted between the two share it."""
-    length = 0
-    while length < min(len(first), len(last)) and first[length] == last[length]:
-        length += 1
-    return first[:length]
+def count_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 # ----- Template skeletons
@@ -156,12 +141,11 @@ def longest_shared_prefix(first: str, last: str) -> str:
 # changes a message text, the alignment fails.
 
 
-@dataclass(frozen=True)
-class TextSlot:
+class TextSlot(NamedTuple):
     """The position of one text in a conversation."""
 
     turn: int
-    kind: Literal["content", "reasoning"]
+    is_reasoning: bool
 
 
 @dataclass(frozen=True)
@@ -174,58 +158,52 @@ class ConversationOutline:
     texts: list[str]
 
 
-class _TextMarker:
-    """Replacement of texts by marks; the texts are stored. Blank texts stay, because templates test for empty texts."""
+def _mark_texts(turn: int, message: Message, slots: list[TextSlot], texts: list[str]) -> Message:
+    """Replace the texts of a message by marks, and append the texts to the lists.
 
-    def __init__(self) -> None:
-        self.slots: list[TextSlot] = []
-        self.texts: list[str] = []
+    Blank texts stay, because templates test for empty texts. Reasoning in an answer gets its own mark, because
+    templates may remove it.
+    """
 
-    def mark(self, slot: TextSlot, text: str) -> str:
+    def mark(text: str, is_reasoning: bool = False) -> str:
         if not text or text.isspace():
             return text
-        self.slots.append(slot)
-        self.texts.append(text)
-        return f"slot7c1e{len(self.slots) - 1}end"
+        slots.append(TextSlot(turn, is_reasoning))
+        texts.append(text)
+        return f"slot7c1e{len(slots) - 1}end"
 
-    def message(self, turn: int, message: Message) -> Message:
-        marked = {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
-        thoughts = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-        if isinstance(thoughts, str):
-            mark = self.mark(TextSlot(turn, "reasoning"), thoughts)
-            marked |= {key: mark for key in REASONING_KEYS if message.get(key) is not None}
-        content = message.get("content")
-        if isinstance(content, list):
-            marked["content"] = [self._part(turn, part) for part in content]
-        elif isinstance(content, str):
-            marked["content"] = self._content(turn, content, message["role"])
-        return marked
-
-    def _part(self, turn: int, part: Any) -> Any:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return {**part, "text": self.mark(TextSlot(turn, "content"), part["text"])}
-        return part
-
-    def _content(self, turn: int, content: str, role: str) -> str:
-        """Mark a content. Reasoning in an answer gets its own mark, because templates may remove it."""
+    marked = {key: value for key, value in message.items() if key not in TRAINING_FLAGS}
+    reasoning_keys = [key for key in REASONING_KEYS if message.get(key) is not None]
+    if reasoning_keys and isinstance(message[reasoning_keys[0]], str):
+        marked |= dict.fromkeys(reasoning_keys, mark(message[reasoning_keys[0]], is_reasoning=True))
+    content = message.get("content")
+    if isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": mark(part["text"])}
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+    elif isinstance(content, str):
         head, closing, answer = content.partition("</think>")
-        if role != "assistant" or not closing or closing in answer or "<think>" in answer:
-            return self.mark(TextSlot(turn, "content"), content)
         before, opening, thoughts = head.rpartition("<think>")
-        if before.strip():
-            return self.mark(TextSlot(turn, "content"), content)
-        marked = self.mark(TextSlot(turn, "reasoning"), thoughts)
-        return before + opening + marked + closing + self.mark(TextSlot(turn, "content"), answer)
+        has_reasoning = closing and "</think>" not in answer and "<think>" not in answer and not before.strip()
+        if message["role"] == "assistant" and has_reasoning:
+            marked["content"] = before + opening + mark(thoughts, is_reasoning=True) + closing + mark(answer)
+        else:
+            marked["content"] = mark(content)
+    return marked
 
 
-def build_outline(conversation: Conversation, only: frozenset[int] | None = None) -> ConversationOutline:
+def build_outline(conversation: Conversation, only: Sequence[int] | None = None) -> ConversationOutline:
     """Split a conversation into structure and texts. With `only`, texts of all other turns stay in the structure."""
-    marker = _TextMarker()
+    slots: list[TextSlot] = []
+    texts: list[str] = []
     messages = [
-        marker.message(turn, message) if only is None or turn in only else message
+        _mark_texts(turn, message, slots, texts) if only is None or turn in only else message
         for turn, message in enumerate(conversation.messages)
     ]
-    return ConversationOutline(messages, marker.slots, marker.texts)
+    return ConversationOutline(messages, slots, texts)
 
 
 def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
@@ -239,15 +217,12 @@ def structure_key(conversation: Conversation) -> tuple[tuple[str, ...], list[str
             key.append(message["role"])
             texts.append(str(content))
         else:
-            marker = _TextMarker()
-            key.append(json.dumps(marker.message(turn, message), ensure_ascii=False))
-            texts += marker.texts
+            key.append(json.dumps(_mark_texts(turn, message, [], texts), ensure_ascii=False))
     key.append(json.dumps(conversation.tools) if conversation.tools else "")
     return tuple(key), texts
 
 
-@dataclass(frozen=True)
-class TrainedSpan:
+class TrainedSpan(NamedTuple):
     """The trained part of one turn in a skeleton. Positions are (index of the literal, offset in characters in it)."""
 
     start: tuple[int, int]
@@ -260,8 +235,7 @@ class TrainedSpan:
     """Whether the text before the answer differs between prompt and training by a thinking block."""
 
 
-@dataclass(frozen=True)
-class SpanAnchor:
+class SpanAnchor(NamedTuple):
     """The position of a span among the tokens of a conversation, relative to the end of the previous span."""
 
     token: int | None
@@ -271,7 +245,6 @@ class SpanAnchor:
     distance: int
     """Number of tokens from `token` to the span, or from the end of the previous span if `token` is None."""
     end_token: int
-    """The token that ends the span."""
     end_tokens_inside: int
     """Number of occurrences of `end_token` inside the span."""
 
@@ -291,11 +264,9 @@ class TemplateSkeleton:
     anchors: list[SpanAnchor] | None = None
     """Positions of the spans among the tokens; None until the first row is tokenized with offsets."""
     last_turn_trained: bool = False
-    """Whether the last message is trained on."""
     anchor_hits: int = 0
+    """Number of rows in which the anchors were correct."""
     anchor_misses: int = 0
-    """`anchor_hits` is the number of rows in which the anchors were correct, `anchor_misses` the number
-    of rows in which they were not."""
 
     @classmethod
     def from_text(cls, text: str) -> "TemplateSkeleton":
@@ -309,28 +280,31 @@ class TemplateSkeleton:
         """Whether the anchors exist and are correct often enough to use them."""
         return self.anchors is not None and self.anchor_misses <= 16 + self.anchor_hits // 4
 
-    def record_anchor_result(self, is_correct: bool) -> None:
-        """Count how often the anchors are correct."""
-        self.anchor_hits += is_correct
-        self.anchor_misses += not is_correct
+    def locate_spans(self, starts: list[int], text: str) -> list[tuple[int, int]]:
+        """Return the trained spans in a text, in characters; `starts` is the result of `align`."""
+        char_spans = []
+        for span in self.spans:
+            start, end = starts[span.start[0]] + span.start[1], starts[span.end[0]] + span.end[1]
+            is_in_prompt = span.prompt_prefix and text.startswith(span.prompt_prefix, start)
+            char_spans.append((start + len(span.prompt_prefix) if is_in_prompt else start, end))
+        return char_spans
 
     def align(self, text: str, texts: list[str]) -> list[int] | None:
         """Return the position of each literal in a conversation's text; None if the text does not fit the skeleton.
 
         The text fits even if the template removed white space at either end of a message text.
         """
-        position = len(self.literals[0])
         if not text.startswith(self.literals[0]):
             return None
-        starts = [0]
+        starts, position = [0], len(self.literals[0])
         for slot, literal in zip(self.order, self.literals[1:], strict=True):
-            message_text = texts[slot]
-            if text.startswith(message_text, position) and text.startswith(literal, position + len(message_text)):
-                position += len(message_text)
-            elif (position := _find_trimmed_end(text, position, message_text, literal)) < 0:
-                return None
-            starts.append(position)
-            position += len(literal)
+            end = position + len(texts[slot])
+            if not (text.startswith(texts[slot], position) and text.startswith(literal, end)):
+                end = _find_trimmed_end(text, position, texts[slot], literal)
+                if end < 0:
+                    return None
+            starts.append(end)
+            position = end + len(literal)
         return starts if position == len(text) else None
 
 
@@ -340,17 +314,13 @@ def _find_trimmed_end(text: str, position: int, message_text: str, literal: str)
     The literal must follow this end. If it follows nowhere, the result is -1.
     """
     bare = message_text.strip()
-    lead = message_text[: message_text.index(bare)]
-    trail = message_text[len(lead) + len(bare) :]
-    space = _SPACE.match(text, position)
-    begin = space.end() if space else position
+    lead, _, trail = message_text.partition(bare)
+    space = text[position : position + len(lead)]
+    begin = position + len(space) - len(space.lstrip())
     if not lead.endswith(text[position:begin]) or not text.startswith(bare, begin):
         return -1
     end = begin + len(bare)
-    kept = 0
-    while kept < len(trail) and text[end + kept : end + kept + 1] == trail[kept]:
-        kept += 1
-    return next((end + k for k in range(kept, -1, -1) if text.startswith(literal, end + k)), -1)
+    return next((end + k for k in range(len(trail), -1, -1) if text.startswith(trail[:k] + literal, end)), -1)
 
 
 # ----- Trained spans
@@ -365,16 +335,9 @@ class UntrainableTemplateError(Exception):
 
 
 class SpanFinder:
-    """Finder of the trained spans of a skeleton."""
+    """Finder of the trained spans of a skeleton. `ends` are control tokens that may end a turn."""
 
     def __init__(self, chat: ChatTemplate, control: ControlTokens, ends: Iterable[str]) -> None:
-        """Compile the patterns of the tokens that end a turn.
-
-        Args:
-            chat: the chat template.
-            control: the control tokens.
-            ends: control tokens that may end a turn.
-        """
         self._chat = chat
         end = alternation_pattern(control.names & {*ends, *_OTHER_END_TOKENS})
         self._end, self._end_after_space = re.compile(f"({end})"), re.compile(rf"\s*({end})")
@@ -382,27 +345,29 @@ class SpanFinder:
     def find(self, outline: ConversationOutline, tools: list[Any] | None, trained: Sequence[int]) -> TemplateSkeleton:
         """Build the skeleton of an outline with its trained spans.
 
-        Raises:
-            TemplateRenderError: the template raises for the marks.
-            UntrainableTemplateError: a trained turn cannot be located, or the template does not write it.
+        Raises TemplateRenderError if the template raises for the marks, and UntrainableTemplateError if a trained turn
+        cannot be located or is not written.
         """
         skeleton = TemplateSkeleton.from_text(self._chat.render(outline.messages, tools))
         if any(slot >= len(outline.slots) for slot in skeleton.order):
             raise UntrainableTemplateError("the chat template writes a text that looks like a mark of Ratchet")
         for turn in trained:
-            text_positions = _locate_turn_texts(skeleton, outline, turn)
-            if text_positions or outline.messages[turn].get("tool_calls"):
-                skeleton.spans.append(self._span(skeleton, outline, tools, turn))
+            if span := self._find_span(skeleton, outline, tools, turn):
+                skeleton.spans.append(span)
                 skeleton.last_turn_trained = turn == len(outline.messages) - 1
         return skeleton
 
-    def _span(
+    def _find_span(
         self, skeleton: TemplateSkeleton, outline: ConversationOutline, tools: list[Any] | None, turn: int
-    ) -> TrainedSpan:
+    ) -> TrainedSpan | None:
+        """Return the trained span of a turn; None if the turn has neither texts nor tool calls."""
         text_positions = _locate_turn_texts(skeleton, outline, turn)
-        if turn > 0:
-            prompt = self._prompt(outline.messages[:turn], tools)
-            literal = text_positions[0] if text_positions else _literal_after_prompt(skeleton, prompt)
+        calls = outline.messages[turn].get("tool_calls") or ()
+        if turn > 0 and (text_positions or calls):
+            prompt = self._render_prompt(outline.messages[:turn], tools)
+            # Without texts, the span is in the literal after the last text of the prompt.
+            after_prompt = [i + 1 for i, slot in enumerate(skeleton.order) if [slot] == prompt.order[-1:]]
+            literal = text_positions[0] if text_positions else max(after_prompt, default=0)
             _check_prompt(skeleton, prompt, literal, is_last=turn == len(outline.messages) - 1)
             offset, prompt_prefix, has_thinking_gap = _split_generation_header(
                 skeleton.literals[literal], prompt.literals[-1], bool(text_positions)
@@ -410,24 +375,27 @@ class SpanFinder:
         elif text_positions:
             literal, prompt_prefix, has_thinking_gap = text_positions[0], "", False
             offset = len(skeleton.literals[literal])
-        else:
+        elif calls:
             raise UntrainableTemplateError(
                 "the chat template writes no prompt before a conversation that begins with a tool call"
             )
+        else:
+            return None
         last, begin = (text_positions[-1] + 1, 0) if text_positions else (literal, offset)
         tail = skeleton.literals[last]
-        if outline.messages[turn].get("tool_calls"):
-            end = self._end.search(tail, begin)
-        else:
-            end = self._end_after_space.match(tail, begin)
+        end = self._end.search(tail, begin) if calls else self._end_after_space.match(tail, begin)
         if not end:
-            raise UntrainableTemplateError(_describe_missing_end(tail[begin : begin + 40]))
+            raise UntrainableTemplateError(
+                f"the chat template writes {tail[begin : begin + 40]!r} after an answer; expected a control token, "
+                "without which the model never learns to stop; write {{ eos_token }} right after the answer"
+            )
         written = skeleton.literals[literal][offset:] + tail[: end.end()] if text_positions else tail[begin : end.end()]
-        if any(name not in written for name in _called_function_names(outline.messages[turn])):
+        functions = [call.get("function") or call for call in calls if isinstance(call, dict)]
+        if any(str(function.get("name", "")) not in written for function in functions if isinstance(function, dict)):
             raise UntrainableTemplateError(_LOST_CALL)
         return TrainedSpan((literal, offset), (last, end.end()), end[1], prompt_prefix, has_thinking_gap)
 
-    def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> TemplateSkeleton:
+    def _render_prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> TemplateSkeleton:
         """Return the skeleton of the prompt for the next assistant turn."""
         try:
             return TemplateSkeleton.from_text(self._chat.render(messages, tools, prompt=True))
@@ -437,17 +405,30 @@ class SpanFinder:
             ) from None
 
 
+def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, is_last: bool) -> None:
+    """Raise UntrainableTemplateError if the literal does not follow the prompt's last text.
+
+    For the last turn, all text before the literal must also be the same in the skeleton and in the prompt. The prompt
+    of an earlier turn may differ: Mistral's template, for example, moves the system message to the last user turn.
+    """
+    follows = skeleton.order[:literal][-1:] == prompt.order[-1:]
+    if not follows or (is_last and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
+        raise UntrainableTemplateError(
+            "the chat template writes the prompt differently if an answer follows, so the model would be trained on "
+            "prompts that it never gets; use a template that only appends"
+        )
+
+
 def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline, turn: int) -> list[int]:
     """Return the positions of a turn's texts in the skeleton's `order`, which must be adjacent and without repetition.
 
-    Raises:
-        UntrainableTemplateError: the positions are not adjacent, or a text is repeated or missing.
+    Raises UntrainableTemplateError for other positions, and if a text is missing.
     """
     expected = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
     text_positions = [position for position, slot in enumerate(skeleton.order) if slot in expected]
     written = [skeleton.order[position] for position in text_positions]
     if missing := [outline.slots[i] for i in expected if i not in written]:
-        if missing[0].kind == "content":
+        if not missing[0].is_reasoning:
             raise UntrainableTemplateError(_LOST_ANSWER)
         is_earlier = turn < len(outline.messages) - 1
         raise UntrainableTemplateError(_LOST_EARLIER_REASONING if is_earlier else _LOST_REASONING)
@@ -459,45 +440,13 @@ def _locate_turn_texts(skeleton: TemplateSkeleton, outline: ConversationOutline,
     return text_positions
 
 
-def _literal_after_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton) -> int:
-    """Return the index of the literal that follows the last text of the prompt."""
-    if not prompt.order:
-        return 0
-    return max((i + 1 for i, slot in enumerate(skeleton.order) if slot == prompt.order[-1]), default=0)
-
-
-def _check_prompt(skeleton: TemplateSkeleton, prompt: TemplateSkeleton, literal: int, is_last: bool) -> None:
-    """Check that the literal follows the prompt's last text.
-
-    For the last turn, all text before the literal must also be the same in the skeleton and in the prompt. The prompt
-    of an earlier turn may differ: Mistral's template, for example, moves the system message to the last user turn.
-
-    Raises:
-        UntrainableTemplateError: the prompt is not a prefix.
-    """
-    follows = skeleton.order[:literal][-1:] == prompt.order[-1:]
-    if not follows or (is_last and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
-        raise UntrainableTemplateError(
-            "the chat template writes the prompt differently if an answer follows, so the model would be trained on "
-            "prompts that it never gets; use a template that only appends"
-        )
-
-
 def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bool]:
     """Split the template's text before an answer into prompt and trained part.
 
-    Args:
-        header: the template's text between the previous message text and the answer; it includes a tool call.
-        prompt: the template's text after the same message text with add_generation_prompt.
-        text_follows: whether the header ends where a text of the answer begins.
-
-    Returns:
-        The number of characters of the header that belong to the prompt, text that only the prompt has, and whether
-        header and prompt differ by a thinking block.
-
-    Raises:
-        UntrainableTemplateError: header and prompt differ in more than white space or the beginning of a thinking
-            block.
+    `header` is the text between the previous message text and the answer, with the answer's tool call if no text
+    follows; `prompt` is the text after the same message text with add_generation_prompt. The result is the number of
+    characters of the header that belong to the prompt, text that only the prompt has, and whether the two differ by a
+    thinking block. If they differ in more than that and white space, UntrainableTemplateError is raised.
     """
     if not text_follows:
         if header.startswith(prompt):
@@ -509,7 +458,7 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
         if _THINKING_PREFIX.fullmatch(prompt_prefix) or (prompt_prefix.isspace() and _THINKING_SUFFIX.search(header)):
             return len(header), prompt_prefix, True
     opened = len(_THINKING_SUFFIX.sub("", prompt))
-    shared = longest_shared_prefix(header, prompt)
+    shared = header[: count_equal(header, prompt)]
     if len(shared) >= opened and (_THINKING_GAP.fullmatch(header, opened) or not text_follows):
         # The prompt opens a thinking block; the training text has an empty block or none.
         gap = _THINKING_GAP.match(shared, opened)
@@ -517,19 +466,6 @@ def _split_generation_header(header: str, prompt: str, text_follows: bool) -> tu
     raise UntrainableTemplateError(
         f"the chat template ends a prompt with {prompt[-60:]!r} (add_generation_prompt) and in training writes "
         f"{header[-60:]!r} there, so prompts would differ from the training data; make the two equal"
-    )
-
-
-def _called_function_names(message: Message) -> list[str]:
-    """Return the names of the functions that a message calls."""
-    calls = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
-    return [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
-
-
-def _describe_missing_end(written: str) -> str:
-    return (
-        f"the chat template writes {written!r} after an answer; expected a control token, without which the model "
-        "never learns to stop; write {{ eos_token }} right after the answer"
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 IGNORE_INDEX = -100
 """Label of a position that is not trained on (the default `ignore_index` of torch's cross entropy)."""
-
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 SYSTEM_ROLES = ("system", "developer")
@@ -66,14 +65,6 @@ class Conversation:
         return cls(document["messages"], document.get("tools"))
 
 
-def list_content_kinds(conversation: Conversation) -> set[str]:
-    """Return the kinds of content that a conversation contains, of "system messages", "tool results" and "tools"."""
-    roles = {message["role"] for message in conversation.messages}
-    kinds = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
-    kinds |= {"tool results"} if "tool" in roles else set()
-    return kinds | ({"tools"} if conversation.tools else set())
-
-
 def extract_text(message: Message) -> str:
     """Return a message's content as text. The content may be null (with tool calls) or a list of text parts."""
     content = message.get("content")
@@ -124,7 +115,7 @@ def join_leaf_texts(fields: Any) -> str:
             case dict() as inner if inner and all(isinstance(value, int) for value in inner.values()):
                 pending += reversed(inner)  # the keys are answers, marked 0 or 1, as in TruthfulQA
             case dict() as inner:
-                pending += reversed(inner.values())
+                pending += reversed([*inner.values()])
             case list() as inner:
                 pending += reversed(inner)
             case str() as text:
@@ -155,10 +146,10 @@ class EncodedConversation:
 
 @dataclass(frozen=True)
 class RefusedConversation:
-    """A conversation that cannot be encoded, with the reason."""
+    """A conversation that cannot be encoded or used."""
 
     reason: str
-    """`refused` (by the template or the tokenizer) or `control_token`."""
+    """Reason under which the row is counted: `refused` (by the template or the tokenizer), `control_token`, ..."""
     detail: str
 
 

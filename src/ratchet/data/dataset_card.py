@@ -18,10 +18,8 @@ from ratchet.storage.records.data import DatasetCard, LengthDistribution, Source
 
 BINS = 24
 """Approximate number of bins of a length histogram."""
-
 PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Pack capacities, in tokens, for which the card reports the fill rate."""
-
 MAX_NAMES_SHOWN = 5
 """Number of strata or labels that a note names."""
 MAX_LABEL_CHARACTERS = 60
@@ -39,7 +37,14 @@ def build_card(
     width = _bin_width(int(lengths.max(initial=1)))
     repetitions = selection.copies[members["train"]]
     written = {**members, "train": np.repeat(members["train"], repetitions)}  # the rows of one epoch
-    strata = _count_strata(ingestion, settings, members)
+    by_label = strata = {}
+    if settings.task == "labels":
+        codes = np.array(accepted.label_codes, dtype=np.int64)
+        by_label = strata = _count_by_split(list(ingestion.label_names), codes, members)
+    if settings.split.stratify:
+        codes = ingestion.split_assigner.stratum_codes()[np.array(accepted.split_indices, dtype=np.int64)]
+        strata = _count_by_split(ingestion.split_assigner.strata, codes, members)
+    cut = np.array(accepted.truncated_tokens)
     from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)[members["train"]]
     return DatasetCard(
         digest="",
@@ -51,7 +56,7 @@ def build_card(
         dropped=ingestion.ledger.dropped,
         splits={name: len(rows) for name, rows in members.items()},
         lengths={name: _summarize_lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
-        labels=_count_labels(ingestion, members["train"]) if settings.task == "labels" else {},
+        labels={name: count for name, stratum in by_label.items() if (count := stratum.splits["train"])},
         source_cards=sources,
         repeated=int((repetitions - 1).sum()),
         balanced=selection.balanced,
@@ -61,7 +66,11 @@ def build_card(
         strata=strata,
         near_duplicates=selection.near_duplicates,
         leaks=selection.leaks,
-        truncated=_count_truncated(ingestion, members),
+        truncated={
+            name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
+            for name, rows in members.items()
+            if cut[rows].any()
+        },
         packing=_compute_fill_rates(lengths[written["train"]]),
         missing_fields=ingestion.passthrough.missing,
         notes=tuple(_notes(ingestion, settings, strata, selection)),
@@ -109,59 +118,30 @@ def _summarize_lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], w
     )
 
 
-def _count_labels(ingestion: RowIngestion, rows: NDArray[np.int64]) -> dict[str, int]:
-    names = list(ingestion.label_names)
-    codes, counts = np.unique(np.array(ingestion.accepted.label_codes)[rows], return_counts=True)
-    return dict(sorted((names[code], int(count)) for code, count in zip(codes, counts, strict=True)))
-
-
-def _count_strata(
-    ingestion: RowIngestion, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]
+def _count_by_split(
+    names: list[str], codes: NDArray[np.int64], members: dict[SplitName, NDArray[np.int64]]
 ) -> dict[str, SplitStratum]:
-    """Count kept rows by split and stratum, or by split and label if there are no strata; {} if there are neither."""
-    if settings.split.stratify:
-        names = ingestion.split_assigner.strata
-        codes = ingestion.split_assigner.stratum_codes()[np.array(ingestion.accepted.split_indices, dtype=np.int64)]
-    elif settings.task == "labels":
-        names, codes = list(ingestion.label_names), np.array(ingestion.accepted.label_codes, dtype=np.int64)
-    else:
-        return {}
+    """Count kept rows by name and split; `codes` has for each row the index of its name."""
     counts = {split: np.bincount(codes[rows], minlength=len(names)) for split, rows in members.items()}
-    strata = {
-        name: SplitStratum(
-            rows=sum(int(count[code]) for count in counts.values()),
-            splits={split: int(count[code]) for split, count in counts.items()},
-        )
-        for code, name in enumerate(names)
-    }
-    return {name: stratum for name, stratum in sorted(strata.items()) if stratum.rows}
-
-
-def _count_truncated(
-    ingestion: RowIngestion, members: dict[SplitName, NDArray[np.int64]]
-) -> dict[str, TruncationReport]:
-    cut = np.array(ingestion.accepted.truncated_tokens)
-    return {
-        name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
-        for name, rows in members.items()
-        if cut[rows].any()
-    }
+    strata = {}
+    for name, code in sorted((name, code) for code, name in enumerate(names)):
+        splits = {split: int(count[code]) for split, count in counts.items()}
+        if any(splits.values()):
+            strata[name] = SplitStratum(rows=sum(splits.values()), splits={**splits})
+    return strata
 
 
 def _compute_fill_rates(lengths: NDArray[np.int32]) -> dict[str, float]:
     """Return the fill rate of packs for the two smallest capacities that fit the longest row."""
     capacities = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)][:2]
-    tokens = lengths.tolist()
-    return {
-        str(capacity): round(batches.fill_rate(tokens, batches.pack_rows(tokens, capacity, 0, 0), capacity), 4)
-        for capacity in capacities
-    }
+    packs = {capacity: len(batches.PackingPlan(lengths, capacity)) for capacity in capacities}
+    return {str(c): round(int(lengths.sum()) / (count * c), 4) if count else 0.0 for c, count in packs.items()}
 
 
 def _notes(
     ingestion: RowIngestion, settings: Prepare, strata: dict[str, SplitStratum], selection: RowSelection
 ) -> Iterator[str]:
-    for kind, is_omitted in sorted(ingestion.omitted_by_template.items()):
+    for kind, is_omitted in sorted(ingestion.encoder.omitted.items()):
         if is_omitted:
             advice = "set prepare.system: merge" if kind == "system messages" else "use another template, or drop them"
             yield f"the chat template omits {kind}, so the model does not see them; {advice}"

@@ -73,23 +73,29 @@ def exact_key(conversation_text: str) -> bytes:
     return blake2b(folded.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _wordless_key(text: str) -> str:
-    """Return the comparison key of a text without words, such as emoji. No shingle of words equals it."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+def _comparable_words(text: str) -> list[str]:
+    """Return the words of a text; a text without words, such as emoji, is a single word that no other text has."""
+    return split_words(text) or [" ".join(unicodedata.normalize("NFKC", text).casefold().split())]
 
 
 def shingle_text(text: str, shingle_words: int) -> frozenset[str]:
     """Return the runs of `shingle_words` consecutive words; a shorter text is a single shingle."""
-    words = split_words(text)
+    words = _comparable_words(text)
     if len(words) <= shingle_words:
-        return frozenset((" ".join(words) or _wordless_key(text),))
+        return frozenset((" ".join(words),))
     return frozenset(map(" ".join, zip(*(words[start:] for start in range(shingle_words)), strict=False)))
 
 
-def jaccard_similarity(first: frozenset[str], second: frozenset[str]) -> float:
-    """Return the size of the intersection divided by the size of the union; the sets must not be empty."""
+def _is_similar(first: frozenset[str], second: frozenset[str], threshold: float) -> bool:
+    """Return whether the Jaccard similarity of two sets that are not empty reaches the threshold.
+
+    The ratio of their sizes is an upper bound of the similarity, so the ratio is tested first.
+    """
+    smaller, larger = sorted((len(first), len(second)))
+    if smaller / larger < threshold:
+        return False
     shared = len(first & second)
-    return shared / (len(first) + len(second) - shared)
+    return shared / (smaller + larger - shared) >= threshold
 
 
 # ----- MinHash signatures
@@ -100,11 +106,6 @@ def _mix_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))
-
-
-def _odd_multipliers(count: int) -> NDArray[np.uint64]:
-    """Return fixed pseudo-random odd numbers. As multipliers they make a sum depend on the order of its terms."""
-    return _mix_bits(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 
 
 class _WordHashes(dict[str, int]):
@@ -154,7 +155,9 @@ class MinHashSignatures:
         self._shingle_words = settings.shingle_words
         self._word_hashes = _WordHashes()
         self._padding = self._word_hashes[""]
-        self._multipliers = _odd_multipliers(max(self._shingle_words, self._rows_per_band))
+        # Fixed pseudo-random odd numbers. As multipliers they make a sum depend on the order of its terms.
+        counts = np.arange(1, max(self._shingle_words, self._rows_per_band) + 1, dtype=np.uint64)
+        self._multipliers = _mix_bits(counts * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
 
     def band_keys(self, texts: Sequence[str]) -> NDArray[np.uint64]:
         """Return keys [rows, bands]. A key depends only on its text, and is the same on every machine."""
@@ -167,10 +170,9 @@ class MinHashSignatures:
         lengths: list[int] = []
         hash_word = self._word_hashes.__getitem__
         for text in texts:
-            words = split_words(text) or [_wordless_key(text)]
+            words = _comparable_words(text)
             hashes.extend(map(hash_word, words))
-            if len(words) < self._shingle_words:
-                hashes.extend([self._padding] * (self._shingle_words - len(words)))
+            hashes.extend([self._padding] * (self._shingle_words - len(words)))
             lengths.append(max(len(words), self._shingle_words))
             if len(hashes) >= _BATCH_WORDS:
                 yield hashes, lengths
@@ -182,11 +184,8 @@ class MinHashSignatures:
         """Return the hashes of all shingles, and the offsets of the rows in them, [rows + 1]."""
         width = self._shingle_words
         word_hashes = np.array(hashes, dtype=np.uint64)
-        starts = len(word_hashes) - width + 1
-        sums = np.zeros(starts, dtype=np.uint64)
-        for k in range(width):
-            sums += word_hashes[k : k + starts] * self._multipliers[k]
-        inside = np.ones(starts, dtype=np.bool_)
+        sums = np.convolve(word_hashes, self._multipliers[:width][::-1], "valid")
+        inside = np.ones(len(sums), dtype=np.bool_)
         ends = np.cumsum(lengths)
         for k in range(1, width):  # a shingle that begins at ends - k would extend into the next row
             inside[ends[:-1] - k] = False
@@ -213,62 +212,17 @@ class RowCluster:
     dropped: tuple[int, ...]
 
 
-def _find_shared_keys(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that share their key with another row, and the bucket number of each."""
-    order = np.argsort(keys)
-    ordered = keys[order]
-    equals_previous = np.zeros(len(keys) + 1, dtype=np.bool_)
-    equals_previous[1:-1] = ordered[1:] == ordered[:-1]
-    shared = equals_previous[1:] | equals_previous[:-1]
-    return order[shared], np.cumsum(~equals_previous[:-1][shared]) - 1
-
-
-class _BandBuckets:
-    """Buckets of rows that share a band key, with the kept rows of each bucket.
-
-    `rows` contains only rows that share a key with another row, in the order of their rank. A `position` is an index
-    into `rows`.
-    """
-
-    def __init__(self, band_keys: NDArray[np.uint64], by_rank: NDArray[np.int64]) -> None:
-        bucket_of = np.full(band_keys.shape, -1, dtype=np.int32)
-        capacities = []
-        total = 0
-        for band in range(band_keys.shape[1]):
-            rows, number = _find_shared_keys(band_keys[:, band])
-            bucket_of[rows, band] = number + total
-            # The last row of a bucket is not stored, because no later row is compared with it.
-            capacities.append(np.minimum(np.bincount(number) - 1, _BUCKET_ROWS).astype(np.uint8))
-            total += len(capacities[-1])
-        shares_key: NDArray[np.bool_] = np.any(bucket_of >= 0, axis=1)
-        self.rows_before = np.flatnonzero(shares_key[by_rank])
-        """Number of all rows with a better rank than the row at each position; used to report progress."""
-        self.rows = by_rank[self.rows_before]
-        self._buckets = bucket_of[self.rows]
-        del bucket_of
-        slots = sum(int(part.sum()) for part in capacities)
-        self._offsets = np.zeros(total + 1, dtype=np.min_scalar_type(slots))
-        np.cumsum(np.concatenate(capacities), out=self._offsets[1:])
-        self._kept = np.empty(slots, dtype=np.int32)
-        self._counts = np.zeros(total, dtype=np.uint8)
-
-    def keep(self, position: int) -> None:
-        """Add a kept row to its buckets that are not full."""
-        for bucket in self._buckets[position].tolist():
-            if bucket >= 0:
-                slot = int(self._offsets[bucket]) + int(self._counts[bucket])
-                if slot < self._offsets[bucket + 1]:
-                    self._kept[slot] = position
-                    self._counts[bucket] += 1
-
-    def candidates(self, position: int) -> list[int]:
-        """Return the positions of kept rows in a row's buckets, by falling number of shared buckets, then by rank."""
-        shared: Counter[int] = Counter()
-        for bucket in self._buckets[position].tolist():
-            if bucket >= 0 and (count := int(self._counts[bucket])):
-                start = int(self._offsets[bucket])
-                shared.update(self._kept[start : start + count].tolist())
-        return [candidate for candidate, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0]))]
+def _number_buckets(band_keys: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the bucket of each row and band, -1 where no other row has the key; and the rows in each bucket."""
+    buckets, sizes = np.full(band_keys.shape, -1, dtype=np.int32), [np.empty(0, dtype=np.int64)]
+    total = 0
+    for band in range(band_keys.shape[1]):
+        _, key_of_row, counts = np.unique(band_keys[:, band], return_inverse=True, return_counts=True)
+        is_shared = counts > 1
+        buckets[:, band] = np.where(is_shared, total + np.cumsum(is_shared) - 1, -1)[key_of_row]
+        sizes.append(counts[is_shared])
+        total += len(sizes[-1])
+    return buckets, np.concatenate(sizes)
 
 
 class _ShingleCache:
@@ -300,43 +254,50 @@ def cluster_duplicates(
 ) -> list[RowCluster]:
     """Find near-duplicates; return one cluster for each kept row that has similar rows, best rank first.
 
-    Rows are processed in the order of `rank`. A row is dropped if it is similar to a kept row in one of its buckets;
-    otherwise it is kept. So every dropped row is similar to a kept row (not only through a chain of other rows), and
-    the result does not depend on the order of the rows.
+    Rows are processed in the order of their unique `rank`. A row is dropped if it is similar to a kept row in one of
+    its buckets; otherwise it is kept. So every dropped row is similar to a kept row (not only through a chain of other
+    rows), and the result does not depend on the order of the rows.
 
     A bucket stores at most its first 64 kept rows. More than 64 rows that are not similar to each other share a key
     only if they have the same boilerplate, and then a comparison of all pairs would take quadratic time. Kept rows that
     a full bucket does not store are still compared through other buckets: two rows share the more buckets, the more
-    similar they are. Memory in addition to the keys is 4 bytes per row and band, and up to 5 more per row and band if
+    similar they are. Memory in addition to the keys is 4 bytes per row and band, and up to 9 more per row and band if
     every row shares a bucket.
 
-    Args:
-        band_keys: MinHash band keys, [rows, bands].
-        rank: unique rank of each row; of two similar rows the one with the lower rank is kept.
-        text_of: returns a row's text; called for candidates only.
-        settings: deduplication settings.
-        progress: called now and then with the number of processed rows.
+    `band_keys` is [rows, bands]. `text_of` returns a row's text, and is called for candidates only; `progress` is
+    called now and then with the number of processed rows.
     """
     if settings.jaccard_threshold is None or not len(band_keys):
         progress(len(band_keys))
         return []
-    buckets = _BandBuckets(band_keys, np.argsort(rank))
+    by_rank = np.argsort(rank)
+    all_buckets, sizes = _number_buckets(band_keys)
+    # Of all rows by rank: the positions of those that share a bucket. Below, a position is an index into `rows`.
+    places = np.flatnonzero(np.any(all_buckets >= 0, axis=1)[by_rank])
+    rows = by_rank[places]
+    buckets = all_buckets[rows]
+    del all_buckets
+    # The last row of a bucket is not stored, because no later row is compared with it.
+    offsets = np.concatenate([[0], np.cumsum(np.minimum(sizes - 1, _BUCKET_ROWS))])
+    kept_in, kept_counts = np.empty(offsets[-1], dtype=np.int32), np.zeros(len(sizes), dtype=np.uint8)
     shingles_of = _ShingleCache(text_of, settings.shingle_words)
-    rows = buckets.rows
     kept_of = np.full(len(rows), -1, dtype=np.int32)
-    for position in range(len(rows)):
-        row = int(rows[position])
-        similar = (
-            candidate
-            for candidate in buckets.candidates(position)
-            if _is_similar(shingles_of(row), shingles_of(int(rows[candidate])), settings.jaccard_threshold)
-        )
-        if (kept := next(similar, None)) is None:
-            buckets.keep(position)
+    for position, row in enumerate(rows.tolist()):
+        own = buckets[position][buckets[position] >= 0]
+        shared: Counter[int] = Counter()
+        for start, count in zip(offsets[own].tolist(), kept_counts[own].tolist(), strict=True):
+            shared.update(kept_in[start : start + count].tolist())
+        # Kept rows that share more buckets are compared first, then those with a better rank.
+        for candidate, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0])):
+            if _is_similar(shingles_of(row), shingles_of(int(rows[candidate])), settings.jaccard_threshold):
+                kept_of[position] = candidate
+                break
         else:
-            kept_of[position] = kept
+            free = own[offsets[own] + kept_counts[own] < offsets[own + 1]]
+            kept_in[offsets[free] + kept_counts[free]] = position
+            kept_counts[free] += 1
         if position % _PROGRESS_ROWS == 0:
-            progress(int(buckets.rows_before[position]))
+            progress(int(places[position]))
     progress(len(band_keys))
     dropped = np.flatnonzero(kept_of >= 0)
     dropped = dropped[np.argsort(kept_of[dropped], kind="stable")]
@@ -344,12 +305,3 @@ def cluster_duplicates(
         RowCluster(int(rows[kept]), tuple(int(rows[position]) for position in positions))
         for kept, positions in groupby(dropped, key=lambda position: int(kept_of[position]))
     ]
-
-
-def _is_similar(first: frozenset[str], second: frozenset[str], threshold: float) -> bool:
-    """Return whether the similarity of two sets reaches the threshold.
-
-    The ratio of their sizes is an upper bound of the similarity, so the ratio is tested first.
-    """
-    smaller, larger = sorted((len(first), len(second)))
-    return smaller / larger >= threshold and jaccard_similarity(first, second) >= threshold

@@ -3,10 +3,11 @@
 The task files are read without the harness, whose import takes many seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ratchet.data.conversation import join_leaf_texts
 from ratchet.storage import digests
 
 DATA = ("dataset_path", "dataset_kwargs", "dataset_name")
@@ -19,12 +20,9 @@ def find_task_files(tasks_dir: Path) -> list[Path]:
 
 
 def fingerprint_tasks(names: Sequence[str], root: Path, tasks_dir: Path) -> dict[str, str]:
-    """Return a digest of each task, over its YAML and included files, its data files, and Python files it may call.
+    """Return a digest of each task or group, over its YAML, included files, data files, and Python files it may call.
 
-    Args:
-        names: names of tasks or groups; names that no file defines are left out.
-        root: directory to which data paths in the tasks are relative.
-        tasks_dir: folder with the task files.
+    Names that no file in `tasks_dir` defines are left out. Data paths in the tasks are relative to `root`.
     """
     defined_in: dict[str, Path] = {}
     for path in find_task_files(tasks_dir):
@@ -35,16 +33,10 @@ def fingerprint_tasks(names: Sequence[str], root: Path, tasks_dir: Path) -> dict
     fingerprints = {}
     for name in names:
         if name in defined_in:
-            parts = {
-                _display_name(path, root): digests.hash_file(path)
-                for path in _find_task_dependencies(name, defined_in, root, tasks_dir)
-            }
-            fingerprints[name] = digests.hash_files(parts)
+            paths = _find_task_dependencies(name, defined_in, root, tasks_dir)
+            shown = {path: path.relative_to(root) if path.is_relative_to(root) else path for path in paths}
+            fingerprints[name] = digests.hash_files({shown[p].as_posix(): digests.hash_file(p) for p in paths})
     return fingerprints
-
-
-def _display_name(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -78,22 +70,11 @@ def _find_task_dependencies(name: str, defined_in: Mapping[str, Path], root: Pat
             inner = member if isinstance(member, str) else str(member.get("task", member.get("group", "")))
             pending += [defined_in[inner]] if inner in defined_in else []
         for key in DATA:
-            for text in _iterate_texts(content.get(key)):
+            for text in join_leaf_texts(content.get(key)).splitlines():
                 dependencies |= _find_data_files(text, root)
         if "!function" in path.read_text(encoding="utf-8"):
             dependencies |= set(tasks_dir.rglob("*.py"))  # without following imports, every Python file may matter
     return dependencies
-
-
-def _iterate_texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _iterate_texts(inner)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _iterate_texts(inner)
 
 
 def _find_data_files(text: str, root: Path) -> set[Path]:

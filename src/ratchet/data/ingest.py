@@ -5,7 +5,6 @@ rows that the later selection needs (hashes, lengths, splits) stay in memory as 
 so a million rows need well under a gigabyte.
 """
 
-import difflib
 import tempfile
 from array import array
 from collections import Counter, defaultdict
@@ -20,22 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.extensions import load_extension
-from ratchet.config.prepare import BalanceSettings, DropLimitSettings, Prepare
+from ratchet.config.prepare import BalanceSettings, DropReason, Prepare
 from ratchet.data import deduplication, tokenization
 from ratchet.data.conversation import (
-    Conversation,
     EncodedConversation,
     MalformedRecord,
     RefusedConversation,
     SourceRow,
-    list_content_kinds,
     missing_part_reason,
 )
 from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
 from ratchet.data.readers import type_name
 from ratchet.data.schema_detection import (
-    MAX_KNOWN_NAMES,
     NAMES_SHOWN,
+    FieldNames,
     PassthroughFields,
     find_text_flaw,
     format_field_value,
@@ -49,28 +46,20 @@ from ratchet.storage.records.data import BalanceReport, DroppedRows
 
 CHUNK_ROWS = 2048
 """Number of rows encoded at once: enough to keep all cores busy, few enough to hold two chunks in memory."""
-
 EXAMPLES = 5
 """Maximum number of example positions for each reason."""
-
 MAX_DETAIL_CHARACTERS = 160
 """Length limit of one example, in characters."""
 
+# Reasons without a limit, because the removal is intended.
 SAMPLED_OUT = "sampled_out"
-"""Reason for rows that a source weight below 1 removes. Their removal is intended, so the reason has no limit."""
-
+"""Reason for rows that a source weight below 1 removes."""
 BALANCED_OUT = "balanced_out"
-"""Reason for surplus training rows of a category (prepare.balance). This reason has no limit either."""
-
+"""Reason for surplus training rows of a category (prepare.balance)."""
 HELD_OUT = "teacher_held_out"
 """Reason for teacher answers to held-out prompts: such answers are not ground truth, and training on them leaks."""
-
-TRUNCATED = "truncated"
-"""Name of the limit of truncated rows, which are not dropped."""
-
 LABEL = "label"
 """Value of prepare.balance.by that selects the response if prepare.task is labels."""
-
 MAX_CATEGORIES = 1000
 """Maximum number of different values of a field that is used as a category."""
 
@@ -78,26 +67,18 @@ MAX_CATEGORIES = 1000
 class RowIngestion:
     """Ingestion of the rows of all sources; the results are in `accepted`, `split_assigner` and `ledger`.
 
-    Args:
-        settings: section `prepare`.
-        tokenizer: tokenizer of the base model, with the chat template in use.
-        benchmarks: evaluation sets that are searched for leaked rows; None: no search.
-        folder: folder for temporary files.
-        teacher_sources: for each source, whether it contains teacher answers; empty if none does.
+    `benchmarks` are evaluation sets that are searched for leaked rows (None: no search), `folder` is for temporary
+    files, and `teacher_sources` has for each source whether it contains teacher answers (empty if none does).
     """
 
     def __init__(
         self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
         teacher_sources: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        self.settings = settings
+        self.settings, self.benchmarks = settings, benchmarks
         self.encoder = ConversationEncoder(tokenizer, settings.turns)
-        self.benchmarks = benchmarks
-        self.signatures = (
-            deduplication.MinHashSignatures(settings.deduplication)
-            if settings.deduplication.jaccard_threshold is not None
-            else None
-        )
+        searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
+        self.signatures = deduplication.MinHashSignatures(settings.deduplication) if searches_near_duplicates else None
         self.text_spool = TextSpool(folder)
         self.row_spool = PreparedRowSpool(folder / "spool")
         self.split_assigner = SplitAssigner(settings, teacher_sources)
@@ -108,8 +89,6 @@ class RowIngestion:
         self.accepted = IngestedRows()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
-        self.omitted_by_template: dict[str, bool] = {}
-        """Whether the template omits each kind of content in the rows (system messages, tools, tool results)."""
         self.unanswered_messages = 0
         """Number of messages that were removed because they come after the last answer of their conversation."""
 
@@ -121,8 +100,8 @@ class RowIngestion:
     def ingest(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
         """Check, encode and spool all rows.
 
-        Raises:
-            DataError: a source or the template cannot be used, or a row is too long and prepare.too_long is `raise`.
+        Raises DataError if a source or the template cannot be used, or a row is too long and prepare.too_long is
+        `raise`.
         """
         with ThreadPoolExecutor(max_workers=1) as executor:  # encoding is mostly Rust, which releases the GIL
             while chunk := list(islice(rows, CHUNK_ROWS)):
@@ -169,54 +148,51 @@ class RowIngestion:
         return None
 
     def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
-        rows = [row for row, _ in pairs]
+        """Encode and spool rows, each given with its index in the split assigner."""
+        conversations = [row.conversation for row, _ in pairs]
         if self.settings.system == "merge":
-            conversations = [tokenization.merge_system_messages(row.conversation) for row in rows]
-        else:
-            conversations = [row.conversation for row in rows]
-        self._note_omissions(conversations)
+            conversations = list(map(tokenization.merge_system_messages, conversations))
+        for conversation in conversations:
+            self.encoder.note_omissions(conversation)
         encoding = executor.submit(
-            self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)]
+            self.encoder.encode, [(row.where, c) for (row, _), c in zip(pairs, conversations, strict=True)]
         )
         texts = [conversation.text for conversation in conversations]
         bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
         matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
-        samples: list[PreparedRow] = []
-        accepted = []
-        first = len(self.accepted)
+        first, samples = len(self.accepted), []
+        kept: list[int] = []
         for k, encoded in enumerate(encoding.result()):
-            final = self._accept_encoded(rows[k].where, encoded)
-            if final is None:
+            row, split_index = pairs[k]
+            final = self._apply_limits(row.where, encoded)
+            if isinstance(final, RefusedConversation):
+                self.ledger.drop(final.reason, row.where, final.detail)
                 continue
-            accepted.append(k)
-            group, fields = self.passthrough.group_of(rows[k]), self.passthrough.take(rows[k])
-            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
+            full_length = len(encoded.input_ids) if isinstance(encoded, EncodedConversation) else 0
             if matches[k]:
-                self.accepted.leaks[first + len(samples) - 1] = matches[k]
-        if not accepted:
-            return
-        self.row_spool.add(samples, first)
-        self._record_accepted([pairs[k] for k in accepted], samples, [encoding.result()[k] for k in accepted])
-        keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in accepted)
-        self.accepted.exact_keys.append(b"".join(keys))
-        self.accepted.band_keys.append(bands[accepted])
-        self.text_spool.add(texts[k] for k in accepted)
+                self.accepted.leaks[first + len(kept)] = matches[k]
+            kept.append(k)
+            group, fields = self.passthrough.group_of(row), self.passthrough.take(row)
+            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
+            label = row.conversation.response if self.settings.task == "labels" else ""
+            self.accepted.add(samples[-1], row, split_index, full_length)
+            self.accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
+            self.accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
+            self.balancer.add(row)
+        if kept:
+            self.row_spool.add(samples, first)
+            keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in kept)
+            self.accepted.exact_keys.append(b"".join(keys))
+            self.accepted.band_keys.append(bands[kept])
+            self.text_spool.add(texts[k] for k in kept)
 
-    def _note_omissions(self, conversations: Sequence[Conversation]) -> None:
-        """Check, once for each kind of content, whether the template omits it."""
-        for conversation in conversations:
-            if (kinds := list_content_kinds(conversation)) - self.omitted_by_template.keys():
-                self.omitted_by_template |= self.encoder.find_omissions(conversation)
-                self.omitted_by_template |= dict.fromkeys(kinds - self.omitted_by_template.keys(), False)
-
-    def _accept_encoded(
+    def _apply_limits(
         self, where: str, encoded: EncodedConversation | RefusedConversation
-    ) -> EncodedConversation | None:
-        """Return an encoded row, truncated if the settings require it; None if the row was recorded as dropped."""
-        settings, ledger = self.settings, self.ledger
+    ) -> EncodedConversation | RefusedConversation:
+        """Return an encoded row, truncated if the settings require it, or the reason to drop the row."""
+        settings = self.settings
         if isinstance(encoded, RefusedConversation):
-            ledger.drop(encoded.reason, where, encoded.detail)
-            return None
+            return encoded
         length = len(encoded.input_ids)
         if length > settings.max_tokens:
             if settings.too_long == "raise":
@@ -225,45 +201,20 @@ class RowIngestion:
                     "raise it, or set prepare.too_long to drop or truncate"
                 )
             if settings.too_long == "drop":
-                ledger.drop("too_long", where, f"{length:,} tokens")
-                return None
+                return RefusedConversation("too_long", f"{length:,} tokens")
             truncated = tokenization.truncate_conversation(encoded, settings.max_tokens)
             if truncated is None:
-                ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
-                return None
+                detail = f"no answer within {settings.max_tokens:,} of {length:,} tokens"
+                return RefusedConversation("fully_masked", detail)
             encoded = truncated
         if not encoded.trained_tokens:
-            ledger.drop("fully_masked", where)
-            return None
+            return RefusedConversation("fully_masked", "")
         # At most every second token begins an answer, so this cheap bound spares the exact count for most rows.
         if encoded.trained_tokens - len(encoded.labels) // 2 < settings.min_answer_tokens:
             answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
             if answer_tokens < settings.min_answer_tokens:
-                ledger.drop("too_short", where, f"{answer_tokens} answer tokens")
-                return None
+                return RefusedConversation("too_short", f"{answer_tokens} answer tokens")
         return encoded
-
-    def _record_accepted(
-        self,
-        pairs: Sequence[tuple[SourceRow, int]],
-        samples: Sequence[PreparedRow],
-        untruncated: Sequence[EncodedConversation | RefusedConversation],
-    ) -> None:
-        accepted = self.accepted
-        for (row, split_index), sample, original in zip(pairs, samples, untruncated, strict=True):
-            accepted.ids.append(int(sample.id, 16))
-            accepted.split_indices.append(split_index)
-            accepted.lengths.append(len(sample.encoded.input_ids))
-            accepted.trained_tokens.append(sample.encoded.trained_tokens)
-            length = len(original.input_ids) if isinstance(original, EncodedConversation) else 0
-            accepted.truncated_tokens.append(max(0, length - len(sample.encoded.input_ids)))
-            accepted.source_indices.append(row.source)
-            label = row.conversation.response if self.settings.task == "labels" else ""
-            accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
-            accepted.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
-            accepted.where.append(row.where)
-            accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
-            self.balancer.add(row)
 
 
 @dataclass
@@ -296,6 +247,18 @@ class IngestedRows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def add(self, sample: PreparedRow, row: SourceRow, split_index: int, full_length: int) -> None:
+        """Add a row; `full_length` is its number of tokens before truncation."""
+        length = len(sample.encoded.input_ids)
+        self.ids.append(int(sample.id, 16))
+        self.split_indices.append(split_index)
+        self.lengths.append(length)
+        self.trained_tokens.append(sample.encoded.trained_tokens)
+        self.truncated_tokens.append(full_length - length)
+        self.source_indices.append(row.source)
+        self.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
+        self.where.append(row.where)
 
 
 class TextSpool:
@@ -332,13 +295,7 @@ class RowLedger:
         self._examples: defaultdict[str, list[str]] = defaultdict(list)
 
     def drop(self, reason: str, where: str, detail: str = "") -> None:
-        """Record a dropped row.
-
-        Args:
-            reason: the reason under which the row is counted.
-            where: position of the row in its source.
-            detail: explanation for the examples.
-        """
+        """Record a dropped row: its reason, its position in its source, and an explanation for the examples."""
         self._counts[reason] += 1
         if len(self._examples[reason]) < EXAMPLES:
             text = f"{where}: {detail}" if detail else where
@@ -358,43 +315,28 @@ class RowLedger:
         """Number of rows that were not dropped."""
         return self.rows_in - self._counts.total()
 
-    def check(self, limits: DropLimitSettings, truncated: int) -> None:
-        """Compare the share of each reason with its limit.
+    def check(self, limits: Mapping[DropReason, float | None], truncated: int) -> None:
+        """Raise DataError, with examples, if more rows were lost for a reason than prepare.limits allows.
 
-        Args:
-            limits: prepare.limits.
-            truncated: number of truncated rows, which have a limit although they are not dropped.
-
-        Raises:
-            DataError: more rows were lost than the limits allow; the message has a table with examples.
+        `truncated` is the number of truncated rows, which have a limit although they are not dropped.
         """
-        counts = {**self._counts, TRUNCATED: truncated}
-        exceeded = {
-            reason: (counts[reason], limit)
-            for reason, limit in limits.model_dump().items()
-            if limit is not None and counts.get(reason, 0) > limit * self.rows_in
-        }
-        if exceeded:
-            raise DataError(self._describe_exceeded(exceeded))
-
-    def _describe_exceeded(self, exceeded: Mapping[str, tuple[int, float]]) -> str:
-        table = [("reason", "rows", "share", "limit")]
-        for reason, (count, limit) in exceeded.items():
-            table.append((reason, f"{count:,}", f"{count / self.rows_in:.2%}", f"{limit:.2%}"))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for row in table:
-            lines.append("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-            lines += [f"      {example}" for example in self._examples.get(row[0], [])]
-        if "near_duplicate" in exceeded:
+        counts = {**self._counts, "truncated": truncated}
+        lines, names = [f"  {'reason':<15}{'rows':>9} {'share':>8} {'limit':>8}"], []
+        for reason, limit in limits.items():
+            if limit is not None and (count := counts.get(reason, 0)) > limit * self.rows_in:
+                names.append(f"prepare.limits.{reason}")
+                lines.append(f"  {reason:<15}{count:>9,} {count / self.rows_in:>8.2%} {limit:>8.2%}")
+                lines += [f"      {example}" for example in self._examples.get(reason, [])]
+        if not names:
+            return
+        if "prepare.limits.near_duplicate" in names:
             lines.append(
                 "  (rows that share a long instruction are similar: raise prepare.deduplication.jaccard_threshold, or "
                 "set it to null)"
             )
-        names = ", ".join(f"prepare.limits.{reason}" for reason in exceeded)
-        return (
+        raise DataError(
             f"prepare: more of the {self.rows_in:,} rows were lost than the limits allow; fix the rows, or raise "
-            f"{names}:\n" + "\n".join(lines)
+            f"{', '.join(names)}:\n" + "\n".join(lines)
         )
 
 
@@ -402,84 +344,61 @@ class RowLedger:
 
 
 class CategoryBalancer:
-    """Collector of the categories of all rows, which computes how often each training row is used.
+    """Collector of the categories of all rows, which computes how often each training row is used (prepare.balance).
 
     After balancing, each category has the same number of training rows: those with the smallest hash of seed and id. So
     the choice depends neither on the order of the rows nor on other categories, and a new row replaces at most one row.
     If prepare.balance.on_shortage is `take`, a category with too few rows keeps all of them and has fewer rows.
-
-    Args:
-        settings: prepare.balance.
-        has_labels: whether prepare.task is labels.
     """
 
     def __init__(self, settings: BalanceSettings, has_labels: bool) -> None:
-        self._settings = settings
-        self._by = settings.by
+        self._settings, self._by = settings, settings.by
         self._by_label = has_labels and settings.by == LABEL
         self._codes = array("i")
         self._code_of: dict[str, int] = {}
-        self._known_names: dict[str, None] = {}
+        self._fields = FieldNames()
         self._field_seen = False
 
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a row has no category; None if the row has a category."""
         if self._by is None or self._by_label:
             return None
-        if len(self._known_names) < MAX_KNOWN_NAMES:
-            self._known_names.update(dict.fromkeys(map(str, row.fields)))
-        value = row.fields.get(self._by)
+        self._fields.add(row.fields)
         self._field_seen |= self._by in row.fields
+        name, value = f"field {self._by!r} (prepare.balance.by)", row.fields.get(self._by)
         text = format_field_value(value)
         if text is None:
-            return f"field {self._by!r} (prepare.balance.by) is {type_name(value)}, expected text, number or true/false"
+            return f"{name} is {type_name(value)}, expected text, number or true/false"
         if not text:
-            return f"no field {self._by!r} (prepare.balance.by)"
+            return f"no {name}"
         problem = find_text_flaw(text)
-        return f"field {self._by!r} (prepare.balance.by) {problem}" if problem else None
+        return f"{name} {problem}" if problem else None
 
     def add(self, row: SourceRow) -> None:
         """Add the next row, which must be valid (see `find_problem`)."""
-        if self._by is None:
-            return
-        name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
-        self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
-
-    def _check(self) -> None:
-        """Raise DataError if no row has the field, or if the field has too many different values."""
-        names = self._known_names
-        if not self._by_label and not self._field_seen and names:
-            matches = difflib.get_close_matches(str(self._by), names, n=3)
-            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
-            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-            if self._by == LABEL:
-                suggestion = f"{suggestion or ';'} {LABEL} selects the response only if prepare.task is labels"
-            raise DataError(
-                f"params.yaml: prepare.balance.by: no record has a field {self._by!r}{suggestion} (found: {shown})"
-            )
-        if len(self._code_of) > MAX_CATEGORIES:
-            raise DataError(
-                f"params.yaml: prepare.balance.by: {self._by!r} has {len(self._code_of):,} different values; expected "
-                f"at most {MAX_CATEGORIES:,} categories; name another field"
-            )
+        if self._by is not None:
+            name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
+            self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
 
     def count_copies(
         self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int32], BalanceReport | None]:
         """Compute how often each row is used. Without balancing, every row is used once, and the report is None.
 
-        Args:
-            train: mask of the training rows among all accepted rows.
-            ids: ids of all accepted rows.
-
-        Raises:
-            DataError: no row has the field, the field has too many values, or a category has too few rows and
-                prepare.balance.on_shortage is `refuse`.
+        `train` is the mask of the training rows among all accepted rows. Raises DataError if no row has the field, the
+        field has too many values, or a category has too few rows and prepare.balance.on_shortage is `refuse`.
         """
         copies = np.ones(len(train), dtype=np.int32)
         if self._by is None:
             return copies, None
-        self._check()
+        if not self._by_label and not self._field_seen and self._fields.names:
+            hint = f"; {LABEL} selects the response only if prepare.task is labels" if self._by == LABEL else ""
+            raise DataError(f"params.yaml: prepare.balance.by: {self._fields.describe_missing(self._by)}{hint}")
+        if len(self._code_of) > MAX_CATEGORIES:
+            raise DataError(
+                f"params.yaml: prepare.balance.by: {self._by!r} has {len(self._code_of):,} different values; expected "
+                f"at most {MAX_CATEGORIES:,} categories; name another field"
+            )
         rows = np.flatnonzero(train)
         if not len(rows):
             return copies, None
@@ -488,35 +407,24 @@ class CategoryBalancer:
         names = sorted((name, code) for name, code in self._code_of.items() if counts[code])
         before = {name: int(counts[code]) for name, code in names}
         target_rows = min(before.values()) if self._settings.rows == "smallest" else self._settings.rows
-        self._require_rows(before, target_rows)
-        keys = np.array([_sampling_key(row_id, self._settings.seed) for row_id in ids[rows].tolist()], dtype=np.uint64)
-        order = np.lexsort((keys, codes))
-        ends = np.cumsum(counts)
-        for _, code in names:
-            members = rows[order[ends[code] - counts[code] : ends[code]]]
-            copies[members] = self._repetitions(len(members), target_rows)
+        short = [f"{name} ({count:,})" for name, count in before.items() if count < target_rows]
+        if short and self._settings.on_shortage == "refuse":
+            raise DataError(
+                f"params.yaml: prepare.balance.rows: {target_rows:,}, but {len(short):,} categories have "
+                f"fewer training rows: {', '.join(short[:NAMES_SHOWN])}; lower it, add rows, or set "
+                "prepare.balance.on_shortage to take or repeat"
+            )
+        keys = [digests.hash_bytes(f"{self._settings.seed}\0{i:016x}".encode())[:16] for i in ids[rows].tolist()]
+        order = np.lexsort((np.array([int(key, 16) for key in keys], dtype=np.uint64), codes))
+        for members in np.split(rows[order], np.cumsum(counts)[:-1]):
+            if len(members) >= target_rows or (len(members) and self._settings.on_shortage == "repeat"):
+                repetitions, rest = divmod(target_rows, len(members))
+                copies[members] = repetitions + (np.arange(len(members)) < rest)
         sums = np.bincount(codes, weights=copies[rows], minlength=len(counts))
         after = {name: int(sums[code]) for name, code in names}
         return copies, BalanceReport(
             by=self._by, rows=target_rows, on_shortage=self._settings.on_shortage, before=before, after=after
         )
-
-    def _repetitions(self, count: int, target_rows: int) -> NDArray[np.int32]:
-        """Return how often each row of a category is used, in the order of the rows' sampling keys."""
-        if count >= target_rows or self._settings.on_shortage == "repeat":
-            return (target_rows // count + (np.arange(count) < target_rows % count)).astype(np.int32)
-        return np.ones(count, dtype=np.int32)
-
-    def _require_rows(self, before: Mapping[str, int], target_rows: int) -> None:
-        if self._settings.on_shortage == "refuse" and (
-            short_categories := {name: count for name, count in before.items() if count < target_rows}
-        ):
-            shown = ", ".join(f"{name} ({count:,})" for name, count in list(short_categories.items())[:NAMES_SHOWN])
-            raise DataError(
-                f"params.yaml: prepare.balance.rows: {target_rows:,}, but {len(short_categories):,} categories have "
-                f"fewer training rows: {shown}; lower it, add rows, or set prepare.balance.on_shortage to take or "
-                "repeat"
-            )
 
 
 def describe_balance(report: BalanceReport) -> Iterator[str]:
@@ -533,7 +441,3 @@ def describe_balance(report: BalanceReport) -> Iterator[str]:
             f"the largest has {max(report.before.values()):,}; set a smaller number or smallest, or set "
             "prepare.balance.on_shortage to repeat"
         )
-
-
-def _sampling_key(row_id: int, seed: int) -> int:
-    return int(digests.hash_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)

@@ -21,19 +21,13 @@ from ratchet.data.deduplication import split_words
 
 MIN_WORDS = 8
 """Minimum length, in words, of a document that is searched for inside longer texts (Brown et al. 2020, appendix C)."""
-
-_ROOT = 0xD1342543DE82EF95  # odd, so that its powers have inverses modulo 2^64
 _SEED = 13
 _UNKNOWN = -1
-_LEAST_POWERS = 1024
 _SPARE_BITS = 3  # `_NgramIndex.seen` has at least 8 entries per n-gram, so at most one entry in 8 is set
 
 
-def _powers(root: int, count: int) -> NDArray[np.uint64]:
-    """Return the first powers of a number, beginning with 1, modulo 2^64."""
-    factors = np.full(count, root, dtype=np.uint64)
-    factors[0] = 1
-    return np.cumprod(factors)
+def _draw_numbers(count: int) -> NDArray[np.uint64]:
+    return np.random.PCG64(_SEED).random_raw(count)
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,6 @@ class BenchmarkIndex:
         self._names = list(documents)
         self._ids: dict[str, int] = {}
         self._short: dict[tuple[str, ...], list[int]] = {}
-        self._powers = self._inverses = np.ones(1, dtype=np.uint64)
         tokens: list[NDArray[np.int32]] = []
         spans: dict[int, list[tuple[int, int, int]]] = {}
         total = 0
@@ -99,37 +92,34 @@ class BenchmarkIndex:
             for text in documents[name]:
                 words = split_words(text)
                 if len(words) < min(ngram_words, MIN_WORDS):
-                    self._add_short_document(words, number)
+                    self.unchecked[name] += 1
+                    benchmarks = self._short.setdefault(tuple(words), []) if words else []
+                    if number not in benchmarks:
+                        benchmarks.append(number)
                     continue
                 ids = [self._ids.setdefault(word, len(self._ids)) for word in words]
                 spans.setdefault(min(ngram_words, len(ids)), []).append((number, total, total + len(ids)))
                 tokens.append(np.array(ids, dtype=np.int32))
                 total += len(ids)
         self._tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
-        # There is one more number than there are words: the last one, at index -1, is for words that no document has.
-        self._numbers = np.random.PCG64(_SEED).random_raw(len(self._ids) + 1)
-        sums = self._running_sums(self._tokens)
-        self._ngrams = {length: self._collect(sums, length, spans[length]) for length in sorted(spans, reverse=True)}
+        # The hash of an n-gram is the sum of its words' numbers, each times the multiplier of its place. There is one
+        # more number than there are words: the last one, at index -1, is for words that no document has.
+        width = max(ngram_words, MIN_WORDS)
+        drawn = _draw_numbers(width + len(self._ids) + 1)
+        self._multipliers, self._numbers = drawn[:width] | np.uint64(1), drawn[width:]
+        numbers = self._numbers[self._tokens]
+        self._ngrams = {length: self._collect(numbers, length, spans[length]) for length in sorted(spans, reverse=True)}
         shorter = [span for length in spans if length < ngram_words for span in spans[length]]
         openings = [(number, start, start + MIN_WORDS) for number, start, _ in shorter]
         self._ngram_words = ngram_words
-        self._openings = self._collect(sums, MIN_WORDS, openings) if openings else None
-        self._powers = self._inverses = np.ones(
-            1, dtype=np.uint64
-        )  # frees the long arrays, because rows need much shorter ones
+        self._openings = self._collect(numbers, MIN_WORDS, openings) if openings else None
 
-    def _add_short_document(self, words: list[str], number: int) -> None:
-        self.unchecked[self._names[number]] += 1
-        benchmarks = self._short.setdefault(tuple(words), []) if words else []
-        if number not in benchmarks:
-            benchmarks.append(number)
-
-    def _collect(self, sums: NDArray[np.uint64], length: int, spans: list[tuple[int, int, int]]) -> _NgramIndex:
+    def _collect(self, numbers: NDArray[np.uint64], length: int, spans: list[tuple[int, int, int]]) -> _NgramIndex:
         """Index the n-grams of documents, each given as (benchmark, start, end), without repetitions in a benchmark."""
         counts = np.array([end - start - length + 1 for _, start, end in spans])
         first = np.repeat([start for _, start, _ in spans], counts)
         starts = first + np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
-        hashes = self._hashes(sums, length)[starts]
+        hashes = self._hash_ngrams(numbers, length)[starts]
         benchmarks = np.repeat(np.array([number for number, _, _ in spans], dtype=np.int32), counts)
         order = np.lexsort((starts, benchmarks, hashes))
         hashes, benchmarks, starts = hashes[order], benchmarks[order], starts[order]
@@ -139,23 +129,8 @@ class BenchmarkIndex:
         seen[hashes >> (shift := np.uint64(64 - bits))] = True
         return _NgramIndex(hashes[is_new], benchmarks[is_new], starts[is_new], shift, seen)
 
-    def _running_sums(self, ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Return, for each position, a sum over all words before it.
-
-        Each word contributes its random number times the power of the root at its position.
-        """
-        if len(ids) >= len(self._powers):
-            size = max(2 * len(self._powers), len(ids) + 1, _LEAST_POWERS)
-            self._powers = _powers(_ROOT, size)
-            self._inverses = _powers(pow(_ROOT, -1, 2**64), size)
-        sums = np.zeros(len(ids) + 1, dtype=np.uint64)
-        np.cumsum(self._numbers[ids] * self._powers[: len(ids)], out=sums[1:])
-        return sums
-
-    def _hashes(self, sums: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-        """Return the hashes of all n-grams; the time does not depend on n (Karp and Rabin 1987, with running sums)."""
-        hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * self._inverses[: len(sums) - length]
-        return hashes
+    def _hash_ngrams(self, numbers: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
+        return np.convolve(numbers, self._multipliers[:length], "valid")  # modulo 2^64
 
     def matches(self, text: str) -> list[LeakageMatch]:
         """Return at most one match per benchmark, in the order of the benchmarks: the first shared words found."""
@@ -165,9 +140,9 @@ class BenchmarkIndex:
         words = [word for line in lines for word in line]
         shared: dict[int, str] = {}
         ids = np.fromiter(map(self._ids.get, words, repeat(_UNKNOWN)), dtype=np.int32, count=len(words))
-        sums = self._running_sums(ids)
-        for length in self._lengths_to_search(sums):
-            for position, number, start in self._ngrams[length].find_matches(self._hashes(sums, length)):
+        numbers = self._numbers[ids]
+        for length in self._lengths_to_search(numbers):
+            for position, number, start in self._ngrams[length].find_matches(self._hash_ngrams(numbers, length)):
                 in_text, in_document = slice(position, position + length), slice(start, start + length)
                 if number not in shared and np.array_equal(ids[in_text], self._tokens[in_document]):
                     shared[number] = " ".join(words[in_text])
@@ -176,14 +151,14 @@ class BenchmarkIndex:
                 shared.setdefault(number, " ".join(sequence))
         return [LeakageMatch(self._names[number], shared[number]) for number in sorted(shared)]
 
-    def _lengths_to_search(self, sums: NDArray[np.uint64]) -> Iterator[int]:
+    def _lengths_to_search(self, numbers: NDArray[np.uint64]) -> Iterator[int]:
         """Yield the n-gram lengths to search for.
 
         The lengths of shorter documents are searched for only if the text contains the first words of such a document.
         """
-        if self._ngram_words in self._ngrams and self._ngram_words < len(sums):
+        if self._ngram_words in self._ngrams and self._ngram_words <= len(numbers):
             yield self._ngram_words
-        if self._openings is None or len(sums) <= MIN_WORDS:
+        if self._openings is None or len(numbers) < MIN_WORDS:
             return
-        if next(self._openings.find_matches(self._hashes(sums, MIN_WORDS)), None):
-            yield from (length for length in self._ngrams if length < min(self._ngram_words, len(sums)))
+        if next(self._openings.find_matches(self._hash_ngrams(numbers, MIN_WORDS)), None):
+            yield from (length for length in self._ngrams if length < min(self._ngram_words, len(numbers) + 1))

@@ -28,17 +28,13 @@ from ratchet.errors import DataError
 Fields = dict[str, Any]
 Record = tuple[str, Fields] | MalformedRecord
 """Position (`file:line` or `file[index]`) and fields of one record, or the error of a record that cannot be read."""
-
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 """File endings of compressed files, with the name of the compression."""
-
 BLOCK_BYTES = 2**20
 """Number of bytes per read."""
-
 MAX_RECORD_BYTES = 16 * 2**20
 """Size limit of a record: in bytes for JSONL, in characters for JSON, CSV and TSV. A larger record is more likely an
 unclosed quote or bracket than an example."""
-
 _MAX_RECORD_TEXT = f"{MAX_RECORD_BYTES // 2**20} MiB"
 _BATCH_ROWS = 1024
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -77,14 +73,9 @@ def check_ending(name: str) -> None:
 
 
 def read_records(path: Path, name: str) -> Iterator[Record]:
-    """Yield every record of one file.
+    """Yield every record of one file; the ending of `name` determines the format, and positions begin with it.
 
-    Args:
-        path: the file.
-        name: the file's name in positions and messages; its ending determines the format.
-
-    Raises:
-        DataError: the file as a whole cannot be read.
+    Raises DataError if the file as a whole cannot be read.
     """
     check_ending(name)
     with open_decompressed(path, name) as stream:
@@ -105,32 +96,37 @@ def split_endings(name: str) -> tuple[str, str]:
 def open_decompressed(path: Path, name: str) -> Iterator[io.BufferedReader]:
     """Open a file as a stream of decompressed bytes, positioned after a byte order mark.
 
-    Args:
-        path: the file.
-        name: the file's name in messages; its ending determines the expected format and compression.
-
-    Raises:
-        DataError: the file cannot be read or decompressed, has another format, or is not UTF-8. Such errors inside the
-            `with` block are converted too.
+    The ending of `name` determines the expected format and compression. Raises DataError, also for errors inside the
+    `with` block, if the file cannot be read or decompressed, has another format, or is not UTF-8.
     """
-    compression = split_endings(name)[1]
+    kind, compression = split_endings(name)
     try:
         with ExitStack() as streams:
-            yield _check_content(_open_unpacked(path, name, streams), name)
+            stream = _open_unpacked(path, name, streams)
+            if _detect_kind(stream) != ("Parquet" if kind == ".parquet" else ""):
+                expected = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet"}.get(kind, "JSON")
+                raise DataError(f"{name}: not a valid {expected} file{_describe_actual_kind(stream, name)}")
+            head = _peek_head(stream)
+            if encoding := next((encoding for mark, encoding in _BOMS.items() if head.startswith(mark)), None):
+                raise DataError(f"{name}:1: {encoding}, not UTF-8 (byte order mark at byte 0); convert it with iconv")
+            if b"\0" in head[:2]:  # almost every table and JSON text begins with two ASCII characters
+                is_wide = head.strip(b"\0")
+                cause = "UTF-16 or UTF-32, not UTF-8; convert it with iconv" if is_wide else "not text; copy it again"
+                raise DataError(f"{name}:1: begins with NUL bytes: {cause}")
+            if head.startswith(codecs.BOM_UTF8):
+                stream.read(len(codecs.BOM_UTF8))
+            yield stream
     except UnicodeDecodeError:
         line, byte = _locate_invalid_utf8(path, name)
         text = "decompressed text" if compression else "file"
         raise DataError(f"{name}:{line}: not UTF-8 (byte {byte} of the {text}); convert it, e.g. with iconv") from None
-    except EOFError:
-        raise DataError(
-            f"{name}: the {COMPRESSIONS[compression]} data is truncated; copy or download it again"
-        ) from None
-    except (OSError, *_DECOMPRESSION_ERRORS) as error:
-        if compression and not getattr(error, "errno", None):
-            raise DataError(
-                f"{name}: the {COMPRESSIONS[compression]} data is corrupt ({error}); copy or download it again"
-            ) from None
-        raise DataError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except (OSError, EOFError, *_DECOMPRESSION_ERRORS) as error:
+        reason = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        if isinstance(error, EOFError):
+            reason = f"the {COMPRESSIONS[compression]} data is truncated; copy or download it again"
+        elif compression and not getattr(error, "errno", None):
+            reason = f"the {COMPRESSIONS[compression]} data is corrupt ({error}); copy or download it again"
+        raise DataError(f"{name}: {reason}") from None
 
 
 def _open_unpacked(path: Path, name: str, streams: ExitStack) -> io.BufferedReader:
@@ -141,24 +137,6 @@ def _open_unpacked(path: Path, name: str, streams: ExitStack) -> io.BufferedRead
     if _detect_kind(stream) != COMPRESSIONS[compression]:
         raise DataError(f"{name}: not a valid {COMPRESSIONS[compression]} file{_describe_actual_kind(stream, name)}")
     return streams.enter_context(io.BufferedReader(_OPENERS[compression](stream), BLOCK_BYTES))
-
-
-def _check_content(stream: io.BufferedReader, name: str) -> io.BufferedReader:
-    """Skip a byte order mark. Raises DataError if the first bytes do not match the name's ending."""
-    kind = split_endings(name)[0]
-    if _detect_kind(stream) != ("Parquet" if kind == ".parquet" else ""):
-        expected = {".csv": "CSV", ".tsv": "TSV", ".parquet": "Parquet"}.get(kind, "JSON")
-        raise DataError(f"{name}: not a valid {expected} file{_describe_actual_kind(stream, name)}")
-    head = _peek_head(stream)
-    for mark, encoding in _BOMS.items():
-        if head.startswith(mark):
-            raise DataError(f"{name}:1: {encoding}, not UTF-8 (byte order mark at byte 0); convert it with iconv")
-    if b"\0" in head[:2]:  # almost every table and JSON text begins with two ASCII characters
-        cause = "UTF-16 or UTF-32, not UTF-8; convert it with iconv" if head.strip(b"\0") else "not text; copy it again"
-        raise DataError(f"{name}:1: begins with NUL bytes: {cause}")
-    if head.startswith(codecs.BOM_UTF8):
-        stream.read(len(codecs.BOM_UTF8))
-    return stream
 
 
 def _open_zstandard(stream: IO[bytes]) -> Any:
@@ -191,20 +169,18 @@ def _describe_actual_kind(stream: io.BufferedReader, name: str) -> str:
     kind, head = _detect_kind(stream), _peek_head(stream)
     if not head:
         return ": the file is empty; copy or download it again"
-    stem = name.rsplit("/", 1)[-1]
-    stem = stem.rsplit(".", 1)[0] if split_endings(name)[1] else stem
-    suffixes = {compression: suffix for suffix, compression in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
     if kind == "Git LFS pointer":
-        description = " but a Git LFS pointer; fetch the file itself with git lfs pull"
-    elif kind in suffixes and suffixes[kind] == split_endings(name)[1]:
-        description = f" but compressed twice with {kind}; decompress it once"
-    elif kind in suffixes:
-        description = f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
-    elif kind:
-        description = f" but {kind}; unpack or convert it, or download it again"
-    else:
-        description = f": it begins with {head[:16]!r}; give it the ending of its format, or download it again"
-    return description
+        return " but a Git LFS pointer; fetch the file itself with git lfs pull"
+    compression = split_endings(name)[1]
+    suffixes = {compression: suffix for suffix, compression in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
+    if kind in suffixes and suffixes[kind] == compression:
+        return f" but compressed twice with {kind}; decompress it once"
+    if kind in suffixes:
+        stem = name.rsplit("/", 1)[-1].removesuffix(Path(name).suffix if compression else "")
+        return f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
+    if kind:
+        return f" but {kind}; unpack or convert it, or download it again"
+    return f": it begins with {head[:16]!r}; give it the ending of its format, or download it again"
 
 
 def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
@@ -256,9 +232,12 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         if len(line) > MAX_RECORD_BYTES:
-            yield MalformedRecord(
-                f"{name}:{number}", f"the line has {_skip_line(stream, line):,} bytes; the limit is {_MAX_RECORD_TEXT}"
-            )
+            size = len(line)
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(BLOCK_BYTES)
+                size += len(line)
+            detail = f"the line has {size:,} bytes; the limit is {_MAX_RECORD_TEXT}"
+            yield MalformedRecord(f"{name}:{number}", detail)
         elif text := line.strip(b" \t\r\n").decode():
             where = f"{name}:{number}"
             try:
@@ -276,15 +255,6 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 )
             seen_first_value = True
             yield record
-
-
-def _skip_line(stream: io.BufferedReader, line: bytes) -> int:
-    """Skip the rest of a line that starts with `line`; return the length of the full line in bytes."""
-    size = len(line)
-    while line and not line.endswith(b"\n"):
-        line = stream.readline(BLOCK_BYTES)
-        size += len(line)
-    return size
 
 
 class _JsonWindow:
@@ -397,69 +367,57 @@ def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:
 # ----- CSV, TSV and Parquet
 
 
-class _TableLines:
-    """Lines of a table for the csv module; counts the size and the first line of the current record."""
-
-    def __init__(self, text: io.TextIOWrapper, name: str) -> None:
-        self._text, self._name = text, name
-        self._size, self.record_line = 0, 1
-
-    def start_record(self, line: int) -> None:
-        """Start a new record after line number `line`."""
-        self._size, self.record_line = 0, line + 1
-
-    def __iter__(self) -> "_TableLines":
-        return self
-
-    def __next__(self) -> str:
-        line = self._text.readline(MAX_RECORD_BYTES + 1)
-        self._size += len(line)
-        if self._size > MAX_RECORD_BYTES:
-            raise DataError(
-                f"{self._name}:{self.record_line}: the record that begins here is over {_MAX_RECORD_TEXT}; "
-                "check for an unclosed quote"
-            )
-        if not line:
-            raise StopIteration
-        return line
-
-
 def _read_table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB per cell
+    record_line, size = 1, 0  # first line and length of the current record
+
+    def lines(text: io.TextIOWrapper) -> Iterator[str]:
+        nonlocal size
+        while line := text.readline(MAX_RECORD_BYTES + 1):
+            size += len(line)
+            if size > MAX_RECORD_BYTES:
+                raise DataError(
+                    f"{name}:{record_line}: the record that begins here is over {_MAX_RECORD_TEXT}; "
+                    "check for an unclosed quote"
+                )
+            yield line
+
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
-        lines = _TableLines(text, name)
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        reader = csv.reader(lines(text), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if duplicates := [column for column in header if header.count(column) > 1]:
                 raise DataError(f"{name}:1: column {duplicates[0]!r} appears twice; rename one")
-            lines.start_record(reader.line_num)
+            record_line, size = reader.line_num + 1, 0
             for cells in reader:
-                if cells:
-                    yield _table_record(f"{name}:{lines.record_line}", header, cells, delimiter)
-                lines.start_record(reader.line_num)
+                where = f"{name}:{record_line}"
+                if cells and len(cells) != len(header):
+                    separator = "tabs" if delimiter == "\t" else "commas"
+                    yield MalformedRecord(
+                        where, f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}"
+                    )
+                elif any("\0" in cell for cell in cells):
+                    yield MalformedRecord(where, "holds a NUL character")
+                elif cells:
+                    yield where, dict(zip(header, cells, strict=True))
+                record_line, size = reader.line_num + 1, 0
         except csv.Error as error:
             reason = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
             raise DataError(
-                f"{name}:{lines.record_line}: not valid CSV ({reason}); fix the record that begins here"
+                f"{name}:{record_line}: not valid CSV ({reason}); fix the record that begins here"
             ) from None
-
-
-def _table_record(where: str, header: list[str], cells: list[str], delimiter: str) -> Record:
-    if len(cells) != len(header):
-        separator = "tabs" if delimiter == "\t" else "commas"
-        return MalformedRecord(where, f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}")
-    if any("\0" in cell for cell in cells):
-        return MalformedRecord(where, "holds a NUL character")
-    return where, dict(zip(header, cells, strict=True))
 
 
 def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with ExitStack() as streams:
-        source = _make_seekable(stream, streams)
+    with tempfile.TemporaryFile() as scratch:
+        source: IO[bytes] = stream
+        if not isinstance(stream.raw, io.FileIO):  # Parquet needs a seekable stream, which decompressed data is not.
+            shutil.copyfileobj(stream, scratch, BLOCK_BYTES)
+            source = scratch
+        index = 0
         try:
             # By default (pre_buffer=True) pyarrow buffers a complete row group: 180 MiB for one of 190 MB (pyarrow 25).
             table = pq.ParquetFile(source, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
@@ -469,7 +427,6 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
             groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
             row_bytes = sum(group.total_byte_size for group in groups) // (table.metadata.num_rows or 1) + 1
-            index = 0
             for batch in table.iter_batches(batch_size=max(1, min(_BATCH_ROWS, 2 * MAX_RECORD_BYTES // row_bytes))):
                 for fields in _python_rows(batch, f"{name}[{index}]"):
                     for column in nested:
@@ -481,42 +438,24 @@ def _read_parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             raise DataError(f"{name}: the Parquet data is corrupt ({reason}); write or copy it again") from None
 
 
-def _make_seekable(stream: io.BufferedReader, streams: ExitStack) -> IO[bytes]:
-    """Return a seekable stream, which Parquet needs. Decompressed data is copied to a temporary file."""
-    if isinstance(stream.raw, io.FileIO):
-        return stream
-    scratch = streams.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`open_decompressed` closes it)
-    shutil.copyfileobj(stream, scratch, BLOCK_BYTES)
-    return scratch
-
-
 def _python_rows(batch: Any, where: str) -> list[Fields]:
     """Convert an Arrow batch that begins at `where` to Python rows."""
     try:
         rows: list[Fields] = batch.to_pylist()
-    except UnicodeDecodeError:
-        raise DataError(
-            f"{where} or one of the next {len(batch) - 1} rows: text that is not UTF-8; convert it"
-        ) from None
-    except (ValueError, OverflowError) as error:  # dates that no Python type can hold
-        raise DataError(f"{where} or one of the next {len(batch) - 1} rows: {error}; make that column text") from None
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, or dates that no Python type can hold
+        is_text = isinstance(error, UnicodeDecodeError)
+        reason = "text that is not UTF-8; convert it" if is_text else f"{error}; make that column text"
+        raise DataError(f"{where} or one of the next {len(batch) - 1} rows: {reason}") from None
     return rows
 
 
-def strip_struct_nulls(value: Any) -> Any:
+def strip_struct_nulls(value: Any, is_outermost: bool = True) -> Any:
     """Return a value without the nulls that Arrow adds for missing struct keys; nulls of the outermost level stay."""
     if isinstance(value, list):
-        return [strip_struct_nulls(item) for item in value]
+        return [strip_struct_nulls(item, is_outermost) for item in value]
     if isinstance(value, dict):
-        return {key: _strip_nulls(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}
-    return value
-
-
-def _strip_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_strip_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _strip_nulls(item) for key, item in value.items() if item is not None}
+        items = ((key, item) for key, item in value.items() if is_outermost or item is not None)
+        return {key: strip_struct_nulls(item, is_outermost=False) for key, item in items}
     return value
 
 

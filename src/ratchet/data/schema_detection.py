@@ -29,7 +29,6 @@ from ratchet.errors import DataError
 
 SAMPLE_RECORDS = 100
 """Number of first records from which the schema of a source is detected."""
-
 COLUMN_PAIRS = (
     ("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("instruction", "response"),
     ("input", "output"), ("prompt", "completion"), ("query", "response"), ("query", "answer"),
@@ -39,18 +38,15 @@ COLUMN_PAIRS = (
     ("sentence", "label"), ("utterance", "intent"), ("request", "intent"), ("request", "response"),
 )  # fmt: skip
 """Common names of the columns with prompt and response, most likely first."""
-
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _QUESTION_COLUMNS = ("question", "prompt", "query", "instruction")
 TURN_KEYS: dict[RecordSchema, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-_MAX_COLUMNS_SHOWN = 20
 
 NAMES_SHOWN = 20
 """Maximum number of field names in an error message."""
 MAX_KNOWN_NAMES = 1000
 """Maximum number of field names in memory, because a file may have any number of different keys."""
-
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),  # "developer" is OpenAI's newer name; templates use the older
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -59,7 +55,6 @@ _ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
 """Known names of roles, with the role in the conversation; `call` is a message that consists of tool calls."""
-
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
@@ -76,13 +71,17 @@ class RecordReader:
 
     description: str
     """The detected schema, in words."""
-    _conversation: Callable[[Fields], Conversation]
-    _parts: Callable[[Fields], list[tuple[str, Fields]]] | None = None
+    _messages: Callable[[Fields], list[Message]]
+    _parts: Callable[[Fields], list[tuple[str, Fields]]] = lambda fields: [("", fields)]
+    """Divides a record with several examples; returns each with the end of its position."""
+    _system: str = ""
+    """Column with the system message; "" if the source has none."""
+    _tools: str = ""
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
         """Yield the rows of a record: one, or several if the schema has several examples per record."""
         try:
-            parts = self._parts(fields) if self._parts else [("", fields)]
+            parts = self._parts(fields)
         except UnusableRecordError as error:
             yield MalformedRecord(where, str(error), source)
             return
@@ -94,32 +93,43 @@ class RecordReader:
             except RecursionError:
                 yield MalformedRecord(where + path, "values are nested too deep", source)
 
+    def _conversation(self, fields: Fields) -> Conversation:
+        messages = self._messages(fields)
+        if not messages or messages[0]["role"] != "system":
+            text = optional_column_text(fields, self._system)
+            messages = [{"role": "system", "content": text}, *messages] if text else messages
+        end = next((number for number in range(len(messages), 0, -1) if messages[number - 1]["role"] == "assistant"), 0)
+        tools = parse_tools(fields.get(self._tools), self._tools) if self._tools else None
+        if not end:
+            return Conversation([*messages, {"role": "assistant", "content": ""}], tools)
+        return Conversation(messages[:end], tools, unanswered=len(messages) - end)
+
 
 def detect_schema(
     records: Sequence[Fields], schema: RecordSchema, columns: ColumnSettings, label: str, setting: str = "prepare"
 ) -> RecordReader:
-    """Detect the schema of a source.
+    """Detect the schema of a source from its first records. Raises DataError if no schema fits their columns.
 
-    Args:
-        records: the first records of the source.
-        schema: schema in the settings, or auto.
-        columns: columns that the settings name.
-        label: name of the source in messages.
-        setting: key path of the section with `record_schema` and `columns`.
-
-    Raises:
-        DataError: no schema fits the columns.
+    `schema` and `columns` are from the settings (section `setting`), `label` is the name of the source in messages.
     """
     sampled = SampledRecords(records, columns, label, setting)
     if schema == "auto" and columns.messages:
-        schema = sampled.detect_turn_schema(sampled.find("messages"))
+        keys = sampled.detect_turn_keys(column := sampled.find("messages"))
+        if keys is None:
+            raise DataError(
+                f"{label}: column {column!r} ({setting}.columns.messages) does not hold a list of messages "
+                f"with role and content, or from and value; found: {sampled.column_summary}"
+            )
+        schema = next(name for name in TURN_KEYS if TURN_KEYS[name] == keys)
     elif schema == "auto" and columns.prompt:
         schema = "columns"
     for name, detect in _DETECTORS.items():
         if schema in ("auto", name) and (reader := detect(sampled)):
-            usual_names = ("tools", "functions") if name in TURN_KEYS else ()
-            tools = sampled.find_optional("tools", *usual_names)
-            return _with_tools(reader, tools, sampled) if tools else reader
+            # If the settings name the prompt column, common names of other columns do not count.
+            system = sampled.find_optional("system", *(() if columns.prompt else _SYSTEM_COLUMNS))
+            tools = sampled.find_optional("tools", *(("tools", "functions") if name in TURN_KEYS else ()))
+            optional_columns = sampled.describe_optional(system=system, tools=tools)
+            return replace(reader, description=reader.description + optional_columns, _system=system, _tools=tools)
     problem = (
         "no known schema fits its columns"
         if schema == "auto"
@@ -151,10 +161,9 @@ class SampledRecords:
     def column_summary(self) -> str:
         """The columns with the type of their values, for messages."""
         shown = [
-            f"{_escape_name(name)} ({type_name(self.first_value(name))})"
-            for name in self.column_names[:_MAX_COLUMNS_SHOWN]
+            f"{_escape_name(name)} ({type_name(self.first_value(name))})" for name in self.column_names[:NAMES_SHOWN]
         ]
-        return ", ".join(shown) + (" ..." if len(self.column_names) > _MAX_COLUMNS_SHOWN else "") or "none"
+        return ", ".join(shown) + (" ..." if len(self.column_names) > NAMES_SHOWN else "") or "none"
 
     def first_value(self, column: str) -> Any:
         """Return the first value of a column that is not empty."""
@@ -170,7 +179,7 @@ class SampledRecords:
         if name is None:
             return self.find_by_usual_name(*names)
         if name not in self.column_names:
-            found = ", ".join(map(_escape_name, self.column_names[:_MAX_COLUMNS_SHOWN])) or "none"
+            found = ", ".join(map(_escape_name, self.column_names[:NAMES_SHOWN])) or "none"
             raise DataError(f"{self._label}: no column {name!r} ({self._setting}.columns.{role}); found: {found}")
         return name
 
@@ -200,16 +209,6 @@ class SampledRecords:
                 return next((keys for keys in TURN_KEYS.values() if keys[0] in turns[0]), None)
         return None
 
-    def detect_turn_schema(self, column: str) -> RecordSchema:
-        """Return the schema of the conversations in a column."""
-        for schema, keys in TURN_KEYS.items():
-            if self.detect_turn_keys(column) == keys:
-                return schema
-        raise DataError(
-            f"{self._label}: column {column!r} ({self._setting}.columns.messages) does not hold a list of messages "
-            f"with role and content, or from and value; found: {self.column_summary}"
-        )
-
 
 def _escape_name(name: Any) -> str:
     return str(name).encode(errors="backslashreplace").decode()
@@ -220,7 +219,7 @@ def column_value(fields: Fields, column: str) -> Any:
     try:
         return fields[column]
     except KeyError:
-        found = ", ".join(map(_escape_name, list(fields)[:_MAX_COLUMNS_SHOWN])) or "none"
+        found = ", ".join(map(_escape_name, list(fields)[:NAMES_SHOWN])) or "none"
         raise UnusableRecordError(f"no column {column!r}; found: {found}") from None
 
 
@@ -234,28 +233,11 @@ def optional_column_text(fields: Fields, column: str) -> str:
     return parse_text(fields.get(column), f"column {column!r}") if column else ""
 
 
-def _find_system_column(sampled: SampledRecords) -> str:
-    """Find the column with the system message. If the settings name the prompt column, common names do not count."""
-    return sampled.find_optional("system", *(() if sampled.columns.prompt else _SYSTEM_COLUMNS))
-
-
-def _with_tools(reader: RecordReader, column: str, sampled: SampledRecords) -> RecordReader:
-    def conversation(fields: Fields) -> Conversation:
-        return replace(reader._conversation(fields), tools=parse_tools(fields.get(column), column))
-
-    return replace(
-        reader, description=reader.description + sampled.describe_optional(tools=column), _conversation=conversation
-    )
-
-
-def _single_turn_conversation(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
-    messages: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    if text := optional_column_text(fields, system):
-        messages.insert(0, {"role": "system", "content": text})
-    return Conversation(messages)
-
-
 # ----- Detectors, one for each schema
+
+
+def _single_turn(prompt: str, response: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
 def _detect_conversations(sampled: SampledRecords, schema: RecordSchema) -> RecordReader | None:
@@ -266,18 +248,10 @@ def _detect_conversations(sampled: SampledRecords, schema: RecordSchema) -> Reco
     )
     if not column or sampled.detect_turn_keys(column) != keys:
         return None
-    system = _find_system_column(sampled)
-
-    def conversation(fields: Fields) -> Conversation:
-        messages = parse_messages(column_value(fields, column), column, keys)
-        if not messages or messages[0]["role"] != "system":
-            text = optional_column_text(fields, system)
-            messages = [{"role": "system", "content": text}, *messages] if text else messages
-        kept, unanswered = trim_after_last_answer(messages)
-        return Conversation(kept, unanswered=unanswered)
-
     name = "OpenAI messages" if schema == "messages" else "ShareGPT turns"
-    return RecordReader(f"{name} in `{column}`{sampled.describe_optional(system=system)}", conversation)
+    return RecordReader(
+        f"{name} in `{column}`", lambda fields: parse_messages(column_value(fields, column), column, keys)
+    )
 
 
 def _detect_instances(sampled: SampledRecords) -> RecordReader | None:
@@ -294,20 +268,14 @@ def _detect_instances(sampled: SampledRecords) -> RecordReader | None:
             )
         return [(f"[{number}]", {**fields, instances: item}) for number, item in enumerate(items)]
 
-    def conversation(fields: Fields) -> Conversation:
+    def messages(fields: Fields) -> list[Message]:
         item = fields[instances]
         if not isinstance(item, dict):
             raise UnusableRecordError(f"instance is {type_name(item)}, expected an object with input and output")
         question = join_instruction(column_text(fields, instruction), parse_text(item.get("input"), "input"))
-        return _single_turn_conversation(fields, question, column_text(item, "output"), system)
+        return _single_turn(question, column_text(item, "output"))
 
-    system = _find_system_column(sampled)
-    optional_columns = sampled.describe_optional(system=system)
-    return RecordReader(
-        f"{instruction}, with input and output of each entry of `{instances}`{optional_columns}",
-        conversation,
-        parts,
-    )
+    return RecordReader(f"{instruction}, with input and output of each entry of `{instances}`", messages, parts)
 
 
 def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
@@ -321,18 +289,13 @@ def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
     if not question or not _marked_answers(sampled.first_value(choices)):
         return None
 
-    def conversation(fields: Fields) -> Conversation:
+    def messages(fields: Fields) -> list[Message]:
         correct = [answer for answer, mark in _marked_answers(column_value(fields, choices)) if mark == 1]
         if len(correct) != 1:
             raise UnusableRecordError(f"column {choices!r} marks {len(correct)} answers as correct, expected one")
-        return _single_turn_conversation(
-            fields, column_text(fields, question), parse_text(correct[0], f"column {choices!r}"), system
-        )
+        return _single_turn(column_text(fields, question), parse_text(correct[0], f"column {choices!r}"))
 
-    system = _find_system_column(sampled)
-    return RecordReader(
-        f"{question}, with the answer marked 1 in `{choices}`{sampled.describe_optional(system=system)}", conversation
-    )
+    return RecordReader(f"{question}, with the answer marked 1 in `{choices}`", messages)
 
 
 def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
@@ -354,14 +317,14 @@ def _detect_alpaca(sampled: SampledRecords) -> RecordReader | None:
     instruction, output = sampled.find("prompt", "instruction"), sampled.find("response", "output", "response")
     if not instruction or not output:
         return None
-    input_column, system = sampled.find_optional("", "input", "context"), _find_system_column(sampled)
+    input_column = sampled.find_optional("", "input", "context")
 
-    def conversation(fields: Fields) -> Conversation:
+    def messages(fields: Fields) -> list[Message]:
         question = join_instruction(column_text(fields, instruction), optional_column_text(fields, input_column))
-        return _single_turn_conversation(fields, question, column_text(fields, output), system)
+        return _single_turn(question, column_text(fields, output))
 
-    description = ", ".join(name for name in (instruction, input_column, output) if name in sampled.column_names)
-    return RecordReader(f"Alpaca columns {description}{sampled.describe_optional(system=system)}", conversation)
+    columns = ", ".join(name for name in (instruction, input_column, output) if name in sampled.column_names)
+    return RecordReader(f"Alpaca columns {columns}", messages)
 
 
 def join_instruction(instruction: str, input_text: str) -> str:
@@ -377,12 +340,10 @@ def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
     prompt, response = named if all(named) else next((pair for pair in usual_names if all(pair)), ("", ""))
     if not prompt:
         return None
-    system = _find_system_column(sampled)
-
-    def conversation(fields: Fields) -> Conversation:
-        return _single_turn_conversation(fields, column_text(fields, prompt), column_text(fields, response), system)
-
-    return RecordReader(f"columns {prompt}, {response}{sampled.describe_optional(system=system)}", conversation)
+    return RecordReader(
+        f"columns {prompt}, {response}",
+        lambda fields: _single_turn(column_text(fields, prompt), column_text(fields, response)),
+    )
 
 
 # In the order of detection: schemas with more requirements come first.
@@ -412,17 +373,10 @@ def find_text_flaw(text: str) -> str | None:
 
 
 def parse_text(value: Any, path: str) -> str:
-    """Convert a value to text; null becomes "", a number its digits.
+    """Convert the value at `path` to text; null becomes "", a number its digits.
 
     Blank lines around the text, and white space at its end, are removed. The first line keeps its indentation, which
-    matters for code.
-
-    Args:
-        value: the value.
-        path: location of the value in the record, for messages.
-
-    Raises:
-        UnusableRecordError: the value is neither text nor a finite number, or the text is not valid.
+    matters for code. Raises UnusableRecordError if the value is neither valid text nor a finite number.
     """
     if type(value) is str:
         text = _BLANK_LINES.sub("", value.rstrip())
@@ -430,10 +384,8 @@ def parse_text(value: Any, path: str) -> str:
         return ""
     elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
         raise UnusableRecordError(f"{path} holds {type_name(value)}, expected text")
-    elif not math.isfinite(value):
-        raise UnusableRecordError(
-            f"{path} holds {value}, which is not a number"
-        )  # otherwise `nan` would be trained as an answer
+    elif not math.isfinite(value):  # otherwise `nan` would be trained as an answer
+        raise UnusableRecordError(f"{path} holds {value}, which is not a number")
     else:
         text = str(value)
     if problem := find_text_flaw(text):
@@ -498,15 +450,11 @@ def _parse_message(turn: Any, path: str, keys: tuple[str, str]) -> Message:
     role = _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise UnusableRecordError(f"{path} has the unknown role {name!a}; known: {', '.join(_ROLES)}")
+    path_of_content = f"{path}.{content_key}"
     if role == "call":
-        calls = decode_json(turn.get(content_key), f"{path}.{content_key}")
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": _parse_tool_calls(calls, f"{path}.{content_key}"),
-            **_extra_fields(turn, path),
-        }
-    message: Message = {"role": role, "content": _parse_content(turn.get(content_key), f"{path}.{content_key}")}
+        calls = _parse_tool_calls(decode_json(turn.get(content_key), path_of_content), path_of_content)
+        return {"role": "assistant", "content": "", "tool_calls": calls, **_extra_fields(turn, path)}
+    message: Message = {"role": role, "content": _parse_content(turn.get(content_key), path_of_content)}
     if len(turn) > len(keys) or content_key not in turn:
         message |= _extra_fields(turn, path)
     if content_key not in turn and "tool_calls" not in message:
@@ -569,33 +517,40 @@ def parse_tools(value: Any, path: str) -> list[Any] | None:
     return [to_plain_json(schema, path) for schema in schemas]
 
 
-def trim_after_last_answer(messages: list[Message]) -> tuple[list[Message], int]:
-    """Return the messages up to the last answer, or else with an empty answer, and the number of removed messages."""
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        return [*messages, {"role": "assistant", "content": ""}], 0
-    end = answers[-1] + 1
-    return messages[:end], len(messages) - end
-
-
 # ----- Passthrough fields
 
 
+class FieldNames:
+    """Names of the fields of the records, at most `MAX_KNOWN_NAMES`, for a message about a missing field."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Add the names of the fields of a record."""
+        if len(self.names) < MAX_KNOWN_NAMES:
+            self.names.update(dict.fromkeys(map(str, fields)))
+
+    def describe_missing(self, name: str) -> str:
+        """Describe that no record has a field, with the names that are nearest."""
+        matches = difflib.get_close_matches(name, self.names, n=3)
+        shown = ", ".join(list(self.names)[:NAMES_SHOWN]) + (" ..." if len(self.names) > NAMES_SHOWN else "")
+        suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+        return f"no record has a field {name!r}{suggestion} (found: {shown})"
+
+
 class PassthroughFields:
-    """Extractor of the passthrough fields of rows, which counts missing values."""
+    """Extractor of the passthrough fields of rows (prepare.extra_fields), which counts missing values.
+
+    The field prepare.split.group is stored separately.
+    """
 
     def __init__(self, names: Sequence[str], group: str | None) -> None:
-        """Start with no rows.
-
-        Args:
-            names: prepare.extra_fields.
-            group: prepare.split.group, which is stored separately.
-        """
         self.missing = dict.fromkeys(names, 0)
         """Number of rows without a value, by field."""
         self._group = group
         self._rows = 0
-        self._known_names: dict[str, None] = {}
+        self._fields = FieldNames()
 
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a field of a row cannot be stored; None if all fields can be stored."""
@@ -613,8 +568,7 @@ class PassthroughFields:
         if not self.missing:
             return "{}"
         self._rows += 1
-        if len(self._known_names) < MAX_KNOWN_NAMES:
-            self._known_names.update(dict.fromkeys(map(str, row.fields)))
+        self._fields.add(row.fields)
         values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
         for name, value in values.items():
             self.missing[name] += not value
@@ -626,16 +580,9 @@ class PassthroughFields:
 
     def check(self) -> None:
         """Raise DataError if no row has one of the fields. Call this method after all rows."""
-        names = self._known_names
         for name, missing in self.missing.items():
-            if name in names or not self._rows or missing < self._rows:
-                continue
-            matches = difflib.get_close_matches(name, names, n=3)
-            shown = ", ".join(list(names)[:NAMES_SHOWN]) + (" ..." if len(names) > NAMES_SHOWN else "")
-            suggestion = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-            raise DataError(
-                f"params.yaml: prepare.extra_fields: no record has a field {name!r}{suggestion} (found: {shown})"
-            )
+            if name not in self._fields.names and self._rows and missing == self._rows:
+                raise DataError(f"params.yaml: prepare.extra_fields: {self._fields.describe_missing(name)}")
 
     def notes(self) -> list[str]:
         """Return notes about missing values for the dataset card."""

@@ -9,7 +9,7 @@ with the dataset's name, or the hub cannot be reached and the cache contains ano
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,8 @@ class SourceReader:
     def __init__(self, root: Path, settings: Prepare) -> None:
         """Find the files without reading them.
 
-        Raises:
-            DataError: a file is missing, has an unsupported format, belongs to two sources, or is outside the folders
-                that DVC tracks.
-            DamagedFileError: a file of `ratchet select` changed since it was written.
+        Raises DataError if a file is missing, has an unsupported format, belongs to two sources, or is outside the
+        folders that DVC tracks, and DamagedFileError if a file of `ratchet select` changed since it was written.
         """
         self._settings = settings
         self.files = [
@@ -72,15 +70,19 @@ class SourceReader:
     def rows(self) -> Iterator[SourceRow | MalformedRecord]:
         """Yield all rows of all sources, with labels stripped of white space. You can call this method more than once.
 
-        Raises:
-            DataError: a file cannot be read, a source has no rows, or the schema of its records is not recognized.
+        Raises DataError if a file cannot be read, a source has no rows, or the schema of its records is not recognized.
         """
         for number, source in enumerate(self._settings.sources):
             rows = self._source_rows(number, source)
             yield from map(_strip_label, rows) if self._settings.task == "labels" else rows
 
     def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
-        records = self._read_source(number, source)
+        files = self.files[number].items()
+        records = (
+            read_hub_records(source)
+            if source.dataset
+            else chain.from_iterable(readers.read_records(path, name) for name, path in files)
+        )
         reader: RecordReader | None = None
         has_records = False
         while reader is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
@@ -93,12 +95,6 @@ class SourceReader:
         if not has_records:
             raise DataError(f"{source.label}: no rows; add rows, or remove the source from prepare.sources")
         yield from self._convert_records(records, reader, number)
-
-    def _read_source(self, number: int, source: SourceSettings) -> Iterator[Record]:
-        if source.dataset:
-            yield from read_hub_records(source)
-        for name, path in self.files[number].items():
-            yield from readers.read_records(path, name)
 
     def _detect_reader(self, number: int, source: SourceSettings, fields: Sequence[Fields]) -> RecordReader:
         schema = source.record_schema if source.record_schema != "auto" else self._settings.record_schema
@@ -138,36 +134,24 @@ def _strip_label(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecor
 
 
 def read_evaluation_sets(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Read the texts of evaluation sets, for the leakage check.
+    """Read files or globs below data/raw or data/tasks: for each file, the texts of each record joined by line breaks.
 
-    Args:
-        root: the project.
-        names: files or globs below data/raw or data/tasks.
-
-    Returns:
-        For each file, all texts of each record joined by line breaks.
-
-    Raises:
-        DataError: a file or a record cannot be read. No record is skipped, because a skipped record could leak
-        undetected.
+    Raises DataError if a file or a record cannot be read. No record is skipped, because it could leak undetected.
     """
     texts: dict[str, list[str]] = {}
     for pattern in names:
         for name, path in _find_files(root, pattern, _EVALUATION_FOLDERS, "prepare.leakage.files").items():
-            texts[name] = [_join_record_texts(record) for record in readers.read_records(path, name)]
+            texts[name] = []
+            for record in readers.read_records(path, name):
+                if isinstance(record, MalformedRecord):
+                    raise DataError(f"{record.where}: {record.detail}; fix or remove the record")
+                text = join_leaf_texts(record[1])
+                if problem := find_text_flaw(text):
+                    raise DataError(f"{record[0]}: a text {problem}; fix or remove the record")
+                texts[name].append(text)
             if not texts[name]:
                 raise DataError(f"{name}: no records; add records, or remove the file from prepare.leakage.files")
     return texts
-
-
-def _join_record_texts(record: Record) -> str:
-    if isinstance(record, MalformedRecord):
-        raise DataError(f"{record.where}: {record.detail}; fix or remove the record")
-    where, fields = record
-    text = join_leaf_texts(fields)
-    if problem := find_text_flaw(text):
-        raise DataError(f"{where}: a text {problem}; fix or remove the record")
-    return text
 
 
 # ----- Files
@@ -203,15 +187,13 @@ def _find_files(root: Path, pattern: str, folders: Sequence[str], setting: str) 
 def _glob_files(root: Path, pattern: str) -> list[str]:
     if not any(character in pattern for character in _GLOB_CHARACTERS):
         return []
-    files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
-    files = (path for path in files if not _is_card(path))
-    return sorted(path.relative_to(root).as_posix() for path in files)
-
-
-def _is_card(path: Path) -> bool:
-    """Return whether a file is the card of another file in the same folder."""
-    described_file = path.with_name(path.name.removesuffix(CARD_ENDING))
-    return described_file != path and described_file.is_file()
+    names = []
+    for path in root.glob(pattern):
+        described_file = path.with_name(path.name.removesuffix(CARD_ENDING))
+        is_card = described_file != path and described_file.is_file()
+        if path.is_file() and not path.name.startswith(".") and not is_card:
+            names.append(path.relative_to(root).as_posix())
+    return sorted(names)
 
 
 def _describe_missing(root: Path, path: Path, pattern: str) -> str:
@@ -232,21 +214,18 @@ def _describe_missing(root: Path, path: Path, pattern: str) -> str:
 def read_hub_records(source: SourceSettings) -> Iterator[Record]:
     """Yield every record of `source.dataset` in order, with the names of class labels.
 
-    Raises:
-        DataError: the dataset cannot be loaded at this commit.
+    Raises DataError if the dataset cannot be loaded at this commit.
     """
     split = _load_split(source)
-    classes = {
-        name: class_label
-        for name, class_label in split.features.items()
-        if isinstance(class_label, datasets.ClassLabel)
-    }
-    split_name = f"{source.dataset}[{source.dataset_split}]"
+    features = split.features.items()
+    classes = {name: feature for name, feature in features if isinstance(feature, datasets.ClassLabel)}
     for index, row in enumerate(split):
         fields = {name: strip_struct_nulls(value) for name, value in row.items()}
         for name, class_label in classes.items():
-            fields[name] = _class_name(class_label, fields[name])
-        yield f"{split_name}#{index}", fields
+            # Rows without a label have null or, by a convention of `datasets`, -1.
+            value = fields[name]
+            fields[name] = None if value is None or value < 0 else str(class_label.int2str(value))
+        yield f"{source.dataset}[{source.dataset_split}]#{index}", fields
 
 
 def _load_split(source: SourceSettings) -> Any:
@@ -283,24 +262,14 @@ def _load_split(source: SourceSettings) -> Any:
     )
 
 
-def _class_name(class_label: datasets.ClassLabel, value: int | None) -> str | None:
-    """Return the name of a class. Rows without a label have null or, by a convention of `datasets`, -1."""
-    return None if value is None or value < 0 else str(class_label.int2str(value))
-
-
 # ----- Sources that contain answers of a teacher: `ratchet select` writes a card next to such a file
 
 
 def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> SelectionCard | None:
     """Return the selection card of a source that contains teacher answers; None for other sources.
 
-    Args:
-        source: an entry of prepare.sources.
-        files: the source's files, by name.
-
-    Raises:
-        DataError: the source mixes teacher answers with other files, or assigns them to validation or test.
-        DamagedFileError: the file does not match its card, or the card is not a card of `ratchet select`.
+    Raises DataError if the source mixes teacher answers with other files, or assigns them to validation or test, and
+    DamagedFileError if the file does not match its card, or the card is not one of `ratchet select`.
     """
     names = [name for name, path in files.items() if card_path(path).is_file()]
     if not names:

@@ -28,10 +28,8 @@ _UNASSIGNED = -1
 
 _MAX_BLANK_LINES = 32
 """Maximum number of blank lines before the user's own prompt, if a system message was merged into it."""
-
 LENGTH = "length"
 """Value of prepare.split.stratify that forms the strata by the number of characters of the text, in powers of two."""
-
 SMALLEST_STRATUM = 3
 """Minimum number of prompts in a stratum that is divided among the three splits. All rows of a smaller stratum are
 training rows; the dataset card has a note about strata with fewer rows than this."""
@@ -63,15 +61,11 @@ class SplitAssigner:
     """Assigner of splits: call `add` for each row, then `assign`. The memory is a few dozen bytes per row."""
 
     def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = ()) -> None:
-        """Start with no rows.
-
-        Args:
-            settings: section `prepare`.
-            teacher_sources: for each source, whether it contains teacher answers; empty if none does.
-        """
+        """Start with no rows. `teacher_sources` has for each source whether it contains teacher answers."""
         self.settings = settings.split
         self.fractions = split_fractions(settings)
         self._teacher_rows = _TeacherRows(teacher_sources)
+        self.is_from_teacher = self._teacher_rows.is_from_teacher
         self.strata: list[str] = []
         """Names of the strata by code, in order of first appearance."""
         self._source_splits = [
@@ -79,8 +73,7 @@ class SplitAssigner:
         ]
         if self.settings.stratify or self.settings.time:  # teacher rows must not change the rank of other rows
             self._source_splits = [
-                TRAIN if self._teacher_rows.is_from_teacher(source) else split
-                for source, split in enumerate(self._source_splits)
+                TRAIN if self.is_from_teacher(source) else split for source, split in enumerate(self._source_splits)
             ]
         self._positions, self._times = array("d"), array("d")
         self._fixed_splits, self._codes = array("b"), array("l")
@@ -96,7 +89,7 @@ class SplitAssigner:
             name = getattr(self.settings, setting)
             if name is None or (setting == "stratify" and name == LENGTH):
                 continue
-            if setting != "group" and self._teacher_rows.is_from_teacher(row.source):
+            if setting != "group" and self.is_from_teacher(row.source):
                 continue
             if row.fields.get(name) is None:
                 return f"no field {name!r} (prepare.split.{setting})"
@@ -129,13 +122,9 @@ class SplitAssigner:
         if split.time:
             value = row.fields.get(split.time)
             self._times.append(_parse_time(value) or 0.0)
-            if not self._teacher_rows.is_from_teacher(row.source):
+            if not self.is_from_teacher(row.source):
                 self._time_kinds.add("numbers" if _finite_number(value) is not None else "dates")
         return len(self._positions) - 1
-
-    def is_from_teacher(self, source: int) -> bool:
-        """Return whether a source contains teacher answers."""
-        return self._teacher_rows.is_from_teacher(source)
 
     def stratum_codes(self) -> NDArray[np.int64]:
         """Return the index into `strata` of each row."""
@@ -149,64 +138,48 @@ class SplitAssigner:
         """Return the split of each row, as index into SPLITS.
 
         Teacher rows never change the split of other rows. If other rows with the same prompt are held out, a teacher
-        row gets their split.
-
-        Raises:
-            DataError: the time field holds dates in some rows and numbers in others.
+        row gets their split. Raises DataError if the time field holds dates in some rows and numbers in others.
         """
         if len(self._time_kinds) > 1:
             raise DataError(
                 f"prepare.split.time: field {self.settings.time!r} holds dates in some rows and numbers in others "
                 "(20240131 is a number); use one format for all rows"
             )
-        positions, splits = np.array(self._positions), np.array(self._fixed_splits, dtype=np.int8)
+        splits = np.array(self._fixed_splits, dtype=np.int8)
         unassigned = splits == _UNASSIGNED
-        positions = positions[unassigned]
-        if self.settings.stratify:
-            splits[unassigned] = self._assign_stratified(positions, self.stratum_codes()[unassigned])
-        elif self.settings.time:
-            splits[unassigned] = self._assign_by_time(positions, np.array(self._times)[unassigned])
+        positions = np.array(self._positions)[unassigned]
+        if self.settings.stratify or self.settings.time:
+            times = np.array(self._times)[unassigned] if self.settings.time else np.zeros(len(positions))
+            splits[unassigned] = self._assign_exact_numbers(positions, self.stratum_codes()[unassigned], times)
         else:
             splits[unassigned] = _split_positions(positions, self.fractions["test"], self.fractions["validation"])
         self._teacher_rows.copy_prompt_splits(splits)
         return splits
 
-    def _assign_stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
-        """In each stratum, assign the lowest positions to test and the next to validation, in exact numbers."""
-        prompts, row_to_prompt = np.unique(positions, return_inverse=True)
-        # A prompt in two strata counts for the stratum whose name comes first.
-        name_order = np.argsort(np.argsort(np.array(self.strata)))
-        stratum = np.full(len(prompts), len(self.strata))
-        np.minimum.at(stratum, row_to_prompt, name_order[codes])
-        split = np.full(len(prompts), TRAIN, dtype=np.int8)
-        by_stratum = np.argsort(stratum, kind="stable")  # prompts stay in the order of their positions
-        borders = np.flatnonzero(np.diff(stratum[by_stratum])) + 1
-        for members in np.split(by_stratum, borders):
-            self._assign_exact_numbers(split, members)
-        return split[row_to_prompt]
+    def _assign_exact_numbers(
+        self, positions: NDArray[Any], codes: NDArray[Any], times: NDArray[Any]
+    ) -> NDArray[np.int8]:
+        """In each stratum, assign the first prompts (newest, then lowest position) to test and the next to validation.
 
-    def _assign_by_time(self, positions: NDArray[Any], times: NDArray[Any]) -> NDArray[np.int8]:
-        """Assign the newest prompts to test and the next to validation; a prompt's latest row decides its time."""
+        The numbers are rounded. Each split with a fraction above 0 gets at least one prompt. In a stratum of fewer than
+        `SMALLEST_STRATUM` prompts, all stay training rows.
+        """
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
-        latest = np.full(len(prompts), -math.inf)
+        # A prompt in two strata counts for the stratum with the first name; its latest row decides its time.
+        name_order = np.argsort(np.argsort(np.array(self.strata)))
+        stratum, latest = np.full(len(prompts), len(self.strata)), np.full(len(prompts), -math.inf)
+        np.minimum.at(stratum, row_to_prompt, name_order[codes])
         np.maximum.at(latest, row_to_prompt, times)
         split = np.full(len(prompts), TRAIN, dtype=np.int8)
-        self._assign_exact_numbers(split, np.lexsort((prompts, -latest)))
+        order = np.lexsort((prompts, -latest, stratum))
+        fractions = self.fractions["test"], self.fractions["validation"]
+        for members in np.split(order, np.flatnonzero(np.diff(stratum[order])) + 1):
+            if len(members) >= SMALLEST_STRATUM:
+                test, validation = (max(1, round(len(members) * part)) if part else 0 for part in fractions)
+                test = min(test, len(members) - validation - 1)  # at least one training row remains
+                split[members[:test]] = TEST
+                split[members[test : test + validation]] = VALIDATION
         return split[row_to_prompt]
-
-    def _assign_exact_numbers(self, split: NDArray[np.int8], members: NDArray[Any]) -> None:
-        """Assign the first members to test and the next to validation.
-
-        The numbers are rounded. Each split with a fraction above 0 gets at least one member. With fewer than
-        `SMALLEST_STRATUM` members, all stay training rows.
-        """
-        fractions = [self.fractions["test"], self.fractions["validation"]]
-        if len(members) < SMALLEST_STRATUM:
-            return
-        test, validation = (max(1, round(len(members) * fraction)) if fraction else 0 for fraction in fractions)
-        test = min(test, len(members) - validation - 1)  # at least one training row remains
-        split[members[:test]] = TEST
-        split[members[test : test + validation]] = VALIDATION
 
 
 class _TeacherRows:
@@ -220,6 +193,7 @@ class _TeacherRows:
         self._prompt_keys = array("Q"), array("Q")
 
     def is_from_teacher(self, source: int) -> bool:
+        """Return whether a source contains teacher answers."""
         return bool(self._sources) and self._sources[source]
 
     def add(self, row: SourceRow) -> None:
@@ -236,17 +210,12 @@ class _TeacherRows:
 
     def copy_prompt_splits(self, splits: NDArray[np.int8]) -> None:
         """Set the splits of teacher rows in place: the held-out split of their prompt, test before validation."""
-        if not self._sources:
-            return
-        rows, teacher_rows = (np.array(indices, dtype=np.int64) for indices in self._rows)
-        keys, teacher_keys = (np.array(hashes, dtype=np.uint64) for hashes in self._prompt_keys)
-        is_held_out = splits[rows] != TRAIN
-        held_out_keys, key_index = np.unique(keys[is_held_out], return_inverse=True)
-        key_splits = np.zeros(len(held_out_keys) + 1, dtype=np.int8)  # the last entry is for keys that are not found
-        np.maximum.at(key_splits, key_index, splits[rows[is_held_out]])
-        index = np.searchsorted(held_out_keys, teacher_keys)
-        is_found = (np.append(held_out_keys, np.uint64(0))[index] == teacher_keys) & (index < len(held_out_keys))
-        np.maximum.at(splits, teacher_rows, np.where(is_found, key_splits[index], TRAIN).astype(np.int8))
+        held_out: dict[int, int] = {}
+        for row, key in zip(self._rows[0], self._prompt_keys[0], strict=True):
+            if splits[row] != TRAIN:
+                held_out[key] = max(int(splits[row]), held_out.get(key, TRAIN))
+        for row, key in zip(self._rows[1], self._prompt_keys[1], strict=True):
+            splits[row] = max(int(splits[row]), held_out.get(key, TRAIN))
 
 
 def _parse_time(value: Any) -> float | None:

@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 ID_DIGITS = 16
 BUCKETS = 64
 """Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
-
-_TOKENS = pa.list_(pa.int32())
-_FIELDS = ("group", "fields")
+_LISTS, _FIELDS = ("input_ids", "labels"), ("group", "fields")
 SCHEMA = pa.schema(
-    [("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)]
+    [("id", pa.string()), ("conversation", pa.string())]
+    + [(name, pa.list_(pa.int32())) for name in _LISTS]
     + [(name, pa.string()) for name in _FIELDS]
 )
-_LISTS = ("input_ids", "labels")
 _SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
 
 
@@ -72,17 +70,6 @@ def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
-def _column_arrays(samples: Sequence[PreparedRow]) -> list[pa.Array]:
-    return [
-        pa.array([s.id for s in samples]),
-        pa.array([s.text for s in samples]),
-        _list_array([s.encoded.input_ids for s in samples]),
-        _list_array([s.encoded.labels for s in samples]),
-        pa.array([s.group for s in samples], pa.string()),
-        pa.array([s.fields for s in samples]),
-    ]
-
-
 class PreparedRowSpool:
     """Temporary storage of prepared rows: written once, then read sorted by id."""
 
@@ -93,8 +80,16 @@ class PreparedRowSpool:
 
     def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
         """Append rows with consecutive indices from `first_row`."""
-        rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
-        batch = pa.record_batch([rows, *_column_arrays(samples)], schema=_SPOOLED)
+        columns = [
+            pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64)),
+            pa.array([s.id for s in samples]),
+            pa.array([s.text for s in samples]),
+            _list_array([s.encoded.input_ids for s in samples]),
+            _list_array([s.encoded.labels for s in samples]),
+            pa.array([s.group for s in samples], pa.string()),
+            pa.array([s.fields for s in samples]),
+        ]
+        batch = pa.record_batch(columns, schema=_SPOOLED)
         bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
         for number in np.unique(bucket):
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
@@ -154,10 +149,9 @@ class SplitWriters:
 def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
     """Open a split as a dataset with the columns of SCHEMA; `conversation` and `fields` are JSON.
 
-    Raises:
-        DataError: an earlier version of Ratchet prepared the split, and a column is missing.
+    Raises DataError if an earlier version of Ratchet prepared the split, and a column is missing.
     """
-    dataset: datasets.Dataset = _import_datasets().Dataset.from_file(str(_split_path(data, split)))
+    dataset: datasets.Dataset = _import_datasets().Dataset.from_file(str(data / f"{split}.arrow"))
     _require_columns(data, dataset.column_names)
     return dataset
 
@@ -175,12 +169,8 @@ def read_lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
 
 
-def _split_path(data: Path, split: SplitName) -> Path:
-    return data / f"{split}.arrow"
-
-
 def _map_table(data: Path, split: SplitName) -> pa.Table:
-    with pa.memory_map(str(_split_path(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
+    with pa.memory_map(str(data / f"{split}.arrow")) as mapped, pa.ipc.open_stream(mapped) as stream:
         _require_columns(data, stream.schema.names)
         return stream.read_all()
 

@@ -4,7 +4,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from ratchet.config.evaluate import Evaluate
 from ratchet.errors import DamagedFileError, InputError
 from ratchet.evaluation import answer_metrics, metrics
-from ratchet.evaluation.metrics import (
-    SHARE,
-    ConfusionMatrix,
-    mean_metric,
-    mean_score_metric,
-    proportion_metric,
-)
+from ratchet.evaluation.metrics import SHARE, ConfusionMatrix, mean_metric, mean_score_metric, proportion_metric
 from ratchet.inference import output
 from ratchet.inference.output import LABEL_LOG_PROBABILITIES
 from ratchet.inference.prompts import FieldValue
@@ -39,15 +33,13 @@ MIN_WIDTH = 1e-9
 """Smallest width of an interval, relative to the range of the metric, that is not a rounding error."""
 BINS = 10
 """Number of bins of equal width, each including its upper edge: (0, 0.1], ..., (0.9, 1]."""
-NAME_WIDTH, MAX_LABEL_CHARACTERS = 30, 24
-"""Number of characters of a metric's name with its indentation, and maximum number of characters of a label."""
+NAME_WIDTH, MAX_LABEL_CHARACTERS = 28, 24
+"""Number of characters of a metric's name, and maximum number of characters of a label."""
 MAX_LABELS_LISTED, MAX_MATRIX_LABELS, MAX_PAIRS_LISTED, MAX_VALUES_LISTED = 20, 10, 10, 12
 """Maximum number of worst labels with metrics, labels of a confusion matrix, confused pairs, and values of a field."""
 PLACES = 3
 """Number of decimal places of metrics, in the terminal report and on the HTML page."""
-OTHER = "(other)"
 NO_REFERENCE = "answers that are not the reference of any prompt, possible or not"
-Lines = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,6 @@ class GeneratedAnswer:
     text: str
     """Stripped text without reasoning, as stage evaluate compares answers."""
     finish: str
-    """Finish reason."""
     tokens: int | None
     mean_log_probability: float | None
     """Mean log-probability of the answer's tokens in nats."""
@@ -92,7 +83,7 @@ class GenerationAnswers:
     is_labels: bool
     """Whether the answers come from a small set and are analyzed label by label."""
 
-    @property
+    @cached_property
     def with_reference(self) -> Sequence[AnsweredPrompt]:
         """Prompts with a reference."""
         return [prompt for prompt in self.prompts if prompt.reference is not None]
@@ -100,17 +91,15 @@ class GenerationAnswers:
     @cached_property
     def possible_answers(self) -> tuple[str, ...]:
         """generate.labels and all other references; empty for free text."""
-        if not self.is_labels:
-            return ()
         labels = self.card.spec.generate.labels
-        references = {prompt.reference for prompt in self.prompts if prompt.reference is not None}
-        return (*labels, *sorted(references - set(labels)))
+        references = {str(prompt.reference) for prompt in self.with_reference}
+        return (*labels, *sorted(references - set(labels))) if self.is_labels else ()
 
-    @cached_property
+    @property
     def unknown_references(self) -> Sequence[AnsweredPrompt]:
         """Prompts with a reference that is not in generate.labels; empty without generate.labels."""
         labels = set(self.card.spec.generate.labels)
-        return [prompt for prompt in self.with_reference if prompt.reference not in labels] if labels else []
+        return [prompt for prompt in self.with_reference if labels and prompt.reference not in labels]
 
 
 def is_output(name: str) -> bool:
@@ -119,37 +108,12 @@ def is_output(name: str) -> bool:
 
 
 def read_generation(path: Path, task: str) -> GenerationAnswers:
-    """Read all answers of a generation.
+    """Read all answers of an output of `ratchet generate`, with its card in the same folder; `task` is prepare.task.
 
-    Args:
-        path: Output of `ratchet generate --output`, with its card in the same folder.
-        task: prepare.task: `labels` if the answers come from a small set (or generate.labels is set).
-
-    Raises:
-        SettingsError, DamagedFileError: See `output.read_card` and `read_answers`.
+    Raises SettingsError and DamagedFileError like `output.read_card` and `read_answers`.
     """
     card = output.read_card(path)
     return GenerationAnswers(path, card, list(read_answers(path, card)), has_label_answers(card, task))
-
-
-def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
-    """Read an output prompt by prompt.
-
-    Raises:
-        DamagedFileError: The output was changed after it was written.
-    """
-    answers: list[GeneratedAnswer] = []
-    count = 0
-    for number, record in enumerate(output.read_records(path, card), start=1):
-        try:
-            answers.append(_parse_answer(record))
-            if len(answers) == card.spec.generate.samples:
-                yield _parse_prompt(record, answers, card.spec.generate.labels)
-                answers, count = [], count + 1
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedFileError(f"{path}: record {number} is not from `ratchet generate` ({error!r})") from None
-    if answers or not count:
-        raise DamagedFileError(f"{path}: found {count:,} complete prompts, but the card has {card.prompts:,}")
 
 
 def has_label_answers(card: GenerationCard, task: str) -> bool:
@@ -157,12 +121,24 @@ def has_label_answers(card: GenerationCard, task: str) -> bool:
     return bool(card.spec.generate.labels) or task == "labels"
 
 
-def _parse_answer(record: Mapping[str, Any]) -> GeneratedAnswer:
-    if record["finish"] not in FINISH_REASONS:
-        raise ValueError(f"finish {record['finish']!r}")
-    nats = record["mean_log_probability"]
-    known = nats if nats is not None and math.isfinite(nats) and record["tokens"] else None
-    return GeneratedAnswer(record["answer"].strip(), record["finish"], record["tokens"], known)
+def read_answers(path: Path, card: GenerationCard) -> Iterator[AnsweredPrompt]:
+    """Read an output prompt by prompt. Raises DamagedFileError if the output was changed after it was written."""
+    answers: list[GeneratedAnswer] = []
+    count = 0
+    for number, record in enumerate(output.read_records(path, card), start=1):
+        try:
+            if record["finish"] not in FINISH_REASONS:
+                raise ValueError(f"finish {record['finish']!r}")
+            nats = record["mean_log_probability"]
+            known = nats if nats is not None and math.isfinite(nats) and record["tokens"] else None
+            answers.append(GeneratedAnswer(record["answer"].strip(), record["finish"], record["tokens"], known))
+            if len(answers) == card.spec.generate.samples:
+                yield _parse_prompt(record, answers, card.spec.generate.labels)
+                answers, count = [], count + 1
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedFileError(f"{path}: record {number} is not from `ratchet generate` ({error!r})") from None
+    if answers or not count:
+        raise DamagedFileError(f"{path}: found {count:,} complete prompts, but the card has {card.prompts:,}")
 
 
 def _parse_prompt(
@@ -181,7 +157,7 @@ def _parse_prompt(
 
 @dataclass(frozen=True)
 class DistributionSummary:
-    """Distribution of a number over answers."""
+    """Distribution of a number over answers. Each percentile is one of the numbers."""
 
     n: int
     minimum: float
@@ -268,34 +244,32 @@ class AnswerAnalysis:
 
 
 def analyze_answers(answers: GenerationAnswers, seed: int) -> AnswerAnalysis:
-    """Analyze the answers of a generation.
-
-    Args:
-        answers: Answers of the generation.
-        seed: Seed of bootstrap intervals.
-    """
-    prompts = answers.with_reference
-    categories, value_counts = _score_categories(answers, prompts)
-    all_answers = [answer for prompt in answers.prompts for answer in prompt.answers]
+    """Analyze the answers of a generation; `seed` is that of bootstrap intervals."""
+    prompts, possible = answers.with_reference, set(answers.possible_answers)
+    all_answers = [(prompt, answer) for prompt in answers.prompts for answer in prompt.answers]
+    nats = [a.mean_log_probability for _, a in all_answers if a.mean_log_probability is not None]
+    unparseable = [(p.id, a.text, a.finish) for p, a in all_answers if a.text not in possible]
+    text_metrics = {}
+    if prompts and not answers.is_labels:
+        texts = [[answer.text for answer in prompt.answers] for prompt in prompts]
+        expected = [str(prompt.reference) for prompt in prompts]
+        scored = answer_metrics.score_answers(expected, texts, Evaluate(metrics=("token_f1",)), EXACT)
+        text_metrics = {result.name: widen_interval(result.metric) for result in scored}
+    categories, value_counts = _score_categories(answers)
     return AnswerAnalysis(
         answers=answers,
         finishes=_count_finishes(answers),
-        tokens=summarize_distribution([answer.tokens for answer in all_answers if answer.tokens is not None]),
-        log_probabilities=summarize_distribution(
-            [answer.mean_log_probability for answer in all_answers if answer.mean_log_probability is not None]
-        ),
-        text_metrics=_score_free_text(prompts) if prompts and not answers.is_labels else {},
-        labels=_analyze_labels(answers, prompts, seed) if prompts and answers.is_labels else None,
+        tokens=_summarize_distribution([a.tokens for _, a in all_answers if a.tokens is not None]),
+        log_probabilities=_summarize_distribution(nats),
+        text_metrics=text_metrics,
+        labels=_analyze_labels(answers, seed) if prompts and answers.is_labels else None,
         categories=categories,
         fields_with_many_values=value_counts,
-        unparseable=find_unparseable(answers) if answers.possible_answers else None,
+        unparseable=UnparseableAnswers(len(unparseable), len(all_answers), unparseable[:MAX_UNPARSEABLE])
+        if possible
+        else None,
         agreement=_measure_agreement(answers) if answers.card.spec.generate.samples > 1 else None,
     )
-
-
-def compute_accuracy(accuracies: Sequence[float]) -> MetricValue:
-    """Compute the mean of `AnsweredPrompt.accuracy`; several answers to a prompt are one sample."""
-    return widen_interval(mean_score_metric(accuracies, "higher", SHARE))
 
 
 def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
@@ -303,10 +277,6 @@ def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
 
     Among samples between 0 and `maximum` with a given mean, the variance is largest if each sample is 0 or `maximum`.
     The mean of such samples is a proportion. So the interval of a proportion is never too narrow for other samples.
-
-    Args:
-        metric: Mean of samples between 0 and `maximum`.
-        maximum: Largest possible score.
     """
     if metric.high - metric.low > MIN_WIDTH * maximum:
         return metric
@@ -315,26 +285,18 @@ def widen_interval(metric: MetricValue, maximum: float = 1.0) -> MetricValue:
     return metric.model_copy(update={"low": low, "high": high})
 
 
-def find_unparseable(answers: GenerationAnswers) -> UnparseableAnswers:
-    """Find the answers that are not among the possible answers."""
-    possible = set(answers.possible_answers)
-    unparseable = [
-        (prompt.id, answer.text, answer.finish)
-        for prompt in answers.prompts
-        for answer in prompt.answers
-        if answer.text not in possible
-    ]
-    return UnparseableAnswers(len(unparseable), answers.card.answers, unparseable[:MAX_UNPARSEABLE])
+def _mean_share(shares: Sequence[float]) -> MetricValue:
+    """Compute the mean of one share for each prompt; several answers to a prompt are one sample."""
+    return widen_interval(mean_score_metric(shares, "higher", SHARE))
 
 
-def summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
-    """Summarize numbers by percentiles, each of which is one of the numbers; None without numbers."""
+def _summarize_distribution(values: Sequence[float]) -> DistributionSummary | None:
     ordered = sorted(values)
     if not ordered:
         return None
-    percentiles = (ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.5, 0.95, 1))
-    minimum, p5, median, p95, maximum = percentiles
-    return DistributionSummary(len(ordered), minimum, p5, median, p95, maximum)
+    return DistributionSummary(
+        len(ordered), *(ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.5, 0.95, 1))
+    )
 
 
 def _count_finishes(answers: GenerationAnswers) -> dict[str, tuple[int, MetricValue | None]]:
@@ -350,20 +312,14 @@ def _count_finishes(answers: GenerationAnswers) -> dict[str, tuple[int, MetricVa
     }
 
 
-def _score_free_text(prompts: Sequence[AnsweredPrompt]) -> dict[str, MetricValue]:
-    expected = [str(prompt.reference) for prompt in prompts]
-    texts = [[answer.text for answer in prompt.answers] for prompt in prompts]
-    scored = answer_metrics.score_answers(expected, texts, Evaluate(metrics=("token_f1",)), EXACT)
-    return {result.name: widen_interval(result.metric) for result in scored}
-
-
-def _analyze_labels(answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt], seed: int) -> LabelAnalysis:
+def _analyze_labels(answers: GenerationAnswers, seed: int) -> LabelAnalysis:
+    prompts = answers.with_reference
     expected = [str(prompt.reference) for prompt in prompts]
     first = [prompt.answers[0].text for prompt in prompts]
     classes, confusion = metrics.score_classes(expected, first)
     chance = metrics.majority_share(expected)
-    accuracy = compute_accuracy([prompt.accuracy for prompt in prompts]).model_copy(update={"chance": chance})
-    likelihoods = _analyze_likelihoods(answers, prompts, seed)
+    accuracy = _mean_share([prompt.accuracy for prompt in prompts]).model_copy(update={"chance": chance})
+    likelihoods = _analyze_likelihoods(answers, seed)
     for label, curve in likelihoods.curves.items() if likelihoods else ():
         if label in classes and math.isfinite(curve["average_precision"]):
             classes[label]["average_precision"] = curve["average_precision"]
@@ -372,55 +328,43 @@ def _analyze_labels(answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt
     return LabelAnalysis(label_metrics, classes, confusion, confused_pairs, likelihoods)
 
 
-def _analyze_likelihoods(
-    answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt], seed: int
-) -> LikelihoodAnalysis | None:
+def _analyze_likelihoods(answers: GenerationAnswers, seed: int) -> LikelihoodAnalysis | None:
     labels = answers.card.spec.generate.labels
-    known = {
-        index: prompt.label_log_probabilities
-        for index, prompt in enumerate(prompts)
+    known = [
+        (prompt.reference, prompt.label_log_probabilities)
+        for prompt in answers.with_reference
         if prompt.label_log_probabilities is not None
         and prompt.reference in labels
         and all(map(math.isfinite, prompt.label_log_probabilities))
-    }
+    ]
     if not known:
         return None
-    nats = list(known.values())
-    expected = [str(prompts[index].reference) for index in known]
+    expected, nats = [str(reference) for reference, _ in known], [row for _, row in known]
     return LikelihoodAnalysis(
-        n=len(nats),
-        skipped=len(prompts) - len(nats),
+        n=len(known),
+        skipped=len(answers.with_reference) - len(known),
         curves=metrics.precision_recall_curves(labels, expected, nats),
         average_precision=metrics.mean_average_precision(labels, expected, nats, seed),
         calibration=compute_calibration(labels, expected, nats),
     )
 
 
-def _score_categories(
-    answers: GenerationAnswers, prompts: Sequence[AnsweredPrompt]
-) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:
+def _score_categories(answers: GenerationAnswers) -> tuple[dict[str, dict[str, MetricValue]], dict[str, int]]:
     """Return error rates by field and value, and the number of values of each field with too many values."""
     categories, value_counts = {}, {}
     for name in answers.card.spec.generate.extra_fields:
         errors: dict[str, list[float]] = {}
-        for prompt in prompts:
+        for prompt in answers.with_reference:
             if name in prompt.fields:
-                errors.setdefault(format_field(prompt.fields[name]), []).append(1.0 - prompt.accuracy)
+                value = prompt.fields[name]
+                text = value if isinstance(value, str) else json.dumps(value)
+                errors.setdefault(text, []).append(1.0 - prompt.accuracy)
         if len(errors) > MAX_FIELD_VALUES:
             value_counts[name] = len(errors)
         elif errors:
-            categories[name] = {value: _error_rate(errors[value]) for value in sorted(errors)}
+            rates = {value: _mean_share(errors[value]) for value in sorted(errors)}
+            categories[name] = {value: rate.model_copy(update={"better": "lower"}) for value, rate in rates.items()}
     return categories, value_counts
-
-
-def format_field(value: FieldValue) -> str:
-    """Format the value of a field: text unchanged, other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _error_rate(errors: Sequence[float]) -> MetricValue:
-    metric = widen_interval(mean_score_metric(errors, "higher", SHARE))
-    return metric.model_copy(update={"better": "lower"})
 
 
 def _measure_agreement(answers: GenerationAnswers) -> SampleAgreement:
@@ -481,79 +425,59 @@ def label_probabilities(nats: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 def compute_calibration(
     labels: Sequence[str], expected: Sequence[str], nats: Sequence[Sequence[float]]
 ) -> LabelCalibration:
-    """Compute the calibration of finite log-probabilities.
-
-    Args:
-        labels: Labels in the order of the log-probabilities.
-        expected: Reference of each prompt, one of the labels; at least one prompt.
-        nats: Log-probability of each label, for each prompt.
+    """Compute the calibration of finite log-probabilities, [prompts, labels]; each reference in `expected` is one of
+    the labels.
     """
     probabilities = label_probabilities(nats)
     index = {label: k for k, label in enumerate(labels)}
     true = np.array([index[label] for label in expected])
-    hits = probabilities.argmax(axis=1) == true  # The first of equally likely labels.
+    hits = (probabilities.argmax(axis=1) == true).astype(float)  # The first of equally likely labels.
     confidence = probabilities.max(axis=1)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     bin_of_prompt = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
-    bins = [
-        CalibrationBin(
-            low=float(edges[k]),
-            high=float(edges[k + 1]),
-            confidence=float(confidence[bin_of_prompt == k].mean()),
-            accuracy=proportion_metric(hits[bin_of_prompt == k].astype(float).tolist()),
-        )
-        for k in range(BINS)
-        if (bin_of_prompt == k).any()
-    ]
+    bins = []
+    for k in np.unique(bin_of_prompt).tolist():
+        inside = bin_of_prompt == k
+        accuracy = proportion_metric(hits[inside].tolist())
+        bins.append(CalibrationBin(float(edges[k]), float(edges[k + 1]), float(confidence[inside].mean()), accuracy))
     error = sum(bin_.accuracy.n * abs(bin_.accuracy.value - bin_.confidence) for bin_ in bins) / len(true)
-    target = np.zeros_like(probabilities)
-    target[np.arange(len(true)), true] = 1.0
-    squares = ((probabilities - target) ** 2).sum(axis=1).tolist()
+    squares = ((probabilities - np.eye(len(labels))[true]) ** 2).sum(axis=1).tolist()
     brier = widen_interval(mean_metric(squares, "lower", "0 to 2, mean of prompts"), maximum=2.0)
-    return LabelCalibration(
-        bins, error, brier, float(confidence.mean()), proportion_metric(hits.astype(float).tolist())
-    )
-
-
-# Short summary after a generation, computed prompt by prompt without keeping the answers in memory.
+    return LabelCalibration(bins, error, brier, float(confidence.mean()), proportion_metric(hits.tolist()))
 
 
 def summarize_generation(path: Path, task: str) -> list[str]:
-    """Return a summary of the accuracy for the terminal; empty if no prompt has a reference.
+    """Return a short summary of the accuracy for the terminal; empty if no prompt has a reference. `task` is
+    prepare.task.
 
-    Args:
-        path: Output of the generation, with its card in the same folder.
-        task: prepare.task.
+    It is computed prompt by prompt without keeping the answers in memory.
     """
     accuracies: list[float] = []
-    references: set[str] = set()
+    others, texts = set[str](), Counter[str]()
     try:
         card = output.read_card(path)
         labels = set(card.spec.generate.labels)
         for prompt in read_answers(path, card):
+            if labels:
+                texts.update(answer.text for answer in prompt.answers if answer.text not in labels)
             if prompt.reference is not None:
                 accuracies.append(prompt.accuracy)
-                references |= {prompt.reference} if labels else set()
-        unparseable = _count_unparseable(path, card, labels | references) if labels and accuracies else 0
+                others |= {prompt.reference} - labels if labels else set()
     except InputError as error:  # The output was changed after it was written.
         return [f"  no accuracy: {error}"]
     if not accuracies:
         return []
-    metric = compute_accuracy(accuracies)
+    metric = _mean_share(accuracies)
     name = "accuracy" if has_label_answers(card, task) else "exact match"
     lines = [
         f"  {name}: {metric.value:.3f} (95 %: {metric.low:.3f} to {metric.high:.3f}) "
         f"of {metric.n:,} prompts with a reference"
     ]
     if labels:
-        others = f" or the {len(references - labels):,} other references" if references - labels else ""
-        lines.append(f"  {unparseable:,} of {card.answers:,} answers are not one of the {len(labels):,} labels{others}")
+        unparseable = sum(count for text, count in texts.items() if text not in others)
+        known = f"{len(labels):,} labels" + (f" or the {len(others):,} other references" if others else "")
+        lines.append(f"  {unparseable:,} of {card.answers:,} answers are not one of the {known}")
     return [*lines, f"  more: ratchet report {path}"]
-
-
-def _count_unparseable(path: Path, card: GenerationCard, possible: Set[str]) -> int:
-    """Count the answers that are not possible, in a second pass, because the first pass collects the references."""
-    return sum(answer.text not in possible for prompt in read_answers(path, card) for answer in prompt.answers)
 
 
 # Report for the terminal.
@@ -561,21 +485,33 @@ def _count_unparseable(path: Path, card: GenerationCard, possible: Set[str]) -> 
 
 def format_analysis(analysis: AnswerAnalysis) -> str:
     """Format an analysis for the terminal."""
-    card = analysis.answers.card
-    head = (
-        f"generation {card.id}: {card.answers:,} answers to {card.prompts:,} prompts "
-        f"by {sanitize_line(card.model_name)}"
-    )
-    return "\n".join(
-        [
-            head,
-            *_finish_lines(analysis),
-            *_text_metric_lines(analysis),
-            *_label_lines(analysis),
-            *_category_lines(analysis),
-            *_agreement_lines(analysis),
-        ]
-    )
+    card, tokens, nats = analysis.answers.card, analysis.tokens, analysis.log_probabilities
+    head = f"generation {card.id}: {card.answers:,} answers to {card.prompts:,} prompts by "
+    figures = {"finish": ", ".join(f"{count:,} {name}" for name, (count, _) in analysis.finishes.items())}
+    if tokens is not None:
+        figures["tokens of an answer"] = (
+            f"median {tokens.median:,.0f}, 95th percentile {tokens.p95:,.0f}, maximum {tokens.maximum:,.0f}"
+        )
+    if nats is not None:
+        figures["mean log-probability"] = f"median {nats.median:.3f}, 5th percentile {nats.p5:.3f}"
+    lines = [head + sanitize_line(card.model_name), *_format_figures(figures)]
+    lines += [f"  note: {note}" for note in describe_omissions(analysis)]
+    lines += _format_metrics(analysis.text_metrics)
+    lines += [*_label_lines(analysis), *_category_lines(analysis)]
+    if (agreement := analysis.agreement) is not None:
+        lines += ["", f"agreement of {agreement.samples} answers per prompt"]
+        shares = {"pairs that agree": agreement.agreement, "prompts with equal answers": agreement.unanimous}
+        lines += _format_metrics(shares)
+        lines += _format_metrics({"most frequent answer is right": agreement.majority} if agreement.majority else {})
+    return "\n".join(lines)
+
+
+def _format_figures(figures: Mapping[str, str]) -> Iterator[str]:
+    return (f"  {name:{NAME_WIDTH}} {value}" for name, value in figures.items())
+
+
+def _format_metrics(values: Mapping[str, MetricValue]) -> Iterator[str]:
+    return _format_figures({name.replace("_", " "): format_metric(metric) for name, metric in values.items()})
 
 
 def format_metric(metric: MetricValue) -> str:
@@ -598,7 +534,7 @@ def truncate_text(text: str, maximum: int = MAX_LABEL_CHARACTERS) -> str:
 
 def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
     """Return notes about prompts and values that the metrics leave out, and why."""
-    answers, notes = analysis.answers, []
+    answers, labels, notes = analysis.answers, analysis.labels, []
     missing = len(answers.prompts) - len(answers.with_reference)
     if not answers.with_reference:
         notes.append("No prompt has a reference (the answer of its record), so there is no accuracy.")
@@ -607,119 +543,70 @@ def describe_omissions(analysis: AnswerAnalysis) -> list[str]:
             f"Prompts without a reference: {missing:,} of {len(answers.prompts):,}; accuracy and error rates leave "
             "them out."
         )
-    if answers.unknown_references:
-        references = sorted({str(prompt.reference) for prompt in answers.unknown_references})[:5]
+    if unknown := answers.unknown_references:
+        references = sorted({str(prompt.reference) for prompt in unknown})[:5]
         notes.append(
             f"References that are none of the {len(answers.card.spec.generate.labels):,} generate.labels: "
-            f"{len(answers.unknown_references):,} ({', '.join(repr(truncate_text(text)) for text in references)}). "
+            f"{len(unknown):,} ({', '.join(repr(truncate_text(text)) for text in references)}). "
             "They count as further labels: an equal answer is right, an answer from generate.labels is wrong."
         )
-    if analysis.labels is not None:
-        if len(analysis.labels.classes) == 1:
-            notes.append("All references are the same label, so the chance level is 1.")
-        notes += _likelihood_notes(analysis, analysis.labels)
+    if labels and len(labels.classes) == 1:
+        notes.append("All references are the same label, so the chance level is 1.")
+    if labels and labels.likelihoods and labels.likelihoods.skipped:
+        notes.append(
+            f"Prompts in no precision-recall curve and no calibration: {labels.likelihoods.skipped:,}; their reference "
+            "is not a label, or the likelihood of a label is unknown."
+        )
+    elif labels and not labels.likelihoods and answers.card.spec.generate.labels:
+        notes.append(
+            "Only text was available: no prompt with a label as reference has log-probabilities of labels. There are "
+            "no precision-recall curves and no calibration."
+        )
+    elif labels and not labels.likelihoods:
+        notes.append(
+            "Only text was available: precision-recall curves and calibration need generate.labels, so that the "
+            "log-probability of each label is recorded."
+        )
     for name, count in analysis.fields_with_many_values.items():
         notes.append(f"Field {sanitize_line(name)} has {count:,} values, too many for error rates by value.")
-    if invalid := count_card_finishes(analysis, "invalid"):
-        notes.append(f"Answers that ended because the model returned NaN: {invalid:,}.")
+    if "invalid" in analysis.finishes:
+        notes.append(f"Answers that ended because the model returned NaN: {analysis.finishes['invalid'][0]:,}.")
     return notes
 
 
-def count_card_finishes(analysis: AnswerAnalysis, finish: str) -> int:
-    """Return the number of answers with this finish reason."""
-    return analysis.finishes.get(finish, (0, None))[0]
-
-
-def _likelihood_notes(analysis: AnswerAnalysis, labels: LabelAnalysis) -> list[str]:
-    if labels.likelihoods is not None:
-        if not labels.likelihoods.skipped:
-            return []
-        return [
-            f"Prompts in no precision-recall curve and no calibration: {labels.likelihoods.skipped:,}; their reference "
-            "is not a label, or the likelihood of a label is unknown."
-        ]
-    if analysis.answers.card.spec.generate.labels:
-        return [
-            "Only text was available: no prompt with a label as reference has log-probabilities of labels. There are "
-            "no precision-recall curves and no calibration."
-        ]
-    return [
-        "Only text was available: precision-recall curves and calibration need generate.labels, so that the "
-        "log-probability of each label is recorded."
-    ]
-
-
-def _format_line(name: str, value: str) -> str:
-    return f"  {name:{NAME_WIDTH - 2}} {value}"
-
-
-def _finish_lines(analysis: AnswerAnalysis) -> Lines:
-    yield _format_line("finish", ", ".join(f"{count:,} {name}" for name, (count, _) in analysis.finishes.items()))
-    if (tokens := analysis.tokens) is not None:
-        yield _format_line(
-            "tokens of an answer",
-            f"median {tokens.median:,.0f}, 95th percentile {tokens.p95:,.0f}, maximum {tokens.maximum:,.0f}",
-        )
-    if (nats := analysis.log_probabilities) is not None:
-        yield _format_line("mean log-probability", f"median {nats.median:.3f}, 5th percentile {nats.p5:.3f}")
-    for note in describe_omissions(analysis):
-        yield f"  note: {note}"
-
-
-def _text_metric_lines(analysis: AnswerAnalysis) -> Lines:
-    for name, metric in analysis.text_metrics.items():
-        yield _format_line(name.replace("_", " "), format_metric(metric))
-
-
-def _label_lines(analysis: AnswerAnalysis) -> Lines:
+def _label_lines(analysis: AnswerAnalysis) -> Iterator[str]:
     if (unparseable := analysis.unparseable) is not None:
         examples = "; ".join(
             f"{sanitize_line(prompt_id)}: {truncate_text(text) or '(nothing)'!r}"
             for prompt_id, text, _ in unparseable.first[:5]
         )
         value = f"{unparseable.count:,} of {unparseable.total:,}" + (f" ({examples})" if examples else "")
-        yield _format_line("unparseable answers", value)
+        yield from _format_figures({"unparseable answers": value})
     if (labels := analysis.labels) is None:
         return
-    for name, metric in labels.metrics.items():
-        yield _format_line(name.replace("_", " "), format_metric(metric))
+    yield from _format_metrics(labels.metrics)
     if (likelihoods := labels.likelihoods) is not None:
-        calibration = likelihoods.calibration
-        yield _format_line("most likely label is right", format_metric(calibration.accuracy))
-        yield _format_line("mean average precision", format_metric(likelihoods.average_precision))
-        yield _format_line(
-            "expected calibration error",
-            f"{calibration.error:.3f}; mean probability {calibration.confidence:.3f}, right "
-            f"{calibration.accuracy.value:.3f}",
-        )
-        yield _format_line("Brier score (0 to 2)", format_metric(calibration.brier))
-    yield from _class_lines(labels)
-    yield from _confusion_lines(labels)
-
-
-def _class_lines(labels: LabelAnalysis) -> Lines:
-    classes = labels.classes
-    order = sorted(classes, key=lambda name: (classes[name]["f1"], name))
+        found = likelihoods.calibration
+        yield from _format_metrics({"most likely label is right": found.accuracy})
+        yield from _format_metrics({"mean average precision": likelihoods.average_precision})
+        error = f"{found.error:.3f}; mean probability {found.confidence:.3f}, right {found.accuracy.value:.3f}"
+        yield from _format_figures({"expected calibration error": error})
+        yield from _format_metrics({"Brier score (0 to 2)": found.brier})
+    order = sorted(labels.classes, key=lambda name: (labels.classes[name]["f1"], name))
     rest = f" (the worst {MAX_LABELS_LISTED} of {len(order):,})" if len(order) > MAX_LABELS_LISTED else ""
-    heads = ("F1", "precision", "recall", "av. prec.", "rows")
-    yield from ("", f"by label{rest}", f"  {'':{MAX_LABEL_CHARACTERS}} " + " ".join(f"{head:>9}" for head in heads))
+    yield from ("", f"by label{rest}", _format_row("", ("F1", "precision", "recall", "av. prec.", "rows")))
     for name in order[:MAX_LABELS_LISTED]:
-        scores = classes[name]
-        values = [
-            f"{scores[key]:9.3f}" if key in scores else f"{'':>9}"
-            for key in ("f1", "precision", "recall", "average_precision")
+        scores = labels.classes[name]
+        shares = [
+            f"{scores[key]:.3f}" if key in scores else "" for key in ("f1", "precision", "recall", "average_precision")
         ]
-        yield f"  {truncate_text(name):{MAX_LABEL_CHARACTERS}} {' '.join(values)} {scores['support']:9,.0f}"
-
-
-def _confusion_lines(labels: LabelAnalysis) -> Lines:
+        yield _format_row(name, [*shares, f"{scores['support']:,.0f}"])
     names = labels.confusion.labels
     if len(names) <= MAX_MATRIX_LABELS:
-        columns = [*(truncate_text(name, 9) for name in names), OTHER]
-        yield from ("", f"confusion matrix (rows: references; columns: answers; {OTHER}: {NO_REFERENCE})")
-        yield f"  {'':{MAX_LABEL_CHARACTERS}} " + " ".join(f"{name:>9}" for name in columns)
+        yield from ("", f"confusion matrix (rows: references; columns: answers; (other): {NO_REFERENCE})")
+        yield _format_row("", [*(truncate_text(name, 9) for name in names), "(other)"])
         for name, counts in zip(names, labels.confusion.matrix, strict=True):
-            yield f"  {truncate_text(name):{MAX_LABEL_CHARACTERS}} " + " ".join(f"{count:9,}" for count in counts)
+            yield _format_row(name, [f"{count:,}" for count in counts])
     elif labels.confused_pairs:
         yield from ("", f"most frequently confused, of {len(labels.confused_pairs):,} pairs")
         pairs = sorted(labels.confused_pairs.items(), key=lambda item: (-item[1], item[0]))
@@ -727,20 +614,14 @@ def _confusion_lines(labels: LabelAnalysis) -> Lines:
             yield f"  {truncate_text(reference)!r} answered {truncate_text(answer) or '(nothing)'!r}: {count:,}"
 
 
-def _category_lines(analysis: AnswerAnalysis) -> Lines:
+def _format_row(name: str, cells: Sequence[str]) -> str:
+    return f"  {truncate_text(name):{MAX_LABEL_CHARACTERS}} " + " ".join(f"{cell:>9}" for cell in cells)
+
+
+def _category_lines(analysis: AnswerAnalysis) -> Iterator[str]:
     for name, by_value in analysis.categories.items():
         worst = sorted(by_value.items(), key=lambda item: (-item[1].value, item[0]))
         rest = f" (the worst {MAX_VALUES_LISTED} of {len(worst):,})" if len(worst) > MAX_VALUES_LISTED else ""
         yield from ("", f"error rate by {truncate_text(name)}{rest}")
         for value, metric in worst[:MAX_VALUES_LISTED]:
             yield f"  {truncate_text(value):{MAX_LABEL_CHARACTERS}} {format_metric(metric)}"
-
-
-def _agreement_lines(analysis: AnswerAnalysis) -> Lines:
-    if (agreement := analysis.agreement) is None:
-        return
-    yield from ("", f"agreement of {agreement.samples} answers per prompt")
-    yield _format_line("pairs that agree", format_metric(agreement.agreement))
-    yield _format_line("prompts with equal answers", format_metric(agreement.unanimous))
-    if agreement.majority is not None:
-        yield _format_line("most frequent answer is right", format_metric(agreement.majority))

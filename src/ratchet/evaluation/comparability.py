@@ -5,7 +5,6 @@ Scores change with the number type, the batch size and the kernels of a library 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -28,41 +27,26 @@ OWN_TEMPLATE = "each model's own"
 """Template of a contract under which every model uses its own chat template."""
 
 
-@dataclass(frozen=True)
-class NumericsSpec:
-    """Conditions of a computation: everything that scores depend on apart from weights and inputs."""
+def describe_numerics(
+    model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int
+) -> dict[str, Any]:
+    """Describe how a model in this format computes on this machine: all that scores depend on but weights and inputs.
 
-    model_format: ModelFormat
-    weights: str
-    """Format of the weights in memory, e.g. `nf4+dq uint8` or `float32`."""
-    dtype: str
-    device: str
-    threads: int
-    batch_rows: int
-    versions: Mapping[str, str]
-    """Versions of LIBRARIES and, if the settings have tasks of the harness, of HARNESS."""
-
-    @classmethod
-    def from_settings(
-        cls, model_format: ModelFormat, settings: Settings, device: torch.device, batch_rows: int
-    ) -> "NumericsSpec":
-        """Describe how a model in this format computes on this machine with these settings."""
-        tasks = settings.evaluate.harness
-        libraries = (*LIBRARIES, HARNESS) if tasks.tasks or tasks.builtin_tasks else LIBRARIES
-        dtype = settings.train.compute_dtype if model_format == "adapter" else settings.export.dtype
-        return cls(
-            model_format=model_format,
-            weights=settings.train.base_weight_format if model_format == "adapter" else settings.export.dtype,
-            dtype=str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            threads=torch.get_num_threads(),
-            batch_rows=batch_rows,
-            versions={name: version(name) for name in libraries},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {**vars(self), "versions": dict(self.versions)}
+    `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `versions` are those of LIBRARIES and,
+    if the settings have tasks of the harness, of HARNESS.
+    """
+    tasks, is_adapter = settings.evaluate.harness, model_format == "adapter"
+    libraries = (*LIBRARIES, HARNESS) if tasks.tasks or tasks.builtin_tasks else LIBRARIES
+    dtype = settings.train.compute_dtype if is_adapter else settings.export.dtype
+    return {
+        "model_format": model_format,
+        "weights": settings.train.base_weight_format if is_adapter else settings.export.dtype,
+        "dtype": str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "batch_rows": batch_rows,
+        "versions": {name: version(name) for name in libraries},
+    }
 
 
 def comparison_terms(
@@ -74,12 +58,7 @@ def comparison_terms(
 ) -> dict[str, Any]:
     """Return the terms of the contract that are the same for every model: the inputs.
 
-    Args:
-        settings: Settings of the project.
-        card: Card of the prepared data.
-        rows: Test rows.
-        general_text: General text.
-        tasks: Current digest of each local harness task.
+    `tasks` has the current digest of each local harness task.
     """
     evaluate = settings.evaluate.model_dump(
         mode="json", exclude={"formats", "quantization_rows", "latency_rows", "judge"}

@@ -3,8 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,6 @@ from ratchet.storage.records.evaluation import InferenceCost, MetricValue, Sampl
 
 Progress = Callable[[str], None]
 """Shows a line of text to the user."""
-
 PROGRESS_EVERY_S = 15.0
 """Seconds between two progress lines about the same work."""
 
@@ -67,8 +65,7 @@ class EvaluationResult:
 
     def add_metric(self, name: str, metric: MetricValue, samples: list[SampleScore]) -> None:
         """Add a metric with its per-sample scores."""
-        self.metrics[name] = metric
-        self.samples[name] = samples
+        self.metrics[name], self.samples[name] = metric, samples
 
 
 @dataclass(frozen=True)
@@ -87,37 +84,46 @@ class Evaluator:
     """Whether stored scores are reused and new scores are stored."""
 
     def evaluate(
-        self, subject: EvaluationSubject, model: Any, tokenizer: Any, numerics: comparability.NumericsSpec
+        self, subject: EvaluationSubject, model: Any, tokenizer: Any, numerics: Mapping[str, Any]
     ) -> EvaluationResult:
         """Evaluate a loaded model.
 
-        Raises:
-            Exception: memory is exhausted (models.oom.is_out_of_memory). Evaluate all models again in smaller batches,
-                because scores depend on the batch size.
-            SettingsError: a harness task cannot be run.
+        If memory is exhausted (models.oom.is_out_of_memory), evaluate all models again in smaller batches, because
+        scores depend on the batch size. Raises SettingsError if a harness task cannot be run.
         """
         end_tokens = scoring.list_end_tokens(model, tokenizer, self.card.end_of_turn)
         template: Any = comparability.template_terms(tokenizer, self.rows, end_tokens)
         if self.settings.evaluate.use_champion_template:
             template = comparability.OWN_TEMPLATE
-        result = EvaluationResult(subject, {**self.terms, **numerics.to_json(), "template": template})
-        store = self._open_store(subject, numerics)
-        progress = _ThrottledProgress(self.progress, subject.role)
-        scorer = Scorer(model, tokenizer.pad_token_id, numerics.batch_rows, store, progress)
+        result = EvaluationResult(subject, {**self.terms, **numerics, "template": template})
+        # Each file has the scores of one model with one set of numerics; the keys identify the requests.
+        name = digests.hash_json([subject.identity, numerics])[:32]
+        store = ScoreStore(self.layout.scores / f"{name}.jsonl" if self.use_cache else None)
+        last_shown_s = time.monotonic()
+
+        def show_progress(done: int, total: int) -> None:
+            nonlocal last_shown_s
+            if done < total and time.monotonic() - last_shown_s > PROGRESS_EVERY_S:
+                self.progress(f"{subject.role}: {done:,} of {total:,}")
+                last_shown_s = time.monotonic()
+
+        scorer = Scorer(model, tokenizer.pad_token_id, numerics["batch_rows"], store, show_progress)
         evaluation = _ModelEvaluation(self, result, scorer, tokenizer, end_tokens)
         evaluation.score_likelihoods()
-        with _enable_kv_cache(model):
+        uses_cache = model.config.use_cache
+        model.config.use_cache = True  # Training disables the key-value cache, and generation needs it.
+        try:
             evaluation.score_answers()
             evaluation.score_labels()
             evaluation.run_harness(model, store)
-            evaluation.measure_cost(model)
+            if (count := min(self.settings.evaluate.latency_rows, len(evaluation.prompts))) and subject.measures_cost:
+                self.progress(f"{subject.role}: measuring the latency of {count} answers, one at a time")
+                max_new_tokens, prompts = self.settings.evaluate.max_new_tokens, evaluation.prompts[:count]
+                result.cost = measure_cost(model, tokenizer.pad_token_id, prompts, end_tokens, max_new_tokens)
+        finally:
+            model.config.use_cache = uses_cache
         evaluation.score_slices()
         return result
-
-    def _open_store(self, subject: EvaluationSubject, numerics: comparability.NumericsSpec) -> ScoreStore:
-        # Each file has the scores of one model with one set of numerics; the keys identify the requests.
-        name = digests.hash_json([subject.identity, numerics.to_json()])[:32]
-        return ScoreStore(self.layout.scores / f"{name}.jsonl" if self.use_cache else None)
 
 
 _PERPLEXITIES: dict[str, Callable[[RowLikelihood], tuple[float, int]]] = {
@@ -152,10 +158,9 @@ class _ModelEvaluation:
     def score_likelihoods(self) -> None:
         """Compute the perplexities of the test rows (answers and prompts separately) and of the general text."""
         if not rows.has_same_tokens(self.rows, self.tokenizer, self.evaluator.settings):
-            self._show_progress("its tokenizer differs from that of the prepared rows; skipping perplexities")
-            self.result.notes.append(
-                f"{self.role}: its tokenizer differs from that of the prepared rows, so it has no perplexities"
-            )
+            note = "its tokenizer differs from that of the prepared rows, so it has no perplexities"
+            self._show_progress(note)
+            self.result.notes.append(f"{self.role}: {note}")
             return
         self._show_progress(f"likelihood of {len(self.rows.ids)} rows")
         self.likelihoods = self.scorer.score_rows(self.rows.input_ids, self.rows.labels)
@@ -177,15 +182,11 @@ class _ModelEvaluation:
 
     def _add_perplexity(self, name: str, ids: Sequence[str], scores: Sequence[tuple[float, int]]) -> None:
         """Add a perplexity from nats and tokens of each sample; leave out samples without tokens (empty prompts)."""
-        samples = [
-            SampleScore(id=key, value=nll, weight=tokens)
-            for key, (nll, tokens) in zip(ids, scores, strict=True)
-            if tokens
-        ]
-        if not samples:
-            return
-        metric = metrics.perplexity_metric([s.value for s in samples], [s.weight for s in samples])
-        self.result.add_metric(name, metric, samples)
+        pairs = zip(ids, scores, strict=True)
+        samples = [SampleScore(id=key, value=nll, weight=tokens) for key, (nll, tokens) in pairs if tokens]
+        if samples:
+            metric = metrics.perplexity_metric([s.value for s in samples], [s.weight for s in samples])
+            self.result.add_metric(name, metric, samples)
 
     def score_answers(self) -> None:
         """Generate answers and compare them with the references."""
@@ -268,16 +269,6 @@ class _ModelEvaluation:
         ]
         self.result.add_metric(name, metric, samples)
 
-    def measure_cost(self, model: Any) -> None:
-        """Measure latency and memory of answering, one prompt at a time."""
-        count = min(self.settings.latency_rows, len(self.prompts))
-        if not (self.result.subject.measures_cost and count):
-            return
-        self._show_progress(f"measuring the latency of {count} answers, one at a time")
-        self.result.cost = measure_cost(
-            model, self.tokenizer.pad_token_id, self.prompts[:count], self.end_tokens, self.settings.max_new_tokens
-        )
-
     def score_slices(self) -> None:
         """Compute perplexities and exact matches of slices of the rows, by length and by field."""
         exact_name = "accuracy" if self.card.task == "labels" else "exact_match"
@@ -292,31 +283,6 @@ class _ModelEvaluation:
                 slice_metrics[exact_name] = metrics.mean_score_metric(values, "higher")
             if slice_metrics:
                 self.result.slices[slice_name] = slice_metrics
-
-
-class _ThrottledProgress:
-    """Shows the progress of long work once every PROGRESS_EVERY_S seconds."""
-
-    def __init__(self, progress: Progress, role: str) -> None:
-        self.progress = progress
-        self.role = role
-        self.last_shown_s = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if done < total and time.monotonic() - self.last_shown_s > PROGRESS_EVERY_S:
-            self.progress(f"{self.role}: {done:,} of {total:,}")
-            self.last_shown_s = time.monotonic()
-
-
-@contextmanager
-def _enable_kv_cache(model: Any) -> Iterator[None]:
-    """Enable the key-value cache, which training disables and generation needs."""
-    previous = model.config.use_cache
-    model.config.use_cache = True
-    try:
-        yield
-    finally:
-        model.config.use_cache = previous
 
 
 def measure_cost(
@@ -334,10 +300,12 @@ def measure_cost(
         capacity.reset_peak()
     seconds, tokens = [], 0
     for number, prompt in enumerate([prompts[0], *prompts]):
-        _synchronize_device(model.device)
+        if is_cuda:
+            torch.cuda.synchronize(model.device)
         start_s = time.perf_counter()
         answer = scoring.generate(model, [prompt], end_tokens, max_new_tokens, pad_token_id)[0]
-        _synchronize_device(model.device)
+        if is_cuda:
+            torch.cuda.synchronize(model.device)
         if number:
             seconds.append(time.perf_counter() - start_s)
             tokens += len(answer)
@@ -349,9 +317,3 @@ def measure_cost(
         memory_bytes=torch.cuda.max_memory_allocated(model.device) if is_cuda else capacity.peak_resident_bytes(),
         device=torch.cuda.get_device_name(model.device) if is_cuda else "cpu",
     )
-
-
-def _synchronize_device(device: torch.device) -> None:
-    """Wait until the GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

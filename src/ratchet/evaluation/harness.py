@@ -31,37 +31,17 @@ from ratchet.evaluation.metrics import Better, bootstrap_metric
 from ratchet.storage import digests
 from ratchet.storage.records.evaluation import MetricValue
 
-__all__ = [
-    "FEWSHOT_SEED",
-    "HarnessResultCache",
-    "HarnessScores",
-    "HarnessTaskResult",
-    "find_task_files",
-    "fingerprint_tasks",
-    "read_documents",
-    "run",
-]
+__all__ = ["FEWSHOT_SEED", "HarnessResultCache", "HarnessScores", "HarnessTaskResult", "find_task_files",
+           "fingerprint_tasks", "read_documents", "run"]  # fmt: skip
 
 FEWSHOT_SEED = 1234
 """Seed that selects the few-shot examples: the default of the harness, fixed here because scores depend on the seed."""
-
 PYTHON_SEED, NUMPY_SEED = 0, 1234
 """Seeds that the harness command sets before it loads tasks; some tasks shuffle their documents."""
+_DIRECTIONS: dict[Any, Better] = {True: "higher", False: "lower"}
 
 CHUNK_BATCHES = 4
 """Number of batches that are stored together; a kill loses at most this many batches."""
-
-DIRECTIONS: dict[Any, Better] = {True: "higher", False: "lower"}
-
-DIGESTS = ("doc_hash", "prompt_hash", "target_hash")
-"""Fields of a sample that the harness computes as digests."""
-
-
-Request = tuple[list[int], Any]
-"""Tokens of the prompt, and tokens of the continuation or generation settings."""
-
-Items = Mapping[str, Any]
-"""Output of a harness metric for each document, by document name: a number, or input of the metric's aggregation."""
 
 
 class HarnessResultCache(Protocol):
@@ -111,19 +91,10 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
     batch_rows: int,
     results_cache: HarnessResultCache,
 ) -> list[HarnessTaskResult]:
-    """Score `model` on the tasks of `settings`.
+    """Score `model` on the tasks of `settings` in `tasks_dir`; paths of data files in the tasks are relative to `root`.
 
-    Args:
-        model: The loaded model.
-        tokenizer: Its tokenizer.
-        settings: evaluate.harness.
-        root: Directory that paths of data files in the tasks are relative to.
-        tasks_dir: Folder with the project's tasks.
-        batch_rows: Requests per batch.
-        results_cache: Results of this model with these numerics; its keys contain neither model nor numerics.
-
-    Raises:
-        SettingsError: A task is not defined or cannot run, its data are missing, or two documents are identical.
+    `results_cache` has results of this model with these numerics; its keys contain neither model nor numerics. Raises
+    SettingsError if a task is not defined or cannot run, its data are missing, or two documents are identical.
     """
     from ratchet.data import token_files  # Imports `datasets`, which task digests do not need.
 
@@ -132,33 +103,21 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
             f"evaluate.harness: {min(duplicates)!r} is in tasks and in builtin_tasks; rename the project's own task"
         )
     results: list[HarnessTaskResult] = []
+    kinds = ("tasks", settings.tasks, tasks_dir), ("builtin_tasks", settings.builtin_tasks, None)
     with contextlib.chdir(root), _seed_random_state():
-        if settings.tasks:
-            with token_files.use_fresh_cache():
-                loader = _HarnessTaskLoader("evaluate.harness.tasks", tasks_dir)
+        for key, names, folder in (kind for kind in kinds if kind[1]):
+            with token_files.use_fresh_cache() if folder else contextlib.nullcontext():
+                loader = _HarnessTaskLoader(f"evaluate.harness.{key}", folder)
                 language_model = _build_language_model(model, tokenizer, batch_rows, results_cache)
-                results += [_run_task_or_group(language_model, name, loader, settings) for name in settings.tasks]
-        if settings.builtin_tasks:
-            loader = _HarnessTaskLoader("evaluate.harness.builtin_tasks", None)
-            language_model = _build_language_model(model, tokenizer, batch_rows, results_cache)
-            results += [_run_task_or_group(language_model, name, loader, settings) for name in settings.builtin_tasks]
+                results += [_run_task_or_group(language_model, name, loader, settings) for name in names]
     return results
 
 
 def read_documents(names: Sequence[str], root: Path, tasks_dir: Path, excluded_folder: Path) -> dict[str, list[str]]:
-    """Read the text of every document of the named tasks.
+    """Return, by task, the texts of every document of the named tasks in `tasks_dir`, joined.
 
-    Args:
-        names: Tasks defined in `tasks_dir`.
-        root: Directory that paths of data files in the tasks are relative to.
-        tasks_dir: Folder with the project's tasks.
-        excluded_folder: Tasks with data files in this folder (the project's own test rows) are left out.
-
-    Returns:
-        By task: all texts of each document, joined.
-
-    Raises:
-        SettingsError: A task is not defined, or its data are missing.
+    Tasks with data files in `excluded_folder` (the project's own test rows) are left out. Paths of data files in the
+    tasks are relative to `root`. Raises SettingsError if a task is not defined, or its data are missing.
     """
     folder = re.escape(f"{excluded_folder.relative_to(root).as_posix()}/")
     # Matches the folder as a YAML value, not in a comment.
@@ -288,9 +247,7 @@ def _run_task(
         samples = results["samples"][name]
         first_prompt = language_model.tok_encode(samples[0]["arguments"][0][0])
         contract = [lm_eval.__version__, likelihoods.METHOD, _serialize_config(task), FEWSHOT_SEED, first_prompt]
-        choices = task.doc_to_choice if task.OUTPUT_TYPE == "multiple_choice" else None
-        harness_samples = HarnessSamples(name, samples, task.aggregation(), task.higher_is_better(), choices)
-        return harness_samples.build_result(contract, allows_duplicates=loader.folder is None)
+        return _build_result(name, task, samples, contract, allows_duplicates=loader.folder is None)
     except (KeyError, ValueError, TypeError, AssertionError, FileNotFoundError) as error:
         raise SettingsError(
             f"{loader.setting}: the harness cannot run {name}: {error or type(error).__name__}"
@@ -313,142 +270,122 @@ def _serialize_value(value: Any) -> str:
 # Per-document scores from the samples that the harness logs.
 
 
-def mean(items: Sequence[Any]) -> Any:
-    """Return the mean of numbers."""
-    return sum(items) / len(items)
+def _build_result(
+    name: str, task: Any, samples: Sequence[Mapping[str, Any]], contract: Any, allows_duplicates: bool
+) -> HarnessTaskResult:
+    """Build the result of a task from the samples that the harness logs: one per document and filter.
+
+    `contract` is everything that affects the scores apart from the documents, as JSON. Raises SettingsError if a score
+    is not a number, or if documents are identical, unless `allows_duplicates` numbers them.
+    """
+    names = _name_documents(name, samples, allows_duplicates)
+    items: dict[tuple[str, str], dict[str, Any]] = {}
+    for sample in samples:
+        for metric in sample["metrics"]:
+            metric_name = metric if sample["filter"] == "none" else f"{metric}.{sample['filter']}"
+            items.setdefault((metric, metric_name), {})[names[sample["doc_id"]]] = sample[metric]
+    aggregations, directions = task.aggregation(), task.higher_is_better()
+    scores = []
+    for (metric, metric_name), by_document in items.items():
+        better = _DIRECTIONS.get(directions.get(metric), "unknown")
+        scores.append(_build_scores(name, metric_name, better, aggregations.get(metric), by_document))
+    by_id = {sample["doc_id"]: sample for sample in reversed(samples)}
+    first = {document_name: by_id[document_id] for document_id, document_name in names.items()}
+    choices, shares = {}, []
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = {key: list(task.doc_to_choice(sample["doc"])) for key, sample in first.items()}
+        right = {key: len(s["target"]) if isinstance(s["target"], list) else 1 for key, s in first.items()}
+        shares = [right[key] / len(choices[key]) for key in first]
+    # All prompts and continuations are hashed, too, because choices need not come from the document.
+    arguments = {key: repr(sample["arguments"]).encode("utf-8", "surrogatepass") for key, sample in first.items()}
+    requests = [
+        [sample["doc_hash"], sample["prompt_hash"], sample["target_hash"], digests.hash_bytes(arguments[key])]
+        for key, sample in first.items()
+    ]
+    return HarnessTaskResult(
+        task=name,
+        digest=digests.hash_json([contract, requests]),
+        chance=sum(shares) / len(shares) if shares else None,
+        scores=tuple(scores),
+        documents=[_build_document(key, sample, choices.get(key, []), scores) for key, sample in first.items()],
+    )
 
 
-@dataclass(frozen=True)
-class HarnessSamples:
-    """Samples of a task as the harness logs them: one per document and filter."""
-
-    task: str
-    samples: Sequence[Mapping[str, Any]]
-    aggregations: Mapping[str, Callable[[Sequence[Any]], Any]]
-    """Function that aggregates the items of a metric, by metric."""
-    directions: Mapping[str, bool | None]
-    """Whether higher is better, by metric; None or missing if the task does not define it."""
-    choices: Callable[[Any], Sequence[str]] | None
-    """Returns the choices of a document, for multiple-choice tasks."""
-
-    def build_result(self, contract: Any, allows_duplicates: bool) -> HarnessTaskResult:
-        """Build the result of the task.
-
-        Args:
-            contract: Everything that affects the scores apart from the documents, as JSON.
-            allows_duplicates: Number identical documents instead of refusing them.
-
-        Raises:
-            SettingsError: Documents are identical, or a score is not a number.
-        """
-        names = self._document_names(allows_duplicates)
-        items: dict[tuple[str, str], dict[str, Any]] = {}
-        for sample in self.samples:
-            for metric in sample["metrics"]:
-                name = metric if sample["filter"] == "none" else f"{metric}.{sample['filter']}"
-                items.setdefault((metric, name), {})[names[sample["doc_id"]]] = sample[metric]
-        scores = tuple(self._build_scores(metric, name, by_document) for (metric, name), by_document in items.items())
-        first = {names[sample["doc_id"]]: sample for sample in reversed(self.samples)}
-        requests = [[first[key][part] for part in DIGESTS] + [_hash_arguments(first[key])] for key in names.values()]
-        return HarnessTaskResult(
-            task=self.task,
-            digest=digests.hash_json([contract, requests]),
-            chance=self._chance([first[key] for key in names.values()]),
-            scores=scores,
-            documents=[self._build_document(key, first[key], scores) for key in names.values()],
+def _name_documents(task: str, samples: Sequence[Mapping[str, Any]], allows_duplicates: bool) -> dict[int, str]:
+    """Return the name of each document by its id: its hash, numbered from the second occurrence on."""
+    counts: dict[str, int] = {}
+    names: dict[int, str] = {}
+    for sample in samples:
+        if sample["doc_id"] in names:
+            continue
+        name = sample["doc_hash"]
+        counts[name] = counts.get(name, 0) + 1
+        names[sample["doc_id"]] = name if counts[name] == 1 else f"{name}#{counts[name]}"
+    if not allows_duplicates and (duplicates := [name for name, count in counts.items() if count > 1]):
+        numbers = [index + 1 for index, name in names.items() if name.split("#")[0] == duplicates[0]]
+        raise SettingsError(
+            f"task {task}: documents {' and '.join(map(str, numbers))} are identical "
+            f"({duplicates[0][:12]}); remove all but one, because duplicates make a difference look too certain"
         )
-
-    def _document_names(self, allows_duplicates: bool) -> dict[int, str]:
-        """Return the name of each document by its id: its hash, numbered from the second occurrence on."""
-        counts: dict[str, int] = {}
-        names: dict[int, str] = {}
-        for sample in self.samples:
-            if sample["doc_id"] in names:
-                continue
-            name = sample["doc_hash"]
-            counts[name] = counts.get(name, 0) + 1
-            names[sample["doc_id"]] = name if counts[name] == 1 else f"{name}#{counts[name]}"
-        if not allows_duplicates and (duplicates := [name for name, count in counts.items() if count > 1]):
-            numbers = [index + 1 for index, name in names.items() if name.split("#")[0] == duplicates[0]]
-            raise SettingsError(
-                f"task {self.task}: documents {' and '.join(map(str, numbers))} are identical "
-                f"({duplicates[0][:12]}); remove all but one, because duplicates make a difference look too certain"
-            )
-        return names
-
-    def _build_scores(self, metric: str, name: str, items: Items) -> HarnessScores:
-        better = DIRECTIONS.get(self.directions.get(metric), "unknown")
-        aggregation = self.aggregations.get(metric) or mean  # The default of the harness.
-        kind = getattr(aggregation, "__name__", "custom function")
-        try:
-            if kind in ("mean", "nanmean"):
-                return HarnessScores(self.task, name, better, {key: float(item) for key, item in items.items()})
-            if kind == "brier_score":  # A mean over documents, but the harness computes it from all at once.
-                values = {key: float(aggregation([item])) for key, item in items.items()}
-                return HarnessScores(self.task, name, better, values)
-            if kind == "perplexity":
-                nats = {key: -float(item) for key, item in items.items()}
-                return HarnessScores(self.task, name, better, nats, "perplexity", dict.fromkeys(nats, 1.0))
-            if kind == "weighted_perplexity":
-                nats = {key: -float(item[0]) for key, item in items.items()}
-                weights = {key: float(item[1]) for key, item in items.items()}
-                return HarnessScores(self.task, name, better, nats, "perplexity", weights)
-            aggregate = bootstrap_metric(aggregation, list(items.values()), better, f"the harness's {kind}")
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"task {self.task}: metric {name} is not a number ({error})") from error
-        return HarnessScores(self.task, name, better, {}, "aggregate", aggregate=aggregate)
-
-    def _chance(self, samples: Sequence[Mapping[str, Any]]) -> float | None:
-        """Compute the mean over documents of the share of right choices."""
-        if self.choices is None:
-            return None
-        shares = []
-        for sample in samples:
-            right = len(sample["target"]) if isinstance(sample["target"], list) else 1
-            shares.append(right / len(self.choices(sample["doc"])))
-        return sum(shares) / len(shares)
-
-    def _build_document(self, name: str, sample: Mapping[str, Any], scores: Sequence[HarnessScores]) -> dict[str, Any]:
-        responses = [response for request in sample["resps"] for response in request]
-        choices = list(self.choices(sample["doc"])) if self.choices else []
-        target = sample["target"]
-        if isinstance(target, int) and 0 <= target < len(choices):
-            target = choices[target]
-        document: dict[str, Any] = {
-            "id": name,
-            "prompt": str(sample["arguments"][0][0]),
-            "target": str(target),
-            "answers": [response for response in responses if isinstance(response, str)],
-            "scores": {score.metric: score.values[name] for score in scores if name in score.values},
-        }
-        nats = [
-            float(response[0]) if isinstance(response, tuple | list) else float(response)
-            for response in responses
-            if not isinstance(response, str)
-        ]
-        if nats:
-            document["likelihoods"] = nats
-        if choices and len(nats) >= len(choices):
-            likeliest = max(range(len(choices)), key=lambda index: nats[index])
-            document["answers"] = [str(choices[likeliest])]
-        return document
+    return names
 
 
-def _hash_arguments(sample: Mapping[str, Any]) -> str:
-    """Hash all prompts and continuations of a sample, because choices need not come from the document."""
-    return digests.hash_bytes(repr(sample["arguments"]).encode("utf-8", "surrogatepass"))
+def _build_scores(task: str, metric: str, better: Better, aggregation: Any, items: Mapping[str, Any]) -> HarnessScores:
+    """Build the scores of one metric.
+
+    `items` has the output of the harness's metric by document name: a number, or input of the metric's aggregation,
+    which is the mean by default.
+    """
+    kind = getattr(aggregation, "__name__", "custom function") if aggregation else "mean"
+    try:
+        if kind in ("mean", "nanmean"):
+            return HarnessScores(task, metric, better, {key: float(item) for key, item in items.items()})
+        if kind == "brier_score":  # A mean over documents, but the harness computes it from all at once.
+            values = {key: float(aggregation([item])) for key, item in items.items()}
+            return HarnessScores(task, metric, better, values)
+        if kind in ("perplexity", "weighted_perplexity"):
+            pairs = {key: item if kind == "weighted_perplexity" else (item, 1.0) for key, item in items.items()}
+            nats = {key: -float(pair[0]) for key, pair in pairs.items()}
+            weights = {key: float(pair[1]) for key, pair in pairs.items()}
+            return HarnessScores(task, metric, better, nats, "perplexity", weights)
+        aggregate = bootstrap_metric(aggregation, list(items.values()), better, f"the harness's {kind}")
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"task {task}: metric {metric} is not a number ({error})") from error
+    return HarnessScores(task, metric, better, {}, "aggregate", aggregate=aggregate)
+
+
+def _build_document(
+    name: str, sample: Mapping[str, Any], choices: Sequence[str], scores: Sequence[HarnessScores]
+) -> dict[str, Any]:
+    responses = [response for request in sample["resps"] for response in request]
+    target = sample["target"]
+    if isinstance(target, int) and 0 <= target < len(choices):
+        target = choices[target]
+    document: dict[str, Any] = {
+        "id": name,
+        "prompt": str(sample["arguments"][0][0]),
+        "target": str(target),
+        "answers": [response for response in responses if isinstance(response, str)],
+        "scores": {score.metric: score.values[name] for score in scores if name in score.values},
+    }
+    nats = [
+        float(response[0]) if isinstance(response, tuple | list) else float(response)
+        for response in responses
+        if not isinstance(response, str)
+    ]
+    if nats:
+        document["likelihoods"] = nats
+    if choices and len(nats) >= len(choices):
+        likeliest = max(range(len(choices)), key=lambda index: nats[index])
+        document["answers"] = [str(choices[likeliest])]
+    return document
 
 
 def merge_tasks(name: str, parts: Sequence[HarnessTaskResult], metrics: Sequence[str]) -> HarnessTaskResult:
     """Merge a group of tasks into one task with all of their documents, equally weighted.
 
-    Args:
-        name: Name of the group.
-        parts: Results of its tasks.
-        metrics: Metrics that the group declares as the mean over all documents; other metrics are left out.
-
-    Raises:
-        SettingsError: A metric is not a mean over documents in one of the tasks, or a task does not have it.
+    `metrics` are those that the group declares as the mean over all documents; others are left out. Raises
+    SettingsError if a metric is not a mean over documents in one of the tasks, or a task does not have it.
     """
     merged = []
     for metric in dict.fromkeys(
@@ -479,29 +416,25 @@ def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, results_c
 
     from ratchet.models import likelihoods
 
-    def limits(language_model: HFLM) -> likelihoods.LikelihoodLimits:
-        return likelihoods.LikelihoodLimits(batch_rows, language_model.max_length, tokenizer.pad_token_id)
-
     class CachedLanguageModel(HFLM):  # type: ignore[misc]
         """Computes likelihoods by models.likelihoods and texts by HFLM, in batches planned over all requests."""
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-            pairs: list[Request] = [(list(prompt), list(continuation)) for _, prompt, continuation in requests]
+            pairs = [(list(prompt), list(continuation)) for _, prompt, continuation in requests]
             self.batch_size_per_gpu = batch_rows
-            if pairs:
-                scores = likelihoods.score_pairs(model, pairs, limits(self), results_cache.get_or_compute)
-                if scores is not None:
-                    return [(score.nats, score.is_greedy) for score in scores]
+            if not pairs:
+                return []
+            limits = likelihoods.LikelihoodLimits(batch_rows, self.max_length, tokenizer.pad_token_id)
+            scores = likelihoods.score_pairs(model, pairs, limits, results_cache.get_or_compute)
+            if scores is not None:
+                return [(score.nats, score.is_greedy) for score in scores]
 
-            def compute(chunk: list[int], key: str) -> Any:
-                results = super(CachedLanguageModel, self)._loglikelihood_tokens(
-                    [requests[i] for i in chunk], disable_tqdm=True
-                )
+            def compute() -> Any:  # By HFLM, for models without logits at single positions.
+                results = super(CachedLanguageModel, self)._loglikelihood_tokens(requests, disable_tqdm=True)
                 return [[float(nats), bool(is_greedy)] for nats, is_greedy in results]
 
-            batches = _batch_by_context(pairs, batch_rows)
-            results = _compute_with_cache(results_cache, "likelihood", batch_rows, pairs, batches, compute)
-            return [(nats, is_greedy) for nats, is_greedy in results]
+            key = digests.hash_json(["likelihood", batch_rows, pairs])
+            return [(nats, is_greedy) for nats, is_greedy in results_cache.get_or_compute(key, compute)]
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
             try:
@@ -519,86 +452,33 @@ def _build_language_model(model: Any, tokenizer: Any, batch_rows: int, results_c
                 self.batch_size_per_gpu = batch_rows
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            prompts: list[Request] = [(list(self.tok_encode(r.args[0])), r.args[1]) for r in requests]
-            texts = [r.args[0] for r in requests]
+            prompts = [(list(self.tok_encode(request.args[0])), request.args[1]) for request in requests]
 
             def compute(chunk: list[int], key: str) -> Any:
                 if any(prompts[i][1].get("do_sample") for i in chunk):
                     set_torch_seed(int(key[:15], 16))  # Seeded per chunk: a restart samples the same answers.
                 return super(CachedLanguageModel, self).generate_until([requests[i] for i in chunk], disable_tqdm=True)
 
-            batches = _batch_by_settings(prompts, texts, batch_rows)
-            return _compute_with_cache(results_cache, "text", batch_rows, prompts, batches, compute)
+            # Batches as HFLM makes them: by generation settings, longest first.
+            groups: dict[str, list[int]] = {}
+            for index, (_, settings) in enumerate(prompts):
+                groups.setdefault(json.dumps(settings, sort_keys=True), []).append(index)
+            batches = []
+            for group in groups.values():
+                order = sorted(group, key=lambda index: (-len(prompts[index][0]), requests[index].args[0]))
+                batches += [order[k : k + batch_rows] for k in range(0, len(order), batch_rows)]
+            answers: list[Any] = [None] * len(requests)
+            for start in range(0, len(batches), CHUNK_BATCHES):
+                chunk = [index for batch in batches[start : start + CHUNK_BATCHES] for index in batch]
+                key = digests.hash_json(["text", batch_rows, [prompts[index] for index in chunk]])
+                texts = results_cache.get_or_compute(key, partial(compute, chunk, key))
+                for index, text in zip(chunk, texts, strict=True):
+                    answers[index] = text
+            return answers
 
-    with _prevent_embedding_tying(model):
-        return CachedLanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
-
-
-@contextlib.contextmanager
-def _prevent_embedding_tying(model: Any) -> Iterator[None]:
-    """Prevent lm-eval from tying the embeddings of a loaded model again.
-
-    Version 0.4.13 ties them when it wraps a model, which fails if peft trains some embedding rows.
-    """
+    # lm-eval 0.4.13 ties the embeddings of a model that it wraps, which fails if peft trains some embedding rows.
     model.tie_weights = lambda *_, **__: None
     try:
-        yield
+        return CachedLanguageModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
     finally:
         del model.tie_weights
-
-
-def _compute_with_cache(
-    results_cache: HarnessResultCache,
-    kind: str,
-    batch_rows: int,
-    requests: Sequence[Request],
-    batches: Sequence[Sequence[int]],
-    compute: Callable[[list[int], str], Any],
-) -> list[Any]:
-    """Compute results in chunks of whole batches.
-
-    Args:
-        results_cache: Stored results.
-        kind: Kind of the requests.
-        batch_rows: Requests per batch.
-        requests: The requests.
-        batches: Batches of indices of `requests`, each index once.
-        compute: Computes a chunk from its indices and its key.
-
-    Returns:
-        The results in the order of `requests`.
-    """
-    results: list[Any] = [None] * len(requests)
-    for i in range(0, len(batches), CHUNK_BATCHES):
-        chunk = [index for batch in batches[i : i + CHUNK_BATCHES] for index in batch]
-        key = digests.hash_json([kind, batch_rows, [requests[index] for index in chunk]])
-        chunk_results = results_cache.get_or_compute(key, partial(compute, chunk, key))
-        for index, result in zip(chunk, chunk_results, strict=True):
-            results[index] = result
-    return results
-
-
-def _batch_by_context(requests: Sequence[Request], batch_rows: int) -> list[list[int]]:
-    """Batch requests as HFLM does: requests that differ only in their last token are computed once."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, (prompt, continuation) in enumerate(requests):
-        groups.setdefault(tuple(prompt + continuation[:-1]), []).append(index)
-    first = {max(group, key=lambda index: len(requests[index][1])): group for group in groups.values()}
-    order = sorted(first, key=lambda index: _descending_length_key(requests[index][0] + requests[index][1]))
-    return [[i for index in order[k : k + batch_rows] for i in first[index]] for k in range(0, len(order), batch_rows)]
-
-
-def _descending_length_key(ids: list[int]) -> tuple[int, tuple[int, ...]]:
-    return -len(ids), tuple(ids)
-
-
-def _batch_by_settings(requests: Sequence[Request], texts: Sequence[str], batch_rows: int) -> list[list[int]]:
-    """Batch prompts as HFLM does: by generation settings, longest first."""
-    groups: dict[str, list[int]] = {}
-    for index, (_, settings) in enumerate(requests):
-        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(index)
-    batches = []
-    for group in groups.values():
-        order = sorted(group, key=lambda index: (-len(requests[index][0]), texts[index]))
-        batches += [order[k : k + batch_rows] for k in range(0, len(order), batch_rows)]
-    return batches

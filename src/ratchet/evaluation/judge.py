@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation, Message, extract_text
 from ratchet.errors import SettingsError
 from ratchet.evaluation.evaluator import PROGRESS_EVERY_S, EvaluationResult, Progress
-from ratchet.evaluation.rows import TestRows
+from ratchet.evaluation.metrics import proportion_metric
+from ratchet.evaluation.rows import TestRows, read_task_text
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions, ServedModel
-from ratchet.quality_gate import paired_test, statistics
+from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
@@ -31,7 +32,6 @@ Reply = Mapping[str, Any]
 """Stored part of a reply: text, reasoning, finish, prompt_tokens, tokens, tries."""
 Lines = dict[ModelRole, list[dict[str, Any]]]
 """By opponent: one line per row, as stage evaluate writes them."""
-
 CONFIDENCE = 0.975
 """Confidence of each bound; two bounds make a 95 % interval."""
 RESAMPLES = 9999
@@ -40,6 +40,11 @@ POWER, DISCORDANCE = 0.8, 0.1
 Verdict = Literal["A", "B", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("A", "B", "tie")
 Preferred = Literal["candidate", "opponent", "tie"]
+SIDES: tuple[dict[Verdict, Preferred], ...] = (
+    {"A": "candidate", "B": "opponent", "tie": "tie"},
+    {"A": "opponent", "B": "candidate", "tie": "tie"},
+)
+"""Preferred side by verdict, if the candidate's answer comes first, and if it comes second."""
 SCORES: dict[Preferred, float] = {"candidate": 1.0, "tie": 0.5, "opponent": 0.0}
 RUBRIC = """\
 1. Correct: its statements are true and follow from the conversation.
@@ -65,14 +70,6 @@ Reply with one JSON object and nothing else: first the reason in one or two sent
 
 
 @dataclass(frozen=True)
-class _JudgeRequest:
-    """A request to judge the two answers to a row in one order."""
-
-    key: str
-    messages: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class JudgeSession:
     """A reachable judge with its rubric."""
 
@@ -86,9 +83,8 @@ class JudgeSession:
     def from_settings(cls, layout: ProjectLayout, settings: Settings) -> "JudgeSession | None":
         """Connect to the judge of the settings; None without evaluate.judge.base_url (nothing leaves this machine).
 
-        Raises:
-            SettingsError: The rubric, address or model does not exist, or the server refuses the request.
-            EndpointError: The server does not answer.
+        Raises SettingsError if the rubric, address or model does not exist, or the server refuses the request, and
+        EndpointError if the server does not answer.
         """
         judge = settings.evaluate.judge
         if judge.base_url is None:
@@ -102,28 +98,34 @@ class JudgeSession:
     def judge_answers(
         self, results: Mapping[ModelRole, EvaluationResult], rows: TestRows, progress: Progress
     ) -> tuple[JudgeReport, Lines, list[str]]:
-        """Compare the candidate's answers with those of every available opponent.
+        """Compare the candidate's answers with those of every opponent; return the report, lines by row, and notes.
 
-        Returns:
-            The report, one line per row and opponent, and notes for the reader.
-
-        Raises:
-            SettingsError: The server refuses a request.
-            EndpointError: The server stopped answering; its earlier replies are stored.
+        Raises SettingsError if the server refuses a request, and EndpointError if it stopped answering; its earlier
+        replies are stored.
         """
         candidate: ModelRole = "candidate" if "candidate" in results else "merged"
         count = min(rows.generation_count, self.settings.rows or rows.generation_count)
         opponents = [role for role in self.settings.against if role in results]
-        requests = {
-            role: [self._build_requests(rows, i, results[candidate], results[role]) for i in range(count)]
-            for role in opponents
-        }
-        by_key = {request.key: request for pairs in requests.values() for pair in pairs for request in pair}
-        replies = self._collect_replies(by_key, progress)
+        messages: dict[str, list[Message]] = {}
+        # By opponent and row: the keys of two requests, with the candidate's answer first and second; none if both
+        # answers are identical.
+        keys: dict[ModelRole, list[list[str]]] = {role: [] for role in opponents}
+        for role in opponents:
+            for row in range(count):
+                answers = results[candidate].answers[row][0], results[role].answers[row][0]
+                orders = (answers, answers[::-1]) if answers[0] != answers[1] else ()
+                conversation = rows.conversations[row]
+                requests = [
+                    build_messages(self.rubric, conversation, order, self.settings.show_reference) for order in orders
+                ]
+                row_keys = [digests.hash_json({"messages": r, "sampling": asdict(self._sampling)}) for r in requests]
+                messages |= zip(row_keys, requests, strict=True)
+                keys[role].append(row_keys)
+        replies = self._collect_replies(messages, progress)
         preferences: dict[ModelRole, JudgePreference] = {}
         lines: Lines = {}
         for role in opponents:
-            preferences[role], lines[role] = self._judge_opponent(role, rows, requests[role], replies)
+            preferences[role], lines[role] = self._judge_opponent(role, rows, keys[role], replies)
         notes = [*self.endpoint.notes]
         if any(len(answers) > 1 for answers in results[candidate].answers[:count]):
             notes.append("the judge compares only the first answer to each row")
@@ -134,32 +136,17 @@ class JudgeSession:
         ]
         return self._build_report(candidate, preferences, list(replies.values())), lines, notes
 
-    def _build_requests(
-        self, rows: TestRows, row: int, candidate: EvaluationResult, opponent: EvaluationResult
-    ) -> tuple[_JudgeRequest, ...]:
-        """Build the requests with the candidate's answer first and second; none if both answers are identical."""
-        answers = candidate.answers[row][0], opponent.answers[row][0]
-        if answers[0] == answers[1]:
-            return ()
-        requests = []
-        for ordered in (answers, answers[::-1]):
-            messages = build_messages(self.rubric, rows.conversations[row], ordered, self.settings.show_reference)
-            key = digests.hash_json({"messages": messages, "sampling": asdict(self._sampling)})
-            requests.append(_JudgeRequest(key, messages))
-        return tuple(requests)
-
     @property
     def _sampling(self) -> SamplingOptions:
-        seed = self.settings.seed if self.settings.temperature > 0 else None
-        return SamplingOptions(self.settings.max_tokens, self.settings.temperature, seed=seed)
+        return SamplingOptions(self.settings.max_tokens, self.settings.temperature)
 
-    def _collect_replies(self, requests: Mapping[str, _JudgeRequest], progress: Progress) -> dict[str, Reply]:
+    def _collect_replies(self, requests: Mapping[str, list[Message]], progress: Progress) -> dict[str, Reply]:
         """Return the reply to each request by key, from the store or from the server; store new replies."""
         replies = {key: reply for key in requests if (reply := self.store.get(key)) is not None}
         missing = [key for key in requests if key not in replies]
         progress(f"judge {self.served.name}: {len(missing):,} requests, {len(replies):,} answered before")
         last_shown_s = time.monotonic()
-        chats = (ChatRequest(index, requests[key].messages, self._sampling) for index, key in enumerate(missing))
+        chats = (ChatRequest(index, requests[key], self._sampling) for index, key in enumerate(missing))
         for done, (index, reply) in enumerate(self.endpoint.answers(chats), 1):
             stored = {
                 "text": reply.text, "reasoning": reply.reasoning, "finish": reply.finish, "tries": reply.tries,
@@ -172,33 +159,27 @@ class JudgeSession:
         return {key: replies[key] for key in requests}
 
     def _judge_opponent(
-        self,
-        role: ModelRole,
-        rows: TestRows,
-        requests: Sequence[Sequence[_JudgeRequest]],
-        replies: Mapping[str, Reply],
+        self, role: ModelRole, rows: TestRows, keys: Sequence[Sequence[str]], replies: Mapping[str, Reply]
     ) -> tuple[JudgePreference, list[dict[str, Any]]]:
         judgements, lines, unreadable = [], [], Counter[str]()
-        for row, pair in enumerate(requests):
-            row_replies = [replies[request.key] for request in pair]
-            verdicts = [parse_verdict(reply["text"]) for reply in row_replies]
-            unreadable.update(
-                _describe_parse_failure(reply)
-                for reply, verdict in zip(row_replies, verdicts, strict=True)
-                if verdict is None
-            )
-            preferred = [_preferred_side(verdict, order) for order, verdict in enumerate(verdicts)] or [None, None]
-            group = rows.groups[row]
-            name = f"row {row}" if group is None else f"group {group}"
-            judgement = PairwiseJudgement(name, (preferred[0], preferred[1]), has_identical_answers=not pair)
-            judgements.append(judgement)
+        for row, row_keys in enumerate(keys):
+            preferred: list[Preferred | None] = []
+            for reply, side_of in zip((replies[key] for key in row_keys), SIDES, strict=False):
+                verdict = parse_verdict(reply["text"])
+                preferred.append(None if verdict is None else side_of[verdict])
+                if verdict is None:
+                    reasons = {"context": "longer than the judge's context", "length": "truncated at max_tokens"}
+                    unreadable[reasons.get(reply["finish"], "without a verdict")] += 1
+            first, second = preferred or (None, None)
+            name = f"row {row}" if rows.groups[row] is None else f"group {rows.groups[row]}"
+            judgements.append(PairwiseJudgement(name, (first, second), has_identical_answers=not row_keys))
             lines.append(
                 {
                     "id": rows.ids[row],
-                    "identical_answers": not pair,
-                    "score": judgement.score,
-                    "preferred": preferred,
-                    "replies": [reply["text"] for reply in row_replies],
+                    "identical_answers": not row_keys,
+                    "score": judgements[-1].score,
+                    "preferred": [first, second],
+                    "replies": [replies[key]["text"] for key in row_keys],
                 }
             )
         return compute_preference(role, judgements, unreadable, self.settings.seed), lines
@@ -206,11 +187,12 @@ class JudgeSession:
     def _build_report(
         self, candidate: ModelRole, preferences: dict[ModelRole, JudgePreference], replies: Sequence[Reply]
     ) -> JudgeReport:
-        prompt_tokens, tokens = (
-            _sum_if_known(reply[name] for reply in replies) for name in ("prompt_tokens", "tokens")
-        )
-        input_cost = _price_tokens(prompt_tokens, self.settings.input_price)
-        output_cost = _price_tokens(tokens, self.settings.output_price)
+        # None if the server did not report one of the counts.
+        prompt_counts, counts = ([reply[name] for reply in replies] for name in ("prompt_tokens", "tokens"))
+        prompt_tokens = None if None in prompt_counts else sum(prompt_counts)
+        tokens = None if None in counts else sum(counts)
+        priced = (prompt_tokens, self.settings.input_price), (tokens, self.settings.output_price)
+        costs = [count * price / 1e6 for count, price in priced if count is not None and price is not None]
         return JudgeReport(
             model=self.served.name,
             base_url=str(self.endpoint.address),
@@ -221,18 +203,8 @@ class JudgeSession:
             requests=sum(int(reply["tries"]) for reply in replies),
             prompt_tokens=prompt_tokens,
             tokens=tokens,
-            cost=None if input_cost is None or output_cost is None else input_cost + output_cost,
+            cost=sum(costs) if len(costs) == 2 else None,
         )
-
-
-def _sum_if_known(counts: Iterator[int | None]) -> int | None:
-    """Return the sum, or None if the server did not report one of the counts."""
-    known = list(counts)
-    return None if None in known else sum(count for count in known if count is not None)
-
-
-def _price_tokens(tokens: int | None, price_per_million: float | None) -> float | None:
-    return None if tokens is None or price_per_million is None else tokens * price_per_million / 1e6
 
 
 # Request to the judge, and parsing of its verdict.
@@ -242,16 +214,11 @@ def read_rubric(layout: ProjectLayout, settings: JudgeSettings) -> str:
     """Read the rubric. Raises SettingsError if its file is missing, empty or not text."""
     if settings.rubric is None:
         return RUBRIC
-    path = layout.tasks / settings.rubric
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise SettingsError(f"evaluate.judge.rubric: file {settings.rubric} not found in {layout.tasks}") from None
-    except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise SettingsError(f"evaluate.judge.rubric: {path} is not a UTF-8 text file ({error})") from None
+    text = read_task_text(layout, settings.rubric, "evaluate.judge.rubric").strip()
     if not text:
         raise SettingsError(
-            f"evaluate.judge.rubric: {path} is empty; describe a good answer there, or set null for the default rubric"
+            f"evaluate.judge.rubric: {layout.tasks / settings.rubric} is empty; describe a good answer there, or set "
+            "null for the default rubric"
         )
     return f"{text}\n"
 
@@ -264,20 +231,18 @@ def build_messages(
     There is only a user message, because not every model accepts a system message. The mark around the texts is a
     digest of them, so no text can contain it, end its own section or begin another.
     """
-    texts = {"CONVERSATION": "\n\n".join(map(_format_message, conversation.context.messages))}
+    turns = []
+    for message in conversation.context.messages:
+        calls = message.get("tool_calls")
+        written_calls = f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
+        turns.append(f"{message['role']}: {extract_text(message)}{written_calls}")
+    texts = {"CONVERSATION": "\n\n".join(turns)}
     if show_reference:
         texts["REFERENCE, A KNOWN GOOD ANSWER"] = conversation.response
     mark = digests.hash_json([sorted(texts.values()), sorted(answers)])[: digests.SHORT]
     texts |= {"ANSWER A": answers[0], "ANSWER B": answers[1]}
     sections = "\n\n".join(f"[{mark} {name}]\n{text}\n[{mark} END]" for name, text in texts.items())
     return [{"role": "user", "content": INSTRUCTIONS.format(rubric=rubric, mark=mark, texts=sections)}]
-
-
-def _format_message(message: Message) -> str:
-    calls = message.get("tool_calls")
-    return f"{message['role']}: {extract_text(message)}" + (
-        f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
-    )
 
 
 def parse_verdict(text: str) -> Verdict | None:
@@ -300,20 +265,6 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("duplicate key")
     return dict(pairs)
-
-
-def _describe_parse_failure(reply: Reply) -> str:
-    """Return the reason why a reply has no verdict."""
-    if reply["finish"] == "context":
-        return "longer than the judge's context"
-    return "truncated at max_tokens" if reply["finish"] == "length" else "without a verdict"
-
-
-def _preferred_side(verdict: Verdict | None, order: int) -> Preferred | None:
-    """Return the model that a verdict prefers. The candidate's answer is A in order 0, and B in order 1."""
-    if verdict is None or verdict == "tie":
-        return verdict
-    return "candidate" if (verdict == "A") == (order == 0) else "opponent"
 
 
 # Metrics from verdicts.
@@ -342,17 +293,15 @@ class PairwiseJudgement:
 def compute_preference(
     against: ModelRole, rows: Sequence[PairwiseJudgement], unreadable: Counter[str], seed: int
 ) -> JudgePreference:
-    """Compute the metrics of the comparison with one opponent.
-
-    Args:
-        against: The opponent.
-        rows: Verdicts on each row.
-        unreadable: Number of replies without a verdict, by reason.
-        seed: Seed of the bootstrap.
-    """
+    """Compute the metrics of the comparison with one opponent; `unreadable` counts replies without a verdict."""
     plan = PairedTestPlan(CONFIDENCE, POWER, DISCORDANCE, RESAMPLES, seed)
     scored = [(row.group, score) for row in rows if (score := row.score) is not None]
     scores = [score for _, score in scored]
+    win_rate = None
+    if (estimate := _mean_share(scores, [group for group, _ in scored], plan)) is not None:
+        value, low, high = estimate
+        unit = "share of pairs, a tie is half"
+        win_rate = MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
     return JudgePreference(
         against=against,
         rows=len(scored),
@@ -362,23 +311,22 @@ def compute_preference(
         identical_answers=sum(row.has_identical_answers for row in rows),
         skipped=len(rows) - len(scored),
         unreadable=dict(sorted(unreadable.items())),
-        win_rate=_win_rate(scored, plan),
+        win_rate=win_rate,
         agreement=_order_agreement(rows),
         position_bias=_position_bias(rows, plan),
     )
 
 
-def _win_rate(scored: Sequence[tuple[str, float]], plan: PairedTestPlan) -> MetricValue | None:
-    """Compute the mean score of the rows; the interval of wins minus losses is scaled to 0..1."""
-    if not scored:
+def _mean_share(
+    shares: Sequence[float], groups: Sequence[str], plan: PairedTestPlan
+) -> tuple[float, float, float] | None:
+    """Compute the mean of shares of a pair with its interval: the paired interval of share and rest, scaled to 0..1."""
+    if not shares:
         return None
-    scores = [score for _, score in scored]
-    pairs = PairedScores(scores, [1 - score for score in scores], "higher", groups=[group for group, _ in scored])
+    pairs = PairedScores(shares, [1 - share for share in shares], "higher", groups=groups)
     result = paired_test.compare(pairs, 0.0, plan)
-    estimates = (result.difference, result.low, result.high)
-    value, low, high = (min(1.0, max(0.0, (1 + estimate) / 2)) for estimate in estimates)
-    unit = "share of pairs, a tie is half"
-    return MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
+    value, low, high = ((1 + estimate) / 2 for estimate in (result.difference, result.low, result.high))
+    return value, max(0.0, low), min(1.0, high)
 
 
 def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
@@ -390,9 +338,7 @@ def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
     ]
     if not agrees:
         return None
-    low, high = statistics.wilson_bounds(sum(agrees), len(agrees), CONFIDENCE)
-    value = sum(agrees) / len(agrees)
-    return MetricValue(value=value, n=len(agrees), low=low, high=high, better="higher", unit="share of pairs")
+    return proportion_metric([float(agree) for agree in agrees]).model_copy(update={"unit": "share of pairs"})
 
 
 def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> MetricValue | None:
@@ -402,16 +348,12 @@ def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> M
     """
     first, groups = [], []
     for row in rows:
-        for order, preferred in enumerate(row.preferred):
+        for side_of, preferred in zip(SIDES, row.preferred, strict=True):
             if preferred in ("candidate", "opponent"):
-                first.append(float((preferred == "candidate") == (order == 0)))
+                first.append(float(preferred == side_of["A"]))
                 groups.append(row.group)
-    if not first:
+    if (estimate := _mean_share(first, groups, plan)) is None:
         return None
-    pairs = PairedScores(first, [1 - share for share in first], "higher", groups=groups)
-    result = paired_test.compare(pairs, 0.0, plan)
-    estimates = (result.difference, result.low, result.high)
-    value, low, high = (min(0.5, max(-0.5, estimate / 2)) for estimate in estimates)
-    return MetricValue(
-        value=value, n=len(first), low=low, high=high, better="unknown", unit="share of verdicts beyond 1/2"
-    )
+    value, low, high = (share - 0.5 for share in estimate)
+    unit = "share of verdicts beyond 1/2"
+    return MetricValue(value=value, n=len(first), low=low, high=high, better="unknown", unit=unit)

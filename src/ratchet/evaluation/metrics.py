@@ -13,28 +13,21 @@ from ratchet.storage.records.evaluation import MetricValue
 
 SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
 """Units of means."""
-
 Better = Literal["higher", "lower", "unknown"]
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
-
 MAX_EXPONENT = math.log(1.7e308)
 """exp overflows beyond this exponent; perplexities with a larger exponent are reported as infinite."""
-
 METRIC_RESAMPLES = 200
 """Number of resamples of `bootstrap_metric`; some metrics (BLEU of a corpus) take a second per resample."""
-
 LABEL_RESAMPLES = 1000
 """Number of resamples of rows for label metrics; their percentiles are accurate to about the third digit. Mean average
 precision uses a quarter of this number."""
-
 MAX_WEIGHTS_PER_CHUNK = 2**23
 """Maximum number of row weights of resamples that are computed together; these need 64 MiB, plus some copies."""
-
 MAX_CURVE_POINTS = 200
 """Maximum number of points of a precision-recall curve that are drawn; average precision uses all points."""
-
 LABEL_UNIT = "share, over labels"
 
 OTHER = "(something else)"
@@ -46,10 +39,7 @@ def proportion_metric(hits: Sequence[float]) -> MetricValue:
     n, p = len(hits), math.fsum(hits) / len(hits)
     middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
-    low, high = (
-        min(p, max(0.0, middle - half)),
-        max(p, min(1.0, middle + half)),
-    )  # In spite of rounding, n of n must reach 1.
+    low, high = min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))  # In spite of rounding, n of n is 1.
     return MetricValue(value=p, n=n, low=low, high=high, better="higher", unit="proportion")
 
 
@@ -76,9 +66,8 @@ def mean_score_metric(values: Sequence[float], better: Better, unit: str = "mean
 def perplexity_metric(nll: Sequence[float], tokens: Sequence[float]) -> MetricValue:
     """Compute exp(all nats / all tokens) with a 95 % interval of the ratio by the delta method over samples.
 
-    Args:
-        nll: Negative log-likelihood in nats of each whole sample.
-        tokens: Number of tokens of each sample; of words or bytes, if the perplexity is per word or byte.
+    `nll` is the negative log-likelihood in nats of each whole sample, `tokens` its number of tokens (or of words or
+    bytes).
     """
     n, total = len(nll), math.fsum(tokens)
     ratio = math.fsum(nll) / total
@@ -98,25 +87,17 @@ def bootstrap_metric(
     """Compute a metric of all samples together, with the percentile interval of a seeded bootstrap.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
-
-    Args:
-        compute: Computes the metric from a list of samples.
-        samples: The samples.
-        better: Direction of the metric.
-        unit: Unit of the metric.
     """
     value, rng = float(compute(samples)), random.Random(0)
     resampled = sorted(float(compute(rng.choices(samples, k=len(samples)))) for _ in range(METRIC_RESAMPLES))
     low, high = resampled[round(0.025 * METRIC_RESAMPLES)], resampled[round(0.975 * METRIC_RESAMPLES) - 1]
-    return MetricValue(
-        value=value,
-        n=len(samples),
-        low=min(value, low),
-        high=max(value, high),
-        better=better,
-        unit=unit,
-        kind="aggregate",
-    )
+    return aggregate_metric(value, len(samples), (low, high), better, unit)
+
+
+def aggregate_metric(value: float, n: int, interval: tuple[float, float], better: Better, unit: str) -> MetricValue:
+    """Build a metric of all samples together; the interval is widened if it does not contain the value."""
+    low, high = min(value, interval[0]), max(value, interval[1])
+    return MetricValue(value=value, n=n, low=low, high=high, better=better, unit=unit, kind="aggregate")
 
 
 @dataclass(frozen=True)
@@ -188,19 +169,11 @@ def _with_bootstrap_interval(value: float, n: int, resampled: Sequence[float], u
 
     At 0 and 1 all resamples are equal, although the value is uncertain: there, Wilson's interval is used.
     """
-    low, high = np.percentile(resampled, [2.5, 97.5])
+    low, high = np.percentile(resampled, [2.5, 97.5]).tolist()
     if low == high and value in (0.0, 1.0):
         wilson = proportion_metric([value] * n)
         low, high = wilson.low, wilson.high
-    return MetricValue(
-        value=value,
-        n=n,
-        low=min(value, float(low)),
-        high=max(value, float(high)),
-        better="higher",
-        unit=unit,
-        kind="aggregate",
-    )
+    return aggregate_metric(value, n, (low, high), "higher", unit)
 
 
 def precision_recall_curves(
@@ -209,16 +182,11 @@ def precision_recall_curves(
     """Compute precision and recall of each true label against all others, over every threshold.
 
     Rows are ranked by the odds of the label among all labels, so that rows in which all labels are unlikely (long
-    labels, long prompts) are comparable with others. Labels without rows are left out.
+    labels, long prompts) are comparable with others. Labels without rows are left out. `label_scores` are
+    log-probabilities in nats of each label as the answer, [rows, labels].
 
-    Args:
-        labels: Every label, in the order of the scores.
-        expected: True label of each row.
-        label_scores: Log-probability in nats of each label as the answer, for each row.
-
-    Returns:
-        By label: precision and recall (at most MAX_CURVE_POINTS values each, from the lowest threshold) and
-        average_precision. Scores that are not finite give no points and NaN.
+    The result has, by label, precision and recall (at most MAX_CURVE_POINTS values each, from the lowest threshold) and
+    average_precision. Scores that are not finite give no points and NaN.
     """
     from sklearn.metrics import average_precision_score, precision_recall_curve
 

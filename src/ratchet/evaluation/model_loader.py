@@ -10,7 +10,7 @@ import torch
 from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, DamagedFileError, DataError
 from ratchet.evaluation import scorer
-from ratchet.evaluation.comparability import NumericsSpec
+from ratchet.evaluation.comparability import describe_numerics
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject, Evaluator
 from ratchet.models import adapters, base_model, loading, oom
 from ratchet.storage import digests, files
@@ -112,22 +112,22 @@ class EvaluationModelLoader:
         """Evaluate every model with the same batch size; the 4-bit weights of the base are loaded once."""
         results: dict[ModelRole, EvaluationResult] = {}
         if "adapter" in self.settings.evaluate.formats:
-            results |= dict(self._evaluate_adapters(evaluator, size))
+            self._evaluate_adapters(evaluator, size, results)
         oom.release_memory()
         if self.needs_export:
-            results |= dict(self._evaluate_plain_weights(evaluator, size, set(results)))
+            self._evaluate_plain_weights(evaluator, size, results)
         return results
 
     def evaluate_candidate_again(self, evaluator: Evaluator, batch_rows: int) -> EvaluationResult:
         """Evaluate only the candidate, in the single form of evaluate.formats."""
         [model_format] = self.settings.evaluate.formats
-        numerics = NumericsSpec.from_settings(model_format, self.settings, self.device, batch_rows)
+        numerics = describe_numerics(model_format, self.settings, self.device, batch_rows)
         if model_format == "merged":
             digest = self.require_export()
             subject = EvaluationSubject("merged", digest, digest, model_format)
             return evaluator.evaluate(subject, *self._load_plain(self.layout.merged_model), numerics)
         digest = self.trained.adapter_digest
-        subject = EvaluationSubject("candidate", digest, self._identity_on_base(digest), model_format)
+        subject = EvaluationSubject("candidate", digest, digests.hash_json([self.base.digest, digest]), model_format)
         model = adapters.load(self._load_base(), self.layout.adapter)
         return evaluator.evaluate(subject, model, self._load_tokenizer(), numerics)
 
@@ -142,64 +142,54 @@ class EvaluationModelLoader:
         return None
 
     def _evaluate_adapters(
-        self, evaluator: Evaluator, size: EvaluationBatchSize
-    ) -> Iterator[tuple[ModelRole, EvaluationResult]]:
-        base, candidate_digest = self.base, self.trained.adapter_digest
+        self, evaluator: Evaluator, size: EvaluationBatchSize, results: dict[ModelRole, EvaluationResult]
+    ) -> None:
+        """Add the results of base, candidate, and opponents with an adapter on this base."""
         tokenizer = self._load_tokenizer()
         model = adapters.load(self._load_base(), self.layout.adapter)
-        numerics = NumericsSpec.from_settings("adapter", self.settings, self.device, size.choose_for(model))
+        numerics = describe_numerics("adapter", self.settings, self.device, size.choose_for(model))
+
+        def evaluate(role: ModelRole, digest: str, identity: str) -> None:
+            subject = EvaluationSubject(role, digest, identity, "adapter", measures_cost=role == "candidate")
+            results[role] = evaluator.evaluate(subject, model, tokenizer, numerics)
+
         with model.disable_adapter():
-            subject = EvaluationSubject("base", base.digest, base.digest, "adapter")
-            yield "base", evaluator.evaluate(subject, model, tokenizer, numerics)
-        subject = EvaluationSubject(
-            "candidate", candidate_digest, self._identity_on_base(candidate_digest), "adapter", measures_cost=True
-        )
-        results: dict[ModelRole, EvaluationResult] = {
-            "candidate": evaluator.evaluate(subject, model, tokenizer, numerics)
-        }
-        yield "candidate", results["candidate"]
+            evaluate("base", self.base.digest, self.base.digest)
+        digest = self.trained.adapter_digest
+        evaluate("candidate", digest, digests.hash_json([self.base.digest, digest]))
         for role, opponent in self.opponents.items():
-            if not opponent.fits(base, self.settings):
+            if not opponent.fits(self.base, self.settings):
                 continue
             if (identical := self.find_identical(role)) is not None and identical in results:
                 results[role] = results[identical]
             else:
                 model = adapters.swap(model, opponent.folder / ADAPTER)
                 digest = opponent.champion.adapter_digest
-                subject = EvaluationSubject(role, digest, self._identity_on_base(digest), "adapter")
-                results[role] = evaluator.evaluate(subject, model, tokenizer, numerics)
-            yield role, results[role]
+                evaluate(role, digest, digests.hash_json([self.base.digest, digest]))
 
     def _evaluate_plain_weights(
-        self, evaluator: Evaluator, size: EvaluationBatchSize, done: set[ModelRole]
-    ) -> Iterator[tuple[ModelRole, EvaluationResult]]:
-        def evaluate(subject: EvaluationSubject, model: Any, tokenizer: Any) -> EvaluationResult:
-            numerics = NumericsSpec.from_settings("merged", self.settings, self.device, size.choose_for(model))
-            return evaluator.evaluate(subject, model, tokenizer, numerics)
+        self, evaluator: Evaluator, size: EvaluationBatchSize, results: dict[ModelRole, EvaluationResult]
+    ) -> None:
+        """Add the results of the merged candidate, and of all models that have none yet."""
+
+        def evaluate(role: ModelRole, digest: str, model: Any, tokenizer: Any) -> None:
+            numerics = describe_numerics("merged", self.settings, self.device, size.choose_for(model))
+            subject = EvaluationSubject(role, digest, digest, "merged", measures_cost=role == "merged")
+            results[role] = evaluator.evaluate(subject, model, tokenizer, numerics)
 
         # No variable here holds a model while the next one is loaded, so only one of them must fit into memory.
-        if "base" not in done:
-            subject = EvaluationSubject("base", self.base.digest, self.base.digest, "merged")
-            yield "base", evaluate(subject, self._load_plain_base(), self._load_tokenizer())
-        digest = self.require_export()
-        subject = EvaluationSubject("merged", digest, digest, "merged", measures_cost=True)
-        results: dict[ModelRole, EvaluationResult] = {
-            "merged": evaluate(subject, *self._load_plain(self.layout.merged_model))
-        }
-        yield "merged", results["merged"]
+        if "base" not in results:
+            evaluate("base", self.base.digest, self._load_plain_base(), self._load_tokenizer())
+        evaluate("merged", self.require_export(), *self._load_plain(self.layout.merged_model))
         for role, opponent in self.opponents.items():
-            if role in done:
+            if role in results:
                 continue
             identical = self.find_identical(role)
-            if identical == "candidate":
-                identical = "merged"
+            identical = "merged" if identical == "candidate" else identical
             if identical is not None and identical in results:
                 results[role] = results[identical]
             else:
-                digest = opponent.champion.model_digest
-                subject = EvaluationSubject(role, digest, digest, "merged")
-                results[role] = evaluate(subject, *self._load_plain(opponent.folder / "hf"))
-            yield role, results[role]
+                evaluate(role, opponent.champion.model_digest, *self._load_plain(opponent.folder / "hf"))
 
     def _load_base(self) -> Any:
         """Load the base as it was loaded for training."""
@@ -209,9 +199,6 @@ class EvaluationModelLoader:
         """Load the tokenizer that the rows were prepared with."""
         base = self.base
         return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
-
-    def _identity_on_base(self, adapter_digest: str) -> str:
-        return digests.hash_json([self.base.digest, adapter_digest])
 
     def _load_plain_base(self) -> Any:
         oom.release_memory()

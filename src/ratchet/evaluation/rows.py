@@ -19,10 +19,8 @@ from ratchet.storage.records.evaluation import EvaluatedRow
 
 TEXT = Path(__file__).with_name("general.txt")
 """About eighty short pieces of prose, written for this purpose, so that no model was trained on them."""
-
 MIN_BLOCKS = 2
 """Minimum number of blocks; a single sample has no variance."""
-
 MAX_SLICES_PER_FIELD = 50
 """Maximum number of slices of a field of evaluate.slice_by: the most frequent values. A field with free text has more
 values."""
@@ -83,12 +81,11 @@ class TestRows:
         return {name: indices for name, indices in slices.items() if indices}
 
 
-def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -> TestRows:
-    """Read and verify the rows of a prepared split.
+def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test", count: int = 0) -> TestRows:
+    """Read and verify the rows of a prepared split; only the first `count` rows, unless it is 0.
 
-    Raises:
-        DamagedFileError, DataError: The data are missing or were changed after they were written.
-        SettingsError: evaluate.slice_by names a field that is not in prepare.extra_fields.
+    Raises DamagedFileError or DataError if the data are missing or were changed after they were written, and
+    SettingsError if evaluate.slice_by names a field that is not in prepare.extra_fields.
     """
     if unknown := [name for name in settings.evaluate.slice_by if name not in settings.prepare.extra_fields]:
         available = ", ".join(settings.prepare.extra_fields) or "none"
@@ -97,6 +94,7 @@ def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test") -
         )
     files.verify_sealed(layout.data, "data")
     dataset = token_files.open_split(layout.data, split)
+    dataset = dataset.select(range(min(count or len(dataset), len(dataset))))
     ids = list(dataset["id"])
     return TestRows(
         ids=ids,
@@ -131,11 +129,10 @@ def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
 
 
 def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
-    """Encode each label as a complete answer, including the end of the turn.
+    """Encode each label as a complete answer, including the end of the turn; return token ids by label.
 
-    Returns:
-        Token ids by label. None if the template does not append the answer to the prompt, or appends it differently in
-        the first and the last row, because the likelihood of an answer is then undefined.
+    The result is None if the template does not append the answer to the prompt, or appends it differently in the first
+    and the last row, because the likelihood of an answer is then undefined.
     """
     answers_of_rows: list[list[list[int]]] = []
     for conversation in (rows.conversations[0], rows.conversations[-1]):
@@ -166,15 +163,18 @@ def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence
 def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
     """Read the text of evaluate.general_text. Raises SettingsError if its file is missing or is not text."""
     name = settings.evaluate.general_text.file
-    if name is None:
-        return read_bundled_text()
+    return read_bundled_text() if name is None else read_task_text(layout, name, "evaluate.general_text.file")
+
+
+def read_task_text(layout: ProjectLayout, name: str, setting: str) -> str:
+    """Read a text file in data/tasks that a setting names. Raises SettingsError if it is missing or is not text."""
     path = layout.tasks / name
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SettingsError(f"evaluate.general_text.file: file {name} not found in {layout.tasks}") from None
+        raise SettingsError(f"{setting}: file {name} not found in {layout.tasks}") from None
     except (UnicodeDecodeError, IsADirectoryError) as error:
-        raise SettingsError(f"evaluate.general_text.file: {path} is not a UTF-8 text file ({error})") from None
+        raise SettingsError(f"{setting}: {path} is not a UTF-8 text file ({error})") from None
 
 
 def read_bundled_text() -> str:
@@ -183,32 +183,19 @@ def read_bundled_text() -> str:
 
 
 def split_into_blocks(text: str, tokenizer: Any, block_tokens: int, blocks: int) -> list[list[int]]:
-    """Tokenize a text and split it into blocks of equal length, the same every time.
+    """Tokenize a text and split it into at most `blocks` blocks of `block_tokens` text tokens, the same every time.
 
     If the tokenizer adds tokens before a text (the BOS of Llama and Gemma), each block begins with them too, because
-    such models never see a text without them. An incomplete last block is left out.
-
-    Args:
-        text: the text.
-        tokenizer: a Hugging Face tokenizer.
-        block_tokens: text tokens per block, at least 2: the first token has no context to be predicted from.
-        blocks: limit of the number of blocks, from the beginning of the text.
-
-    Raises:
-        DataError: the text is too short for two blocks, or `block_tokens` is less than 2.
+    such models never see a text without them. An incomplete last block is left out. Raises DataError if the text is too
+    short for two blocks.
     """
-    if block_tokens < 2:
-        raise DataError(
-            f"evaluate.general_text.block_tokens: found {block_tokens}; expected at least 2, since a token is scored "
-            "given those before it"
-        )
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     complete = len(ids) // block_tokens
     if min(complete, blocks) < MIN_BLOCKS:
         raise DataError(
             f"evaluate.general_text: the text has {len(ids):,} tokens, enough for {complete} blocks of {block_tokens} "
-            f"(block_tokens), of which at most {blocks} are used (max_blocks); expected at least {MIN_BLOCKS} blocks, "
-            "or 100 to show a change of a few per cent: name a longer text, or set shorter or more blocks"
+            f"tokens, of which at most {blocks} are used (max_blocks); expected at least {MIN_BLOCKS} blocks, or 100 "
+            "to show a change of a few per cent: name a longer text"
         )
     prefix = _prefix_ids(tokenizer)
     starts = range(0, min(complete, blocks) * block_tokens, block_tokens)

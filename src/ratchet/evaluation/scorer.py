@@ -1,11 +1,10 @@
 """Scores a model on rows in batches. Results are stored durably, so that a restart computes only what is missing."""
 
-import errno
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,8 @@ from ratchet.storage import digests, files
 Tokens = Sequence[int]
 Batch = list[int]
 """Indices of rows that are computed together."""
-
 JSON = Any
 """JSON values, NaN and infinities."""
-
 MAX_BATCH_ROWS = 64
 """Maximum number of rows of a batch; larger batches are not faster, and pad short rows more."""
 MEMORY_SHARE = 0.5
@@ -56,7 +53,7 @@ class Scorer:
     """Token that fills the rows of a batch to the same length."""
     batch_rows: int
     store: "ScoreStore"
-    """Stored results of this model with these numerics (`NumericsSpec`); the keys contain neither of these."""
+    """Stored results of this model with these numerics; the keys contain neither of these."""
     progress: Callable[[int, int], None]
     """Called with the number of finished rows and the number of all rows."""
 
@@ -82,48 +79,41 @@ class Scorer:
     def generate_answers(
         self, tokenizer: Any, prompts: Sequence[Tokens], end_tokens: Sequence[int], settings: Evaluate
     ) -> list[list[str]]:
-        """Generate answers to each prompt and strip them.
+        """Generate answers to each prompt (token ids up to the start of the answer) and strip them; answers by prompt.
 
-        Sampled answers depend only on the seed, the prompt, and its number among identical prompts.
-
-        Args:
-            tokenizer: Decodes the answers; special tokens are left out.
-            prompts: Token ids up to the start of the assistant's answer.
-            end_tokens: Tokens that end an answer.
-            settings: max_new_tokens; samples (1 is greedy, more are sampled); temperature and seed of sampling.
-
-        Returns:
-            The answers to each prompt, in the order of the prompts.
+        Sampled answers depend only on the seed, the prompt, and its number among identical prompts. Of the settings,
+        max_new_tokens, samples (1 is greedy, more are sampled), and temperature and seed of sampling are read.
         """
-        samples = settings.samples
-        pairs = [(i, sample) for i in range(len(prompts)) for sample in range(samples)]
-        names = _unique_prompt_keys(prompts)
-
-        def stream_keys(batch: Batch) -> list[str]:
-            return [token_choice.noise_stream_key(settings.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
+        samples, counts = settings.samples, Counter[str]()
+        streams: list[str] = []  # Identical prompts are numbered, so that they get different samples.
+        for prompt in prompts if samples > 1 else ():
+            digest = digests.hash_json(list(prompt))
+            name = f"{digest}/{counts[digest]}"
+            counts[digest] += 1
+            streams += [token_choice.noise_stream_key(settings.seed, name, sample) for sample in range(samples)]
+        repeated = [prompt for prompt in prompts for _ in range(samples)]
 
         def request(batch: Batch) -> dict[str, Any]:
-            sampling = {"temperature": settings.temperature, "streams": stream_keys(batch)} if samples > 1 else None
+            sampling = (
+                {"temperature": settings.temperature, "streams": [streams[k] for k in batch]} if streams else None
+            )
             return {
-                "prompts": [list(prompts[pairs[k][0]]) for k in batch],
+                "prompts": [list(repeated[k]) for k in batch],
                 "ends": sorted(end_tokens),
                 "max_new_tokens": settings.max_new_tokens,
                 "sampling": sampling,
             }
 
         def compute(batch: Batch) -> list[list[int]]:
-            batch_prompts = [prompts[pairs[k][0]] for k in batch]
-            warper = (
-                token_choice.GumbelLogitsWarper(stream_keys(batch), settings.temperature, max(map(len, batch_prompts)))
-                if samples > 1
-                else None
-            )
+            batch_prompts, warper = [repeated[k] for k in batch], None
+            if streams:
+                longest = max(map(len, batch_prompts))
+                warper = token_choice.GumbelLogitsWarper([streams[k] for k in batch], settings.temperature, longest)
             return scoring.generate(
                 self.model, batch_prompts, end_tokens, settings.max_new_tokens, self.pad_token_id, warper
             )
 
-        lengths = [len(prompts[i]) for i, _ in pairs]
-        batches = split_micro_batches(list(range(len(pairs))), lengths, self.batch_rows)
+        batches = split_micro_batches(list(range(len(repeated))), list(map(len, repeated)), self.batch_rows)
         answers = self._compute_batches("answers", batches, request, compute)
         texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in answers]
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
@@ -131,9 +121,7 @@ class Scorer:
     def score_labels(self, prompts: Sequence[Tokens], labels: Sequence[Tokens]) -> list[list[float]]:
         """Compute the log-probability in nats of each label as the complete answer to each prompt.
 
-        Args:
-            prompts: Token ids up to the start of the assistant's answer.
-            labels: Token ids of each label, including the end of the turn.
+        Labels are token ids including the end of the turn; prompts are token ids up to the start of the answer.
         """
         label_ids = [list(label) for label in labels]
 
@@ -145,16 +133,15 @@ class Scorer:
                 self.model, [prompts[i] for i in batch], labels, self.batch_rows, self.pad_token_id
             )
 
-        return self._compute_batches("label_scores", list(self._batch_equal_lengths(prompts)), request, compute)
-
-    def _batch_equal_lengths(self, rows: Sequence[Tokens]) -> Iterator[Batch]:
-        """Yield batches of rows with equal length (no padding), longest first."""
-        by_length: dict[int, Batch] = {}
-        for i, ids in enumerate(rows):
+        by_length: dict[int, Batch] = {}  # Rows of equal length need no padding.
+        for i, ids in enumerate(prompts):
             by_length.setdefault(len(ids), []).append(i)
-        for length in sorted(by_length, reverse=True):
-            same = by_length[length]
-            yield from (same[start : start + self.batch_rows] for start in range(0, len(same), self.batch_rows))
+        batches = [
+            rows[start : start + self.batch_rows]
+            for _, rows in sorted(by_length.items(), reverse=True)
+            for start in range(0, len(rows), self.batch_rows)
+        ]
+        return self._compute_batches("label_scores", batches, request, compute)
 
     def _compute_batches(
         self,
@@ -165,11 +152,7 @@ class Scorer:
     ) -> list[Any]:
         """Return the result of each row, in the order of the rows, from the store or computed and stored.
 
-        Args:
-            kind: Kind of the request.
-            batches: Batches that contain each row once.
-            request: Returns the request of a batch as JSON, from which the key is computed.
-            compute: Computes the results of a batch.
+        `request` returns the request of a batch as JSON, from which the key is computed.
         """
         total, done = sum(map(len, batches)), 0
         results: list[Any] = [None] * total
@@ -183,31 +166,11 @@ class Scorer:
         return results
 
 
-def _unique_prompt_keys(prompts: Sequence[Tokens]) -> list[str]:
-    """Return a key of each prompt's content; identical prompts are numbered, so that they get different samples."""
-    counts: Counter[str] = Counter()
-    keys = []
-    for prompt in prompts:
-        digest = digests.hash_json(list(prompt))
-        keys.append(f"{digest}/{counts[digest]}")
-        counts[digest] += 1
-    return keys
-
-
 def choose_batch_rows(setting: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
-    """Return the rows of a batch; `auto` is the largest power of two whose rows should fit at full length.
+    """Return the rows of a batch; `auto` is the largest power of two whose rows should fit with `longest_tokens`.
 
-    The result depends only on machine and model, so it is the same every time.
-
-    Args:
-        setting: machine.evaluation_batch_size.
-        model: The loaded model.
-        longest_tokens: Tokens of the longest row, including generated tokens.
-        vocabulary: Number of logits per position.
-
-    Returns:
-        At least 1. The rows may still not fit: scoring then runs out of memory (models.oom.is_out_of_memory), and half
-        as many rows may fit.
+    The result depends only on machine and model, so it is the same every time. The rows may still not fit: scoring then
+    runs out of memory (models.oom.is_out_of_memory), and half as many rows may fit.
     """
     if setting != "auto":
         return setting
@@ -229,22 +192,17 @@ def estimate_row_bytes(config: Any, tokens: int, vocabulary: int) -> int:
     widest layer, attention scores if they are materialized, and some copies of the logits of one position, all in
     float32. Wider pieces of logits are limited per batch (models.chunked_loss).
     """
-    hidden = int(config.hidden_size)
-    layers = int(config.num_hidden_layers)
-    heads = int(getattr(config, "num_attention_heads", None) or 1)
-    inner = _largest_layer_size(config, "intermediate_size", 4 * hidden)
-    key_heads = _largest_layer_size(config, "num_key_value_heads", heads)
-    head = int(getattr(config, "head_dim", None) or -(-hidden // heads))
-    cache = 2 * 2 * layers * key_heads * head * tokens
+
+    def largest(name: str, default: int) -> int:
+        size = getattr(config, name, None)  # Some models have one value per layer.
+        return int(max(size) if isinstance(size, list | tuple) else size or default)
+
+    hidden, heads = int(config.hidden_size), largest("num_attention_heads", 1)
+    inner, key_heads = largest("intermediate_size", 4 * hidden), largest("num_key_value_heads", heads)
+    cache = 2 * 2 * int(config.num_hidden_layers) * key_heads * largest("head_dim", -(-hidden // heads)) * tokens
     width = (8 * hidden + 3 * inner) * tokens
     scores = 2 * heads * tokens * tokens if getattr(config, "_attn_implementation", None) == "eager" else 0
     return 4 * (cache + width + scores + 4 * vocabulary)
-
-
-def _largest_layer_size(config: Any, name: str, default: int) -> int:
-    """Return a size of the config; some models have one value per layer."""
-    size = getattr(config, name, None)
-    return int(max(size) if isinstance(size, list | tuple) else size or default)
 
 
 # Storage of scores.
@@ -259,58 +217,49 @@ class ScoreStore:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Index the existing lines. Raises StorageError if `path` is a directory."""
+        """Index the valid lines; of two with the same key, the first. Raises StorageError if `path` is a directory."""
         self.path = path
         self._lines: dict[str, tuple[int, int]] = {}
         """Offset and length of each line, by key."""
-        if path is not None:
-            self._index_lines(path)
+        if path is not None and path.is_dir():
+            raise StorageError(f"{path}: found a directory, expected a file for scores; remove it")
+        if path is not None and path.exists():
+            with path.open("rb") as stream:
+                offset = 0
+                for text in stream:
+                    if (line := _decode_line(text.rstrip(b"\n"))) is not None:
+                        self._lines.setdefault(line[0], (offset, len(text.rstrip(b"\n"))))
+                    offset += len(text)
 
     def get_or_compute(self, key: str, compute: Callable[[], JSON]) -> JSON:
         """Return the value stored under `key`, or store and return the result of `compute`.
 
         The value has passed through JSON: tuples become lists and object keys become strings. Floats are exact,
-        including NaN and infinities.
-
-        Raises:
-            OSError: The disk is full or fails; existing lines stay intact. Also any error of `compute`.
-            ValueError, TypeError: JSON cannot represent the result.
+        including NaN and infinities. Raises OSError if the disk is full or fails (existing lines stay intact),
+        ValueError or TypeError if JSON cannot represent the result, and any error of `compute`.
         """
-        if (position := self._lines.get(key)) is not None and self.path is not None:
-            line = _decode_line(_read_bytes(self.path, *position))
-            if line is not None and line[0] == key:
-                return line[1]
-        body = _encode_body(key, compute())
+        if (line := self._read(key)) is not None:
+            return line[1]
+        # In ASCII: texts may have half a surrogate pair, which is invalid UTF-8.
+        document = {"key": key, "value": _to_json_value(compute())}
+        body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()[1:]
         if self.path is not None:
             self._lines[key] = _append_line(self.path, _HEAD + digests.hash_bytes(body).encode() + _MIDDLE + body)
         return _decode_body(body)[1]
 
     def get(self, key: str) -> JSON | None:
         """Return the value stored under `key`, or None."""
-        if (position := self._lines.get(key)) is None or self.path is None:
+        return line[1] if (line := self._read(key)) is not None else None
+
+    def _read(self, key: str) -> tuple[str, JSON] | None:
+        """Return key and value of a line; None if there is none, or if it was damaged or removed."""
+        if key not in self._lines or self.path is None or not self.path.exists():
             return None
-        line = _decode_line(_read_bytes(self.path, *position))
-        return line[1] if line is not None and line[0] == key else None
-
-    def _index_lines(self, path: Path) -> None:
-        """Index the valid lines; of two lines with the same key, only the first."""
-        try:
-            stream = path.open("rb")
-        except FileNotFoundError:
-            return
-        except IsADirectoryError:
-            raise StorageError(f"{path}: found a directory, expected a file for scores; remove it") from None
-        with stream:
-            offset = 0
-            for text in stream:
-                if (line := _decode_line(text.rstrip(b"\n"))) is not None:
-                    self._lines.setdefault(line[0], (offset, len(text.rstrip(b"\n"))))
-                offset += len(text)
-
-
-def _encode_body(key: str, value: JSON) -> bytes:
-    """Encode the part of a line after its digest in ASCII: texts may have half a surrogate pair (invalid UTF-8)."""
-    return json.dumps({"key": key, "value": _to_json_value(value)}, allow_nan=False, separators=(",", ":")).encode()[1:]
+        offset, length = self._lines[key]
+        with self.path.open("rb") as stream:
+            stream.seek(offset)
+            line = _decode_line(stream.read(length))
+        return line if line is not None and line[0] == key else None
 
 
 def _decode_line(line: bytes) -> tuple[str, JSON] | None:
@@ -342,41 +291,22 @@ def _restore_nonfinite(value: dict[str, Any]) -> Any:
     return float(value[_NONFINITE_KEY]) if _NONFINITE_KEY in value else value
 
 
-def _read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """Read a part of a file; empty if the file was removed."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(length)
-    except FileNotFoundError:
-        return b""
-
-
 def _append_line(path: Path, line: bytes) -> tuple[int, int]:
     """Append a line durably and return its offset and length. Raises OSError with the path if the disk fails."""
-    try:
+    with files.name_file_in_errors(path):
         is_new = not path.exists()
         files.make_directory(path.parent)
         files.before("write", path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            end = _write_at_end(fd, line + b"\n")
-        finally:
-            os.close(fd)
+        with path.open("a+b", buffering=0) as stream:
+            data = line + b"\n"
+            if stream.seek(0, os.SEEK_END):  # A truncated last line is terminated first.
+                stream.seek(-1, os.SEEK_END)
+                data = data if stream.read(1) == b"\n" else b"\n" + data
+            while data:  # An almost full disk writes a part; the next write raises the error.
+                data = data[stream.write(data) :]
+            end = stream.tell()
         files.before("fsync", path)
         files.fsync(path)
         if is_new:
             files.fsync_directory(path.parent)
-    except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
     return end - len(line) - 1, len(line)
-
-
-def _write_at_end(fd: int, data: bytes) -> int:
-    """Append data and return the new end. A truncated last line is terminated first."""
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b"\n":
-        data = b"\n" + data
-    while data:  # An almost full disk writes a part; the next write raises the error.
-        data = data[os.write(fd, data) :]
-    return os.lseek(fd, 0, os.SEEK_CUR)

@@ -5,22 +5,16 @@ Each form of the base (`RunAdapter.form`) is loaded once; only the adapters are 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
-
-import torch
+from dataclasses import dataclass
 
 from ratchet.config.evaluate import Evaluate
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.data import tokenization
 from ratchet.errors import BaseModelError, DataError, DivergenceError, MemoryExhaustedError, first_line
-from ratchet.evaluation import answer_metrics
-from ratchet.evaluation import rows as test_rows
-from ratchet.evaluation.comparability import NumericsSpec
+from ratchet.evaluation import answer_metrics, rows
+from ratchet.evaluation.comparability import describe_numerics
 from ratchet.evaluation.model_loader import ADAPTER, EvaluationBatchSize
-from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import adapters, base_model, loading, oom, scoring
 from ratchet.runs.directory import RESULT, RunPaths, RunSpec, storage_errors
@@ -61,24 +55,12 @@ class RunAdapter:
 def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[ValidationScores]:
     """Score the runs of a job and store the scores in their directories; existing scores are reused.
 
-    If memory runs out, the batch size is halved and all missing scores are computed again, so that all scores
-    have the same batch size.
+    If memory runs out, the batch size is halved and all missing scores are computed again, so that all scores have the
+    same batch size. The scores are in the order of the job.
 
-    Args:
-        layout: The project.
-        launch: The runs, metrics and settings.
-
-    Returns:
-        The scores of each run, in the order of the job.
-
-    Raises:
-        BaseModelError: The data were prepared for another base model.
-        DamagedFileError: A run has no sealed result, or data or base were changed after they were written.
-        DataError: A run was trained on other data or another base than the project has now.
-        SettingsError: A requested metric is not defined for these data.
-        DivergenceError: The scores of some rows are not finite.
-        MemoryExhaustedError: Not even a single row fits.
-        StorageError: A run directory cannot be written.
+    Raises BaseModelError, DamagedFileError or DataError if data, base and runs do not fit together or were changed,
+    SettingsError if a metric is not defined for these data, DivergenceError if scores are not finite,
+    MemoryExhaustedError if not even a single row fits, and StorageError if a run directory cannot be written.
     """
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     if card.base_digest != base.digest:
@@ -91,7 +73,7 @@ def score_runs(layout: ProjectLayout, launch: ValidationLaunch) -> list[Validati
     }
     missing = [runs[run_id] for run_id, existing in scores.items() if existing is None]
     if missing:
-        session = _ValidationScoringSession.open(layout, launch, base, card)
+        session = _ValidationScoringSession(layout, launch, base, card)
         for run, new in zip(missing, session.score_all(missing), strict=True):
             with storage_errors(run.paths.root):
                 new.save(validation_scores_path(run.paths.root, digest))
@@ -111,33 +93,20 @@ def _read_run_adapter(paths: RunPaths, card: DatasetCard) -> RunAdapter:
     return RunAdapter(paths, spec.train, report.adapter_digest)
 
 
-@dataclass(frozen=True)
 class _ValidationScoringSession:
-    """Verified inputs of all runs."""
+    """Verified inputs of all runs: rows of the validation split, base files and tokenizer."""
 
-    layout: ProjectLayout
-    launch: ValidationLaunch
-    base: BaseCard
-    card: DatasetCard
-    rows: TestRows
-    """Rows of the validation split."""
-    tokenizer: Any
-    device: torch.device
-
-    @classmethod
-    def open(
-        cls, layout: ProjectLayout, launch: ValidationLaunch, base: BaseCard, card: DatasetCard
-    ) -> "_ValidationScoringSession":
-        """Read and verify rows, base files and tokenizer."""
+    def __init__(self, layout: ProjectLayout, launch: ValidationLaunch, base: BaseCard, card: DatasetCard) -> None:
+        self.layout, self.launch, self.base, self.card = layout, launch, base, card
         path = base_model.locate(layout, base)
         base_model.verify_files(path, base.files)
         loading.use_threads(launch.machine.threads)
-        device = loading.pick_device(launch.machine.device)
-        rows = _take_first_rows(test_rows.read(layout, Settings(), "validation"), launch.job.rows)
-        if not rows.ids:
+        self.device = loading.pick_device(launch.machine.device)
+        self.rows = rows.read(layout, Settings(), "validation", launch.job.rows)
+        if not self.rows.ids:
             raise DataError(f"{layout.data}: found no validation rows; set prepare.split.validation above 0")
-        tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
-        return cls(layout, launch, base, card, rows, tokenizer, device)
+        self.tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
+        self._needs_answers = bool(GENERATED_METRICS & set(launch.job.metrics))
 
     def score_all(self, runs: Sequence[RunAdapter]) -> list[ValidationScores]:
         """Score every run with the same batch size; if a run does not fit, score all runs again in smaller batches."""
@@ -158,14 +127,6 @@ class _ValidationScoringSession:
                 )
             oom.release_memory()
 
-    @property
-    def _needs_answers(self) -> bool:
-        return bool(GENERATED_METRICS & set(self.launch.job.metrics))
-
-    @cached_property
-    def _prompts(self) -> list[list[int]]:
-        return [tokenization.encode_prompt(self.tokenizer, row.context) for row in self.rows.conversations]
-
     def _score_in_batches(self, runs: Sequence[RunAdapter], size: EvaluationBatchSize) -> list[ValidationScores]:
         scores: dict[str, ValidationScores] = {}
         for form in dict.fromkeys(run.form for run in runs):
@@ -185,7 +146,7 @@ class _ValidationScoringSession:
 
     def _score_run(self, run: RunAdapter, model: loading.Model, size: EvaluationBatchSize) -> ValidationScores:
         settings = Settings(train=run.train, machine=self.launch.machine)
-        numerics = NumericsSpec.from_settings("adapter", settings, self.device, size.choose_for(model)).to_json()
+        numerics = describe_numerics("adapter", settings, self.device, size.choose_for(model))
         # The same store as in stage evaluate: after a kill, only missing results are computed.
         identity = digests.hash_json([self.base.digest, run.adapter_digest])
         name = digests.hash_json([identity, numerics])[:32]
@@ -193,9 +154,15 @@ class _ValidationScoringSession:
         scorer = Scorer(model, self.tokenizer.pad_token_id, numerics["batch_rows"], store, lambda done, total: None)
         with storage_errors(self.layout.scores):
             values = self._score_rows(scorer)
-        self._require_finite(run, values)
-        rows = self.rows
-        tokens = tuple(rows.answer_tokens(row) for row in range(len(rows.ids)))
+        ids = self.rows.ids
+        for metric, row_values in values.items():
+            if infinite := [ids[i] for i, value in enumerate(row_values) if not math.isfinite(value)]:
+                raise DivergenceError(
+                    f"run {run.paths.root.name}: {metric} is not finite for {len(infinite)} of {len(row_values)} "
+                    f"validation rows, first {infinite[0]}; check train.compute_dtype (float16 overflows) and the "
+                    "learning rate"
+                )
+        tokens = tuple(map(self.rows.answer_tokens, range(len(ids))))
         return ValidationScores(
             request_digest=self.launch.request_digest(self.card),
             run_id=run.paths.root.name,
@@ -203,8 +170,8 @@ class _ValidationScoringSession:
             data_digest=self.card.digest,
             base_digest=self.base.digest,
             rows=self.launch.job.rows,
-            ids=tuple(rows.ids),
-            groups=tuple(rows.groups),
+            ids=tuple(ids),
+            groups=tuple(self.rows.groups),
             tokens=tokens,
             values=values,
             metrics={
@@ -223,32 +190,10 @@ class _ValidationScoringSession:
             settings = Evaluate(
                 max_new_tokens=self.launch.max_new_tokens, metrics=_ANSWER_METRICS if TOKEN_F1 in metrics else ()
             )
+            prompts = [tokenization.encode_prompt(self.tokenizer, row.context) for row in self.rows.conversations]
             end_tokens = scoring.list_end_tokens(scorer.model, self.tokenizer, self.card.end_of_turn)
-            answers = scorer.generate_answers(self.tokenizer, self._prompts, end_tokens, settings)
+            answers = scorer.generate_answers(self.tokenizer, prompts, end_tokens, settings)
             scored = answer_metrics.score_answers(self.rows.expected, answers, settings, EXACT)
             scores |= {result.name: result.values for result in scored}
             scores["accuracy"] = scores[EXACT]  # The same metric has two names: for labels, and for free text.
         return {metric: tuple(values) for metric in metrics if (values := scores[metric]) is not None}
-
-    def _require_finite(self, run: RunAdapter, scores: dict[ValidationMetric, tuple[float, ...]]) -> None:
-        for metric, values in scores.items():
-            if rows := [self.rows.ids[i] for i, value in enumerate(values) if not math.isfinite(value)]:
-                raise DivergenceError(
-                    f"run {run.paths.root.name}: {metric} is not finite for {len(rows)} of {len(values)} validation "
-                    f"rows, first {rows[0]}; check train.compute_dtype (float16 overflows) and the learning rate"
-                )
-
-
-def _take_first_rows(rows: TestRows, count: int) -> TestRows:
-    """Return the first `count` rows; all rows if `count` is 0."""
-    end = min(count or len(rows.ids), len(rows.ids))
-    return replace(
-        rows,
-        ids=rows.ids[:end],
-        conversations=rows.conversations[:end],
-        input_ids=rows.input_ids[:end],
-        labels=rows.labels[:end],
-        groups=rows.groups[:end],
-        fields=rows.fields[:end],
-        generation_count=end,
-    )

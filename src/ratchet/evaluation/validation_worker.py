@@ -35,16 +35,13 @@ def main(arguments: list[str]) -> int:
         for scores in validation_scoring.score_runs(ProjectLayout(Path(arguments[0])), launch):
             metrics = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
             print(f"run {scores.run_id}: {metrics} ({len(scores.ids)} rows)", flush=True)
-    except KeyboardInterrupt:
-        return _report_error(InterruptedRunError("interrupted; stored scores are complete, run the command again"))
-    except RatchetError as error:
-        return _report_error(error)
+    except (KeyboardInterrupt, RatchetError) as error:
+        failure = error
+        if not isinstance(failure, RatchetError):
+            failure = InterruptedRunError("interrupted; stored scores are complete, run the command again")
+        print(f"{type(failure).__name__}: {' '.join(str(failure).split())}", file=sys.stderr, flush=True)
+        return failure.exit_code
     return EXIT_OK
-
-
-def _report_error(error: RatchetError) -> int:
-    print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return error.exit_code
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

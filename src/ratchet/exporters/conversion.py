@@ -57,9 +57,8 @@ class ExportVerifier:
         )  # fmt: skip
         return ExportArtifact(
             name=exported.name, kind=exported.kind, type=exported.type, digest=format_fingerprint(exported.path),
-            size_bytes=format_size_bytes(exported.path),
-            runtime=runtime.name, distance=result.distance, task=result.task, texts_tokenised=result.texts_tokenised,
-            texts=result.texts, tokens_per_second=result.tokens_per_second, threads=self.threads, **fields,
+            size_bytes=format_size_bytes(exported.path), runtime=runtime.name, threads=self.threads, **vars(result),
+            **fields,
         )  # fmt: skip
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -124,26 +123,27 @@ def convert_formats(
     for gguf_type in export.gguf.types:
         path = scratch / model_store.format_path("gguf", gguf_type)
         path.parent.mkdir(exist_ok=True)
-        notes = _write_gguf(verifier.job, merged, path, gguf_type)
+        notes = _write_gguf(verifier, merged, path, gguf_type)
         yield _verify_gguf(verifier, ExportedFormat("gguf", gguf_type, path), merged, notes, logits)
     for onnx_type in export.onnx.types:
+        from ratchet.exporters import onnx
+        from ratchet.models.runtimes import onnx as onnx_runtime
+
         path = scratch / model_store.format_path("onnx", onnx_type)
         path.mkdir(parents=True)
-        from ratchet.exporters import onnx
-
         onnx.write_onnx(merged, path, onnx_type, verifier.job.progress)
-        yield _verify_onnx(verifier, ExportedFormat("onnx", onnx_type, path))
+        with onnx_runtime.open_runtime(path, verifier.threads) as runtime:
+            probes = collect_probes(runtime, verifier.tokenizer, verifier.inputs.end_ids)
+            artifact = verifier.verify(runtime, ExportedFormat("onnx", onnx_type, path), probes=probes)
+        yield artifact
 
 
-def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
-    """Write a GGUF file with our writer, or with llama.cpp's tools if our writer does not support the model or type.
+def _write_gguf(verifier: ExportVerifier, merged: Path, path: Path, gguf_type: GgufType) -> tuple[str, ...]:
+    """Write a GGUF file with our writer, or else with llama.cpp's tools. Returns notes for users of the file."""
+    from ratchet.exporters.gguf import architectures, writer
 
-    Returns:
-        Notes for users of the file.
-    """
-    from ratchet.exporters.gguf import writer
-
-    is_supported = writer.is_supported(merged)
+    job = verifier.job
+    is_supported = architectures.is_supported(merged)
     if is_supported and gguf_type not in llama_cpp_tools.TYPES:
         return writer.write_gguf(merged, path, cast(BuiltInGgufType, gguf_type), job.progress)
     if not is_supported and gguf_type in llama_cpp_tools.CONVERTED:
@@ -155,8 +155,7 @@ def _write_gguf(job: ExportJob, merged: Path, path: Path, gguf_type: GgufType) -
         notes = writer.write_gguf(merged, unquantized, "f32", job.progress)
     else:
         llama_cpp_tools.convert_to_gguf(job.tools, merged, unquantized, "f32")
-    threads = job.settings.machine.threads or torch.get_num_threads()
-    llama_cpp_tools.quantize_gguf(job.tools, unquantized, path, gguf_type, threads)
+    llama_cpp_tools.quantize_gguf(job.tools, unquantized, path, gguf_type, verifier.threads)
     unquantized.unlink()
     return (*notes, "quantized by llama.cpp's llama-quantize")
 
@@ -185,14 +184,6 @@ def _verify_gguf(
     )
 
 
-def _verify_onnx(verifier: ExportVerifier, exported: ExportedFormat) -> ExportArtifact:
-    from ratchet.models.runtimes import onnx as onnx_runtime
-
-    with onnx_runtime.open_runtime(exported.path, verifier.threads) as runtime:
-        probes = collect_probes(runtime, verifier.tokenizer, probe_inputs.PROBES, verifier.inputs.end_ids)
-        return verifier.verify(runtime, exported, probes=probes)
-
-
 # Probes: short fixed prompts with their greedy answers. Deployment repeats them before a server may use the model.
 
 
@@ -201,15 +192,13 @@ def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     return tokenization.encode_prompt(tokenizer, Conversation([{"role": "user", "content": question}]))
 
 
-def collect_probes(
-    runtime: ModelRuntime, tokenizer: Any, questions: Sequence[str], end_ids: Sequence[int]
-) -> tuple[ExportProbe, ...]:
-    """Answer each question greedily.
+def collect_probes(runtime: ModelRuntime, tokenizer: Any, end_ids: Sequence[int]) -> tuple[ExportProbe, ...]:
+    """Answer each of PROBES greedily.
 
     Each probe records for every answer token how far its log-probability is above the second highest, in nats.
     """
     probes = []
-    for question in questions:
+    for question in probe_inputs.PROBES:
         prompt = prompt_ids(tokenizer, question)
         answer = runtime.generate(prompt, PROBE_TOKENS, end_ids)
         positions = range(len(prompt) - 1, len(prompt) + len(answer) - 1)

@@ -24,14 +24,7 @@ from ratchet.storage.records.export import Progress
 from ratchet.storage.records.training import TrainReport
 
 
-def find_llama_cpp(settings: Settings, root: Path) -> tuple[Path | None, LlamaCppTools]:
-    """Return the directory in `machine.llama_cpp` and its tools. Raises SettingsError if the directory has no tools."""
-    setting = settings.machine.llama_cpp
-    directory = None if setting is None else root / Path(setting).expanduser()
-    return directory, llama_cpp_tools.find_tools(directory)
-
-
-def require_exportable(model: Path, settings: Settings, root: Path) -> None:
+def require_exportable(model: Path, settings: Settings, root: Path) -> LlamaCppTools:
     """Check that every requested format supports the model, from its config and tokenizer alone.
 
     Args:
@@ -39,21 +32,27 @@ def require_exportable(model: Path, settings: Settings, root: Path) -> None:
         settings: all settings of the project.
         root: directory of the project.
 
+    Returns:
+        llama.cpp's tools that are installed.
+
     Raises:
-        SettingsError: a format does not support the architecture or type; the message lists the supported ones.
+        SettingsError: a format does not support the architecture or type; the message lists the supported ones. Or the
+            directory in `machine.llama_cpp` has no tools.
         BaseModelError: GGUF cannot represent the tokenizer.
     """
     export = settings.export
-    directory, tools = find_llama_cpp(settings, root)
+    setting = settings.machine.llama_cpp
+    tools = llama_cpp_tools.find_tools(None if setting is None else root / Path(setting).expanduser())
     if export.gguf.types:
         from ratchet.exporters.gguf import writer  # needs the extra `export`, as onnx below
 
-        writer.require_exportable(model, export.gguf.types, directory)
+        writer.require_exportable(model, export.gguf.types, tools.convert is not None)
     llama_cpp_tools.require_quantizer(tools, export.gguf.types)
     if export.onnx.types:
         from ratchet.exporters import onnx
 
         onnx.require_exportable(model)
+    return tools
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,16 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     base_path = base_model.locate(layout, base)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
-    job = ExportJob(
-        layout, settings, base, trained, card, base_path, device, find_llama_cpp(settings, layout.root)[1], progress
-    )  # fmt: skip
+    tools = require_exportable(base_path, settings, layout.root)
+    job = ExportJob(layout, settings, base, trained, card, base_path, device, tools, progress)
     job.spec.require(trained)
-    _check_adapter(layout, trained)
+    files.verify_sealed(layout.train, "train")
+    names = sorted(p.name for p in layout.adapter.iterdir())
+    if digests.hash_tree(layout.adapter, names) != trained.adapter_digest:
+        raise DamagedFileError(
+            f"{layout.adapter}: its digest differs from the training report of run {trained.run_id}; run "
+            "`dvc repro -f train`"
+        )
     for entry in settings.export.additional_adapters:
         if not (layout.root / entry.adapter / "adapter_config.json").is_file():
             raise SettingsError(
@@ -145,21 +149,10 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
         pickle_scan.scan_directory(layout.root / entry.adapter)
     for merge_base in job.merge_bases:
         plan_merge(job.recipe(merge_base))
-    require_exportable(base_path, settings, layout.root)
     base_model.verify_files(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)
     files.require_space(layout.experiments, _required_bytes(job))
     return job
-
-
-def _check_adapter(layout: ProjectLayout, trained: TrainReport) -> None:
-    files.verify_sealed(layout.train, "train")
-    names = sorted(p.name for p in layout.adapter.iterdir())
-    if digests.hash_tree(layout.adapter, names) != trained.adapter_digest:
-        raise DamagedFileError(
-            f"{layout.adapter}: its digest differs from the training report of run {trained.run_id}; run "
-            "`dvc repro -f train`"
-        )
 
 
 def _required_bytes(job: ExportJob) -> int:

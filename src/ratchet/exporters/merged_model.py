@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from ratchet.exporters import conversion
 from ratchet.exporters.conversion import ExportedFormat, ExportVerifier
 from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merge import merger
+from ratchet.exporters.merge.merger import MergeResult
 from ratchet.exporters.merge.recipe import MergeBase
 from ratchet.exporters.verification import layers, parity, probe_inputs, reference
 from ratchet.exporters.verification.layers import ActivationRecording, check_merge
@@ -45,23 +47,9 @@ class MergedModel:
     artifact: ExportArtifact
     selected: MergeTrial
     merge: MergeReport
-    logits: "ReloadedModelLogits"
-
-
-@dataclass(frozen=True)
-class ReloadedModelLogits:
-    """Loads the merged model again and computes its logits, with which a second reader of a format is compared."""
-
-    job: ExportJob
-    directory: Path
-
-    def __call__(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Compute the logits of each row: [positions, vocabulary], in float32."""
-        model, _ = reopen_model(self.directory, self.job.dtype, self.job.device, self.job.base.remote_code)
-        logits = scoring.collect_logits(model, rows)
-        del model
-        oom.release_memory()
-        return logits
+    logits: Callable[[Sequence[Sequence[int]]], Sequence[torch.Tensor]]
+    """Loads the model again and computes the logits of rows, [positions, vocabulary] of each in float32, with which a
+    second reader of a format is compared."""
 
 
 def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedModel:
@@ -74,19 +62,36 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
     """
     trained = _measure_trained_model(job, score)
     results = {base: _run_trial(job, trained, base, scratch / f"merged-{base}") for base in job.merge_bases}
-    selected = min(results, key=lambda base: (results[base].trial.kl, base))
+    selected = min(results, key=lambda base: (results[base][0].kl, base))
     for base in results:
         if base != selected:
             shutil.rmtree(scratch / f"merged-{base}")
     directory = scratch / job.layout.merged_model.name
     (scratch / f"merged-{selected}").rename(directory)
-    result = results[selected]
+    trial, result = results[selected]
+    weights: dict[str, float] = {}  # if an adapter is named twice, its weights are added
+    for part in job.recipe("dequantized").adapters:
+        key = digests.hash_tree(part.adapter, sorted(p.name for p in part.adapter.iterdir() if p.is_file()))
+        weights[key] = weights.get(key, 0.0) + part.weight
     merge = MergeReport(
-        adapters=_adapter_weights(job), modules=job.settings.export.modules, changed=result.changed,
-        streamed=result.is_streamed, trials=tuple(merged.trial for merged in results.values()),
+        adapters=weights, modules=job.settings.export.modules, changed=result.changed, streamed=result.is_streamed,
+        trials=tuple(trial for trial, _ in results.values()),
     )  # fmt: skip
-    artifact = _verify_merged(job, trained, directory)
-    return MergedModel(trained.verifier, artifact, result.trial, merge, ReloadedModelLogits(job, directory))
+    model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
+    runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier
+    probes = conversion.collect_probes(runtime, tokenizer, verifier.inputs.end_ids)
+    artifact = verifier.verify(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=probes)
+    del model, runtime
+    oom.release_memory()
+    return MergedModel(verifier, artifact, trial, merge, partial(_reload_logits, job, directory))
+
+
+def _reload_logits(job: ExportJob, directory: Path, rows: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    model, _ = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
+    logits = scoring.collect_logits(model, rows)
+    del model
+    oom.release_memory()
+    return logits
 
 
 @dataclass(frozen=True)
@@ -118,16 +123,9 @@ def _measure_trained_model(job: ExportJob, score: Score) -> _TrainedModelReferen
     return trained
 
 
-@dataclass(frozen=True)
-class _MergeTrialResult:
-    trial: MergeTrial
-    changed: int
-    is_streamed: bool
-
-
 def _run_trial(
     job: ExportJob, trained: _TrainedModelReference, merge_base: MergeBase, directory: Path
-) -> _MergeTrialResult:
+) -> tuple[MergeTrial, MergeResult]:
     """Merge into one set of base weights, load the result from disk, and measure it."""
     directory.mkdir()
     merged = merger.merge_model(job.recipe(merge_base), directory, job.progress)
@@ -140,11 +138,17 @@ def _run_trial(
     complete_directory(directory, verifier.tokenizer, verifier.inputs.end_ids, card)
     recording = trained.recording if merge_base == "dequantized" else _record_unquantized(job, verifier)
     model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
-    _check_tokenizer(job, verifier, tokenizer)
+    row = token_files.open_split(job.layout.data, "test")[0]
+    context = Conversation.from_json(row["conversation"]).context
+    if tokenization.encode_prompt(verifier.tokenizer, context) != tokenization.encode_prompt(tokenizer, context):
+        raise DamagedFileError(
+            "export: the exported tokenizer encodes a test row differently from the base's tokenizer; report this as a "
+            "bug, with the name of the base"
+        )
     trial = measure_merge(merge_base, model, job.dtype, trained.logits, recording, verifier.inputs)
     del model
     oom.release_memory()
-    return _MergeTrialResult(trial, merged.changed, merged.is_streamed)
+    return trial, merged
 
 
 def _record_unquantized(job: ExportJob, verifier: ExportVerifier) -> ActivationRecording:
@@ -154,37 +158,6 @@ def _record_unquantized(job: ExportJob, verifier: ExportVerifier) -> ActivationR
     del model
     oom.release_memory()
     return recording
-
-
-def _check_tokenizer(job: ExportJob, verifier: ExportVerifier, tokenizer: object) -> None:
-    """Check that the exported tokenizer encodes a test row like the tokenizer of the training."""
-    row = token_files.open_split(job.layout.data, "test")[0]
-    context = Conversation.from_json(row["conversation"]).context
-    if tokenization.encode_prompt(verifier.tokenizer, context) != tokenization.encode_prompt(tokenizer, context):
-        raise DamagedFileError(
-            "export: the exported tokenizer encodes a test row differently from the base's tokenizer; report this as a "
-            "bug, with the name of the base"
-        )
-
-
-def _verify_merged(job: ExportJob, trained: _TrainedModelReference, directory: Path) -> ExportArtifact:
-    model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
-    runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier
-    probes = conversion.collect_probes(runtime, tokenizer, probe_inputs.PROBES, verifier.inputs.end_ids)
-    artifact = verifier.verify(runtime, ExportedFormat("hf", job.settings.export.dtype, directory), probes=probes)
-    del model, runtime
-    oom.release_memory()
-    return artifact
-
-
-def _adapter_weights(job: ExportJob) -> dict[str, float]:
-    """Return the weight of each adapter by its digest; if an adapter is named twice, its weights are added."""
-    weights: dict[str, float] = {}
-    for part in job.recipe("dequantized").adapters:
-        names = sorted(p.name for p in part.adapter.iterdir() if p.is_file())
-        key = digests.hash_tree(part.adapter, names)
-        weights[key] = weights.get(key, 0.0) + part.weight
-    return weights
 
 
 # Measuring a merged model.
@@ -263,22 +236,17 @@ def complete_directory(directory: Path, tokenizer: Any, end_ids: Sequence[int], 
         end_ids: ids of tokens that end an answer; they become the model's eos_token_id, so that all runtimes use them.
         card: text of the model card.
     """
-    config = _read_json(directory / "config.json")
+    config = json.loads((directory / "config.json").read_bytes())
     config = {key: value for key, value in config.items() if key not in _PATH_KEYS} | {"use_cache": True}
     config.pop("quantization_config", None)
     _write_json(directory / "config.json", config)
     generation = directory / "generation_config.json"
     if generation.exists():
         end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
-        _write_json(generation, _read_json(generation) | {"eos_token_id": end})
+        _write_json(generation, json.loads(generation.read_bytes()) | {"eos_token_id": end})
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(str(directory))
     files.write_atomic(directory / MODEL_CARD, card)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_bytes())
-    return document
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

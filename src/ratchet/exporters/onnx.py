@@ -31,20 +31,20 @@ Everything else (norms, biases, positions) stays float32, as do matrices whose i
 
 import copy
 import inspect
-import json
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
@@ -71,8 +71,6 @@ BLOCK = 32
 """Number of values that share a scale; half as many if the matrix's inner width is not a multiple of this number."""
 _TOKENIZER = "tokenizer.json"
 _COMPANION_FILES = ("config.json", "generation_config.json", _TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
-_NODE_BYTES = 6000
-"""Upper bound of the graph's size: bytes per tensor of the model."""
 _ALIGNMENT_BYTES = 4096
 """Alignment of tensors in the data file: one page, so that a runtime can map the tensors into memory (ONNX's external
 data)."""
@@ -85,7 +83,6 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
 """Sizes of the example inputs. They are above 1, because tracing treats a size of 1 as a constant, and all different,
 because tracing treats equal sizes as the same dimension."""
-_GRAPH_TYPES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
 def require_exportable(directory: Path) -> None:
@@ -95,8 +92,8 @@ def require_exportable(directory: Path) -> None:
         SettingsError: the model type is not supported; the message lists the supported ones.
         BaseModelError: config.json is missing or invalid.
     """
-    config = _read_config(directory)
-    kind = str(config.get("model_type"))
+    config = base_model.read_config(directory)
+    kind = config["model_type"]
     if kind not in SUPPORTED_MODEL_TYPES:
         named = ", ".join(config.get("architectures") or ()) or "no class named"
         raise SettingsError(
@@ -141,34 +138,6 @@ def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress
     for name in _COMPANION_FILES:
         if (directory / name).is_file():
             files.write_blocks(target / name, [[(directory / name).read_bytes()]])
-
-
-def onnx_size_bytes(directory: Path, type: OnnxType) -> int:
-    """Return an upper bound of the size of the files of `write_onnx`, from the headers of the model's files."""
-    shapes = base_model.read_tensor_shapes(directory)
-    size_bytes = sum(_stored_bytes(shape, type) for shape in shapes.values())
-    if type == "int8" and _read_config(directory).get("tie_word_embeddings", True):
-        matrices = [shape for shape in shapes.values() if len(shape) == 2]
-        size_bytes += max((_stored_bytes(shape, type) for shape in matrices), default=0)
-    size_bytes += sum(path.stat().st_size for name in _COMPANION_FILES if (path := directory / name).is_file())
-    return size_bytes + _NODE_BYTES * len(shapes)
-
-
-def _stored_bytes(shape: tuple[int, ...], type: OnnxType) -> int:
-    count = int(np.prod(shape, dtype=np.int64))
-    block = block_width(shape[-1]) if len(shape) == 2 else None
-    return 4 * count if type == "fp32" or block is None else count + 4 * (count // block)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BaseModelError(f"{path}: cannot be read ({error}); restore the model's original config.json") from None
-    if not isinstance(config, dict):
-        raise BaseModelError(f"{path}: expected a JSON object; restore the model's original config.json")
-    return config
 
 
 def _rope_types(config: Mapping[str, Any]) -> list[Any]:
@@ -242,16 +211,25 @@ def trace_model(directory: Path) -> TracedGraph:
     except Exception as error:  # the model's own code, torch's tracer and its translator may raise anything
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
         raise BaseModelError(
-            f"{directory}: torch cannot export a {spec.class_name} to ONNX: {_root_cause(error)}; remove all types "
-            "from export.onnx.types, or export to GGUF"
+            f"{directory}: torch cannot export a {spec.class_name} to ONNX: {_COLORS.sub('', first_line(cause))}; "
+            "remove all types from export.onnx.types, or export to GGUF"
         ) from error
 
 
 def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
     shapes = _cache_shapes(spec)
     inputs, dynamic_shapes = _example_inputs(shapes)
-    model = _build_unloaded_model(spec)
+    # The parameters are reserved address space that is never written to.
+    with no_init_weights(), model_spec.use_plain_linears(spec.config):
+        model: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(spec.config), dtype=torch.float32, attn_implementation="eager"
+        )
+    model.tie_weights()
+    model = model.float().eval().requires_grad_(False)
     step = _DecodingStepModule(model, "position_ids" in inspect.signature(model.forward).parameters)
     program = torch.export.export(step, (), inputs, dynamic_shapes=dynamic_shapes, strict=False)
     written: Any = torch.onnx.export(
@@ -264,7 +242,9 @@ def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
         optimize=False,
         verbose=False,
     )
-    names = _canonical_names(model)
+    # Tied parameters have several names; each is mapped to the first.
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name: first_names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     graph = written.model.graph
     input_names = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
     input_names |= {f"{_STEP}{name}": first for name, first in names.items()}
@@ -280,22 +260,6 @@ def _trace_step(spec: model_spec.ModelSpec) -> TracedGraph:
         buffers=dict(model.named_buffers()),
         names=names,
     )
-
-
-def _canonical_names(model: Any) -> dict[str, str]:
-    """Map every name of a parameter to its first name; tied parameters have several names."""
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first_names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def _build_unloaded_model(spec: model_spec.ModelSpec) -> Any:
-    """Build the model with computed buffers. Its parameters are reserved address space that is never written to."""
-    with no_init_weights(), model_spec.use_plain_linears(spec.config):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(spec.config), dtype=torch.float32, attn_implementation="eager"
-        )
-    model.tie_weights()
-    return model.float().eval().requires_grad_(False)
 
 
 def _cache_shapes(spec: model_spec.ModelSpec) -> list[list[tuple[int, int]]]:
@@ -318,13 +282,8 @@ def _example_inputs(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any]
     }
     dynamic = torch.export.Dim.DYNAMIC
     rows, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
-    dynamic_shapes = {
-        "input_ids": rows,
-        "attention_mask": rows,
-        "position_ids": rows,
-        "past": [[cached for _ in layer] for layer in shapes],
-    }
-    return inputs, dynamic_shapes
+    dynamic_shapes: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), rows)
+    return inputs, dynamic_shapes | {"past": [[cached for _ in layer] for layer in shapes]}
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:
@@ -353,13 +312,6 @@ def _silence_tracing() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def _root_cause(error: BaseException) -> str:
-    """Return the first line of the innermost cause, without color codes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return _COLORS.sub("", first_line(error))
 
 
 # Weights.
@@ -403,10 +355,10 @@ class OnnxWeightReader:
             model = loading.load_plain(directory, torch.float32, torch.device("cpu"))
             self._parameters = dict(model.named_parameters())
 
-    def array(self, name: str) -> NDArray[Any]:
+    def array(self, name: str, is_transposed: bool = False) -> NDArray[Any]:
         """Read one parameter in float32."""
         values: NDArray[Any] = self._parameters[name][...].detach().to(torch.float32).numpy()
-        return values
+        return values.T if is_transposed else values
 
 
 def _clean_traced_graph(traced: TracedGraph, reader: OnnxWeightReader) -> list[OnnxTensor]:
@@ -416,23 +368,19 @@ def _clean_traced_graph(traced: TracedGraph, reader: OnnxWeightReader) -> list[O
     names = [name for name in traced.weights if name in inputs]
     buffers = {name: buffer.numpy() for name, buffer in traced.buffers.items() if name in inputs}
     clean_graph(traced.model)
-    remove_weight_inputs(traced.model, {*names, *buffers})
+    remaining = [value for value in graph.input if value.name not in {*names, *buffers}]
+    del graph.input[:]  # the graph will contain weights and buffers as tensors
+    graph.input.extend(remaining)
     split_products(graph, names)
     transposed = fold_transpositions(graph, names)
-    return [
-        *(_weight_tensor(name, traced.weights[name], reader, name in transposed) for name in names),
-        *(_buffer_tensor(name, buffer) for name, buffer in buffers.items()),
+    tensors = [
+        OnnxTensor(name, buffer.shape, buffer.dtype, partial(np.asarray, buffer)) for name, buffer in buffers.items()
     ]
-
-
-def _weight_tensor(name: str, shape: tuple[int, ...], reader: OnnxWeightReader, is_transposed: bool) -> OnnxTensor:
-    if is_transposed:
-        return OnnxTensor(name, shape[::-1], np.float32, lambda: reader.array(name).T)
-    return OnnxTensor(name, shape, np.float32, lambda: reader.array(name))
-
-
-def _buffer_tensor(name: str, values: NDArray[Any]) -> OnnxTensor:
-    return OnnxTensor(name, values.shape, values.dtype, lambda: values)
+    for name in names:
+        is_transposed = name in transposed
+        shape = traced.weights[name][::-1] if is_transposed else traced.weights[name]
+        tensors.append(OnnxTensor(name, shape, np.float32, partial(reader.array, name, is_transposed)))
+    return tensors
 
 
 # Cleaning the graph.
@@ -455,7 +403,16 @@ def clean_graph(model: ModelProto) -> None:
     for value in (*graph.input, *graph.output):
         value.doc_string = ""
         del value.metadata_props[:]
-        _name_dimensions(value)
+        names = {0: BATCH, 1: LENGTH}
+        if value.name == "attention_mask":
+            names = {0: BATCH, 1: TOTAL}
+        elif value.name.startswith("past_key_values."):
+            names = {0: BATCH, 2: PAST}
+        elif value.name.startswith("present."):
+            names = {0: BATCH, 2: TOTAL}
+        for index, dimension in enumerate(value.type.tensor_type.shape.dim):
+            if index in names:
+                dimension.dim_param = names[index]
 
 
 def _clean_nodes(nodes: Iterable[NodeProto]) -> None:
@@ -464,31 +421,10 @@ def _clean_nodes(nodes: Iterable[NodeProto]) -> None:
         del node.metadata_props[:]
         for attribute in node.attribute:
             attribute.doc_string = ""
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in _GRAPH_TYPES else ():
+            for inner in (attribute.g,) if attribute.HasField("g") else attribute.graphs:
                 del inner.metadata_props[:], inner.value_info[:]
                 inner.doc_string = ""
                 _clean_nodes(inner.node)
-
-
-def _name_dimensions(value: ValueInfoProto) -> None:
-    names: dict[int, str] = {0: BATCH, 1: LENGTH}
-    if value.name == "attention_mask":
-        names = {0: BATCH, 1: TOTAL}
-    elif value.name.startswith("past_key_values."):
-        names = {0: BATCH, 2: PAST}
-    elif value.name.startswith("present."):
-        names = {0: BATCH, 2: TOTAL}
-    for index, dimension in enumerate(value.type.tensor_type.shape.dim):
-        if index in names:
-            dimension.dim_param = names[index]
-
-
-def remove_weight_inputs(model: ModelProto, names: Iterable[str]) -> None:
-    """Remove weights and buffers from a graph's inputs, because the graph will contain them as tensors."""
-    removed = set(names)
-    remaining = [value for value in model.graph.input if value.name not in removed]
-    del model.graph.input[:]
-    model.graph.input.extend(remaining)
 
 
 def split_products(graph: GraphProto, weight_names: Iterable[str]) -> None:
@@ -520,41 +456,29 @@ def fold_transpositions(graph: GraphProto, weight_names: Iterable[str]) -> set[s
     Returns:
         Names of the weights to be stored transposed.
     """
-    readers = index_readers(graph)
-    outputs_by_weight = {}
-    for name in weight_names:
-        nodes = readers.get(name, [])
-        if nodes and all(node.op_type == "Transpose" and _read_permutation(node) == [1, 0] for node in nodes):
-            outputs_by_weight[name] = [node.output[0] for node in nodes]
-    renamed = {output: name for name, outputs in outputs_by_weight.items() for output in outputs}
+    readers: dict[str, list[NodeProto]] = {name: [] for name in weight_names}
+    for node in graph.node:
+        for name in dict.fromkeys(node.input):
+            if name in readers:
+                readers[name].append(node)
+    transposed = {
+        name
+        for name, nodes in readers.items()
+        if nodes
+        and all(node.op_type == "Transpose" and [list(a.ints) for a in node.attribute] == [[1, 0]] for node in nodes)
+    }
+    renamed = {node.output[0]: name for name in transposed for node in readers[name]}
     remaining = [node for node in graph.node if node.output[0] not in renamed]
     for node in remaining:
         for index, name in enumerate(node.input):
             node.input[index] = renamed.get(name, name)
     replace_nodes(graph, remaining)
-    return set(outputs_by_weight)
-
-
-def _read_permutation(node: NodeProto) -> list[int]:
-    return list(next((attribute.ints for attribute in node.attribute if attribute.name == "perm"), ()))
-
-
-def index_readers(graph: GraphProto) -> dict[str, list[NodeProto]]:
-    """Map each value to the nodes that read it, in order."""
-    readers: dict[str, list[NodeProto]] = {}
-    for node in graph.node:
-        for name in dict.fromkeys(node.input):
-            readers.setdefault(name, []).append(node)
-    return readers
+    return transposed
 
 
 def replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
     """Replace all nodes of a graph, in order."""
-    copies = []
-    for node in nodes:
-        copied_node = NodeProto()
-        copied_node.CopyFrom(node)
-        copies.append(copied_node)
+    copies = [copy.deepcopy(node) for node in nodes]  # a node dies with the list that contains it
     del graph.node[:]
     graph.node.extend(copies)
 
@@ -672,36 +596,27 @@ def _quantize_embedding(node: NodeProto, matrix: OnnxTensor) -> tuple[list[NodeP
 def _quantized_tensors(
     name: str, shape: tuple[int, ...], axis: int, values: Callable[[], NDArray[Any]]
 ) -> tuple[OnnxTensor, OnnxTensor]:
-    """Return the numbers and scales of a matrix. Both are computed when the numbers are written (_LazyQuantizer)."""
+    """Return the numbers and scales of a matrix, which is quantized when the numbers are written.
+
+    The scales, which are small, are kept until they are written. Scales that are written first are computed for
+    themselves.
+    """
     block = block_width(shape[axis]) or BLOCK
     scale_shape = tuple(size // block if index == axis else size for index, size in enumerate(shape))
-    quantizer = _LazyQuantizer(values, axis, block)
-    return (
-        OnnxTensor(f"{name}.int8", shape, np.int8, quantizer.values),
-        OnnxTensor(f"{name}.scale", scale_shape, np.float32, quantizer.scales),
-    )
+    kept_scales: list[NDArray[np.float32]] = []
 
-
-class _LazyQuantizer:
-    """Quantizes a matrix when its numbers are requested, and keeps the small scales until they are requested.
-
-    If the scales are requested before the numbers, the matrix is quantized twice.
-    """
-
-    def __init__(self, values: Callable[[], NDArray[Any]], axis: int, block: int) -> None:
-        self._values = values
-        self._axis = axis
-        self._block = block
-        self._scales: NDArray[np.float32] | None = None
-
-    def values(self) -> NDArray[np.int8]:
-        numbers, self._scales = quantize_matrix(self._values(), self._axis, self._block)
+    def read_numbers() -> NDArray[np.int8]:
+        numbers, scales = quantize_matrix(values(), axis, block)
+        kept_scales[:] = [scales]
         return numbers
 
-    def scales(self) -> NDArray[np.float32]:
-        scales = self._scales
-        self._scales = None
-        return quantize_matrix(self._values(), self._axis, self._block)[1] if scales is None else scales
+    def read_scales() -> NDArray[np.float32]:
+        return kept_scales.pop() if kept_scales else quantize_matrix(values(), axis, block)[1]
+
+    return (
+        OnnxTensor(f"{name}.int8", shape, np.int8, read_numbers),
+        OnnxTensor(f"{name}.scale", scale_shape, np.float32, read_scales),
+    )
 
 
 def quantize_matrix(matrix: NDArray[Any], axis: int, block: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -750,26 +665,23 @@ def write_graph(model: ModelProto, tensors: Sequence[OnnxTensor], directory: Pat
         if tensor.size_bytes <= _INLINE_BYTES:
             entry.raw_data = _tensor_bytes(tensor)
             continue
-        offset = _align_offset(offset)
+        offset += -offset % _ALIGNMENT_BYTES
         entry.data_location = TensorProto.EXTERNAL
         for key, value in (("location", DATA_FILE), ("offset", str(offset)), ("length", str(tensor.size_bytes))):
             entry.external_data.add(key=key, value=value)
         offset += tensor.size_bytes
-    files.write_blocks(directory / DATA_FILE, _blocks(tensors, offset, progress))
+
+    def blocks() -> Iterator[Sequence[bytes | memoryview]]:
+        written = 0
+        for tensor in tensors:
+            if tensor.size_bytes > _INLINE_BYTES:
+                gap = -written % _ALIGNMENT_BYTES
+                written += gap + tensor.size_bytes
+                yield [bytes(gap), _tensor_bytes(tensor)]
+                progress("writing weights for onnxruntime", written, offset)
+
+    files.write_blocks(directory / DATA_FILE, blocks())
     files.write_blocks(directory / GRAPH_FILE, [[model.SerializeToString(deterministic=True)]])
-
-
-def _blocks(
-    tensors: Sequence[OnnxTensor], total_bytes: int, progress: Progress
-) -> Iterator[Sequence[bytes | memoryview]]:
-    written = 0
-    for tensor in tensors:
-        if tensor.size_bytes <= _INLINE_BYTES:
-            continue
-        gap = _align_offset(written) - written
-        written += gap + tensor.size_bytes
-        yield [bytes(gap), _tensor_bytes(tensor)]
-        progress("writing weights for onnxruntime", written, total_bytes)
 
 
 def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
@@ -778,7 +690,3 @@ def _tensor_bytes(tensor: OnnxTensor) -> bytes | memoryview:
     if values.shape != tensor.shape:
         raise ValueError(f"{tensor.name}: found shape {values.shape}; expected {tensor.shape} as in the graph")
     return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
-
-
-def _align_offset(offset: int) -> int:
-    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

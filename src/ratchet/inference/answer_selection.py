@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet import redaction
-from ratchet.config.extensions import describe_extension, load_extension
+from ratchet.config.extensions import compute_extension_scores, describe_extension, load_extension
 from ratchet.config.select import NAMED_FORMATS, RewardSettings, Select
 from ratchet.config.settings import Settings
 from ratchet.data import deduplication
@@ -539,17 +539,9 @@ def run_function(name: str, requests: Path, folder: Path) -> RewardOutput:
         while lines := list(islice(stream, FUNCTION_BATCH)):
             rows = [json.loads(line) for line in lines]
             prompts = [row["messages"][-1]["content"] for row in rows]
-            try:
-                scores = function(prompts, [row["answer"] for row in rows], [row["reference"] for row in rows])
-                numbers = [float(score) for score in scores]
-            except Exception as error:
-                raise SettingsError(f"{key}: {name} failed: {type(error).__name__}: {error}") from error
-            if len(numbers) != len(rows) or not all(map(math.isfinite, numbers)):
-                raise SettingsError(
-                    f"{key}: {name} returned {len(numbers)} numbers for {len(rows)} answers, or one that is not "
-                    "finite; it must return a finite number for each answer"
-                )
-            out.writelines(f"{number!r}\n" for number in numbers)
+            answers, references = [row["answer"] for row in rows], [row["reference"] for row in rows]
+            scores = compute_extension_scores(function, name, key, prompts, answers, references)
+            out.writelines(f"{score!r}\n" for score in scores)
     return RewardOutput(path, b"")
 
 
@@ -605,7 +597,7 @@ class _FilteredPrompt(NamedTuple):
     def to_line(self) -> bytes:
         """Return a line of JSON, without the scores, which are computed later."""
         accepted = [[*item.answer, item.agreement] for item in self.accepted]
-        return _encode_line({"prompt": self.prompt, "accepted": accepted})
+        return output.encode_line({"prompt": self.prompt, "accepted": accepted})
 
     @classmethod
     def from_line(cls, line: bytes) -> "_FilteredPrompt":
@@ -646,11 +638,11 @@ class AnswerSelector:
             OSError: a file cannot be written.
         """
         filtered, selected = self.folder / "filtered.jsonl", self.folder / "selected.jsonl"
-        files.write_blocks(filtered, _batch_lines(item.to_line() for item in self._filter()))
+        files.write_blocks(filtered, output.batch_lines(item.to_line() for item in self._filter()))
         reward_output = None
         if self.settings.reward.command or self.settings.reward.function:
             requests = self.folder / "requests.jsonl"
-            files.write_blocks(requests, _batch_lines(self._reward_requests(filtered)))
+            files.write_blocks(requests, output.batch_lines(self._reward_requests(filtered)))
             if self.settings.reward.function is None:
                 reward_output = run_program(self.settings.reward, self.root, requests, self.folder, self._request_count)
             else:
@@ -658,11 +650,11 @@ class AnswerSelector:
         texts = TextSpool(self.folder)
         try:
             scored = self._read_scored(filtered, reward_output)
-            files.write_blocks(selected, _batch_lines(self._selected_rows(scored, texts)))
+            files.write_blocks(selected, output.batch_lines(self._selected_rows(scored, texts)))
             dropped = self._find_near_duplicates(texts)
         finally:
             texts.close()
-        files.write_blocks(target, _batch_lines(self._unique_rows(selected, dropped)))
+        files.write_blocks(target, output.batch_lines(self._unique_rows(selected, dropped)))
 
     def _filter(self) -> Iterator[_FilteredPrompt]:
         labels = [generation.card.spec.generate.labels for generation in self.outputs]
@@ -684,7 +676,9 @@ class AnswerSelector:
             prompt = {key: item.prompt[key] for key in ("id", "messages", "reference", "fields")}
             self._request_count += len(item.accepted)
             for accepted in item.accepted:
-                yield _encode_line({**prompt, "answer": accepted.answer.text, "reasoning": accepted.answer.reasoning})
+                yield output.encode_line(
+                    {**prompt, "answer": accepted.answer.text, "reasoning": accepted.answer.reasoning}
+                )
 
     def _read_scored(self, filtered: Path, reward_output: RewardOutput | None) -> Iterator[_FilteredPrompt]:
         if reward_output is None:
@@ -709,7 +703,7 @@ class AnswerSelector:
                 keys.add(key)
                 texts.add([conversation.text])
                 self._row_count += 1
-                yield _encode_line([number, row])
+                yield output.encode_line([number, row])
 
     def _select_best(self, item: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
         """Return the selected answers to a prompt, best first."""
@@ -774,7 +768,7 @@ class AnswerSelector:
                 self.rows += 1
                 self.prompts_with_rows += number != last
                 last = number
-                yield _encode_line(row)
+                yield output.encode_line(row)
 
 
 def _block_range(start: int, end: int) -> range:
@@ -792,16 +786,6 @@ def _prompt_document(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _encode_line(value: Any) -> bytes:
-    """Encode a line of JSON. Keys keep their order, since a template may render a tool call as JSON."""
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
 def _read_filtered(path: Path) -> Iterator[_FilteredPrompt]:
     with path.open("rb") as stream:
         yield from map(_FilteredPrompt.from_line, stream)
-
-
-def _batch_lines(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while block := list(islice(lines, BLOCK_ROWS)):
-        yield block

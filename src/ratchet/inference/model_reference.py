@@ -14,7 +14,7 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import Champion, ChampionFile
+from ratchet.storage.records.gate import Champion, read_champion
 from ratchet.storage.records.training import TrainReport
 
 MODEL_NAMES = (
@@ -108,7 +108,16 @@ def _resolve_merged(layout: ProjectLayout, settings: Settings) -> ModelReference
 
 
 def _resolve_promoted(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
-    champion = _find_version(name, layout)
+    if name == "champion":
+        champion = read_champion(layout.champion).champion
+        if champion is None:
+            raise ChampionError("no champion yet; run `ratchet promote`, or use --model adapter")
+    else:
+        versions = find_promoted_versions(layout)
+        known = ", ".join(f"v{version}" for version in versions) or "none"
+        champion = versions.get(int(name[1:]))
+        if champion is None:
+            raise ChampionError(f"--model {name}: this version was never promoted; promoted versions: {known}")
     folder = model_store.verify_version(layout, champion)
     bundle = ModelBundle.load(folder.parent / model_store.BUNDLE)
     if bundle.model_digest != champion.model_digest:
@@ -118,31 +127,21 @@ def _resolve_promoted(name: str, layout: ProjectLayout, settings: Settings) -> M
     return _resolve_directory(folder, bundle.model_digest, bundle.dtype, settings, _read_base_card(layout))
 
 
-def _find_version(name: str, layout: ProjectLayout) -> Champion:
-    champions = ChampionFile.load(layout.champion) if layout.champion.is_file() else ChampionFile()
-    if name == "champion":
-        if champions.champion is None:
-            raise ChampionError("no champion yet; run `ratchet promote`, or use --model adapter")
-        return champions.champion
-    number = int(name[1:])
-    versions = {
-        entry.version: Champion(
+def find_promoted_versions(layout: ProjectLayout) -> dict[int, Champion]:
+    """Return all promoted versions by number, from the ledger and the champion file."""
+    file = read_champion(layout.champion)
+    entries = [
+        Champion(
             version=entry.version,
             model_digest=entry.model_digest,
             adapter_digest=entry.adapter_digest,
             run_id=entry.run_id,
         )
         for entry in ledger.read_entries(layout.promotions)
-    }
-    versions |= {
-        entry.version: entry
-        for entry in (champions.champion, champions.anchor, *champions.previous)
-        if entry is not None
-    }
-    if number not in versions:
-        known = ", ".join(f"v{version}" for version in sorted(versions)) or "none"
-        raise ChampionError(f"--model {name}: this version was never promoted; promoted versions: {known}")
-    return versions[number]
+    ]
+    champions = [entry for entry in (*entries, file.champion, file.anchor, *file.previous) if entry is not None]
+    by_version = {champion.version: champion for champion in champions}
+    return {version: by_version[version] for version in sorted(by_version)}
 
 
 def _read_base_card(layout: ProjectLayout) -> BaseCard | None:

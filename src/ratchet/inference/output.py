@@ -241,7 +241,7 @@ def seal_result(paths: GenerationPaths, spec: GenerationSpec, ledger: AnswerLedg
                 finish[record["finish"]] += 1
                 totals["prompt_tokens"] += record["prompt_tokens"] or 0
                 totals["tokens"] += record["tokens"] or 0
-            yield [_encode_line(record) for record in block]
+            yield [encode_line(record) for record in block]
 
     with files.sealed_directory(paths.result, RESULT) as scratch:
         files.write_blocks(scratch / ANSWERS, lines())
@@ -286,7 +286,8 @@ def _build_record(prompt: Prompt, sample: int, answer: GenerationAnswer, spec: G
     return record
 
 
-def _encode_line(record: dict[str, Any]) -> bytes:
+def encode_line(record: Any) -> bytes:
+    """Encode a line of JSON. Keys keep their order, since a template may render a tool call as JSON."""
     return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -358,13 +359,14 @@ def write_output(paths: GenerationPaths, output: Path, model_name: str, faults: 
             files.fsync(temporary)
         else:
             with source.open("rb") as stream:
-                files.write_blocks(temporary, _batch_lines(stream))
+                files.write_blocks(temporary, batch_lines(stream))
 
     card = card.model_copy(update={"model_name": model_name, "faults": faults})
     return output_card.write_output(output, write_contents, card)
 
 
-def _batch_lines(stream: Iterable[bytes]) -> Iterator[list[bytes]]:
+def batch_lines(stream: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Group lines into blocks for `files.write_blocks`."""
     lines = iter(stream)
     while block := list(islice(lines, BLOCK_ROWS)):
         yield block
@@ -385,7 +387,7 @@ def _write_parquet(source: Path, target: Path, spec: GenerationSpec) -> None:
     if spec.generate.labels:
         schema = schema.append(pa.field(LABEL_LOG_PROBABILITIES, text))
     with source.open("rb") as stream, pq.ParquetWriter(target, schema) as writer:
-        for block in _batch_lines(stream):
+        for block in batch_lines(stream):
             writer.write_table(pa.Table.from_pylist([_flatten_record(line) for line in block], schema=schema))
 
 

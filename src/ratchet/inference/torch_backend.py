@@ -73,15 +73,12 @@ class TorchBackend:
         self._labels = labels
         self._streaming_decoder = StreamingDecoder(model)
         self._control = ControlTokens(tokenizer)
-        tags = {int(tokenizer.convert_tokens_to_ids(tag)) for tag in settings.reasoning_tags if tag in self._names}
+        special_tags = [tag for tag in settings.reasoning_tags if tag in self._control.names]
+        tags = {int(tokenizer.convert_tokens_to_ids(tag)) for tag in special_tags}
         self._removed_tokens = self._control.ids - tags
         self.end_token_ids = scoring.list_end_tokens(model, tokenizer, _end_of_turn(tokenizer))
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), "none")
         self.device_info = {"device": str(model.device), "compute_dtype": str(dtype).removeprefix("torch.")}
-
-    @property
-    def _names(self) -> frozenset[str]:
-        return self._control.names
 
     @property
     def _pad(self) -> int:

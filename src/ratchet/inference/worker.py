@@ -156,7 +156,8 @@ def _generate(paths: RunPaths, journal: Journal, stop: GracefulShutdown, heartbe
     generation_paths = GenerationPaths(paths.root)
     files.verify_sealed(generation_paths.prompts, PROMPTS_KIND)
     samples, faults = spec.generate.samples, FaultInjector.from_environment()
-    total = _count_prompts(generation_paths) * samples
+    with (generation_paths.prompts / PROMPTS).open("rb") as stream:
+        total = sum(1 for _ in stream) * samples
     faults.watch_disk(lambda: ledger.count)
     ledger = AnswerLedger(generation_paths, journal.attempt, total, lambda text: _log_notice(journal, text))
     flusher = AnswerFlusher(ledger, journal, start.generate.shard_rows, start.machine.storage_timeout_s)
@@ -211,11 +212,6 @@ def _unanswered_requests(paths: GenerationPaths, samples: int, ledger: AnswerLed
             index = number * samples + sample
             if not ledger.has(index):
                 yield GenerationRequest(index, sample, prompt)
-
-
-def _count_prompts(paths: GenerationPaths) -> int:
-    with (paths.prompts / PROMPTS).open("rb") as stream:
-        return sum(1 for _ in stream)
 
 
 def _log_notice(journal: Journal, text: str) -> None:

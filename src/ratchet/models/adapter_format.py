@@ -45,7 +45,6 @@ class LoraFactors:
     name: str
     """Name of the module in the base model; for fused experts, the name of their parameter."""
     layer: Any
-    """The peft layer that wraps the module."""
     a: Tensor
     """[rank, inputs]; for fused experts [experts, rank, inputs]."""
     b: Tensor
@@ -56,11 +55,6 @@ class LoraFactors:
     def rank(self) -> int:
         """Rank of the update; for experts, the rank of each expert's update."""
         return int(self.a.shape[-2])
-
-    @property
-    def weight_name(self) -> str:
-        """Name of the adapted parameter in the base model."""
-        return self.name if isinstance(self.layer, ParamWrapper) else f"{self.name}.weight"
 
     @property
     def transposed(self) -> bool:
@@ -97,34 +91,24 @@ def iterate_factors(model: Model) -> Iterator[LoraFactors]:
 def layer_factors(name: str, layer: Any) -> LoraFactors:
     """Return the update of one peft layer."""
     if isinstance(layer, AdaLoraLayer):
-        return _adalora_factors(name, layer)
+        e = layer.lora_E[ADAPTER].detach().float()
+        nonzero = e.flatten() != 0
+        a = (layer.lora_A[ADAPTER].detach().float() * e)[nonzero]
+        b = layer.lora_B[ADAPTER].detach().float()[:, nonzero]
+        scale = layer.scaling[ADAPTER] / float(layer.ranknum[ADAPTER] + 1e-5)  # as peft computes it in every pass
+        return LoraFactors(name, layer, a, b, scale)
     if isinstance(layer, Embedding):
         a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-    elif isinstance(layer, ParamWrapper):
-        a, b = _expert_factors(layer)
     else:
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    if isinstance(layer, ParamWrapper):  # fused: A [experts * rank, inputs] and B [outputs, rank * experts]
+        a = a.reshape(layer.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)
     a, b, scale = a.detach().float(), b.detach().float(), float(layer.scaling[ADAPTER])
     if (initial := initial_pissa_factors(layer)) is not None:
         a0, b0 = (tensor.to(a.device, torch.float32) for tensor in initial)
         a, b = torch.cat([a, a0]), torch.cat([b, -b0], dim=1)
     return LoraFactors(name, layer, a, b, scale)
-
-
-def _adalora_factors(name: str, layer: Any) -> LoraFactors:
-    e = layer.lora_E[ADAPTER].detach().float()
-    nonzero = e.flatten() != 0
-    a = (layer.lora_A[ADAPTER].detach().float() * e)[nonzero]
-    b = layer.lora_B[ADAPTER].detach().float()[:, nonzero]
-    scale = layer.scaling[ADAPTER] / float(layer.ranknum[ADAPTER] + 1e-5)  # as peft computes it in every pass
-    return LoraFactors(name, layer, a, b, scale)
-
-
-def _expert_factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """Split peft's fused matrices, A [experts * rank, inputs] and B [outputs, rank * experts], by expert."""
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    experts = layer.num_experts
-    return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
 def initial_pissa_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -160,11 +144,15 @@ def token_rows(model: Model) -> Iterator[tuple[str, list[int], Tensor]]:
             )
 
 
-# Files. Every adapter is saved as a plain peft LoRA or DoRA, and the files depend only on the weights.
+# Files.
 
 
-def write(model: Model, directory: Path, base_digest: str) -> None:
-    """Write the adapter of a model (in training or loaded) to `directory` as a plain LoRA or DoRA."""
+def save(model: Model, directory: Path, base_digest: str) -> None:
+    """Save the adapter of a model, in training or loaded, in peft's format: a LoRA or DoRA that fits the base on disk.
+
+    PiSSA becomes a LoRA of twice the rank. AdaLoRA becomes a LoRA with one rank per module, without the modules that
+    were pruned to rank 0. The same weights give the same bytes on every machine.
+    """
     files.make_directory(directory)
     config: LoraConfig = model.peft_config[ADAPTER]
     layers = dict(adapted_layers(model))
@@ -173,7 +161,12 @@ def write(model: Model, directory: Path, base_digest: str) -> None:
     else:
         tensors, overrides = collect_tensors(model), {}
         overrides["target_modules"] = [name for name, layer in layers.items() if not isinstance(layer, ParamWrapper)]
-    overrides["target_modules"] = _shorten_names(overrides["target_modules"], model)
+    # The last parts of names (`q_proj`) are sufficient if they match exactly these modules.
+    names = sorted(overrides["target_modules"])
+    last_parts = {name.rsplit(".", 1)[-1] for name in names}
+    module_names = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
+    matching = sorted(path for path in module_names if path.rsplit(".", 1)[-1] in last_parts)
+    overrides["target_modules"] = sorted(last_parts) if matching == names else names
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(cpu_tensors, directory / WEIGHTS, metadata={"format": "pt"})
     files.write_json(directory / CONFIG, _config_document(config, overrides, base_digest))
@@ -209,7 +202,11 @@ def exact_name_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
 def _fold_into_plain_lora(model: Model, config: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and config overrides of the plain LoRA that is equivalent to a PiSSA or AdaLoRA adapter."""
     all_factors = list(iterate_factors(model))
-    updates = [factors for factors in all_factors if factors.rank] or [_zero_factors(all_factors[0])]
+    updates = [factors for factors in all_factors if factors.rank]
+    if not updates:  # peft cannot load an adapter without layers, so save a zero update of rank 1
+        first = all_factors[0]
+        zero_a, zero_b = first.a.new_zeros(1, first.a.shape[1]), first.b.new_zeros(first.b.shape[0], 1)
+        updates = [LoraFactors(first.name, first.layer, zero_a, zero_b, first.scale)]
     tensors = {}
     for factors in updates:
         tensors[f"{_PREFIX}{factors.name}.lora_A.weight"] = factors.a
@@ -232,20 +229,6 @@ def _fold_into_plain_lora(model: Model, config: LoraConfig) -> tuple[dict[str, T
         "rank_pattern": exact_name_pattern({factors.name: factors.rank for factors in updates if factors.rank != rank}),
         "alpha_pattern": exact_name_pattern({name: value for name, value in alphas.items() if value != alpha}),
     }
-
-
-def _zero_factors(factors: LoraFactors) -> LoraFactors:
-    """Return a zero update of rank 1 for the layer of `factors`, because peft cannot load an adapter without layers."""
-    a, b = factors.a.new_zeros(1, factors.a.shape[1]), factors.b.new_zeros(factors.b.shape[0], 1)
-    return LoraFactors(factors.name, factors.layer, a, b, factors.scale)
-
-
-def _shorten_names(names: list[str], model: Model) -> list[str]:
-    """Return the last parts of the names (`q_proj`) if they match exactly these modules; otherwise the full names."""
-    last_parts = {name.rsplit(".", 1)[-1] for name in names}
-    module_names = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
-    matching = [path for path in module_names if path.rsplit(".", 1)[-1] in last_parts]
-    return sorted(last_parts) if sorted(matching) == sorted(names) else sorted(names)
 
 
 def _config_document(config: LoraConfig, overrides: dict[str, Any], base_digest: str) -> dict[str, Any]:

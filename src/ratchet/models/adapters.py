@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import AdaLoraConfig, AdaLoraModel, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
 from peft.tuners.lora.layer import Linear
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import transpose
@@ -22,15 +23,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.models import adapter_format, targets
+from ratchet.models import adapter_format, model_spec, targets
 from ratchet.models.adapter_format import (
     ADAPTER,
-    LoraFactors,
     adapted_layers,
     initial_pissa_factors,
     iterate_factors,
-    layer_factors,
     pissa_offset,
+    save,
     scaled_product,
     token_rows,
 )
@@ -38,21 +38,8 @@ from ratchet.models.device import Model
 from ratchet.models.model_spec import LayerSpec
 
 __all__ = [
-    "LoraFactors",
-    "attach",
-    "enable_activation_checkpointing",
-    "extra_tensors",
-    "iterate_factors",
-    "layer_factors",
-    "load",
-    "orthogonality_penalty",
-    "pissa_offset",
-    "restore_extra",
-    "save",
-    "swap",
-    "token_rows",
-    "trainable_parameters",
-    "update_rank_allocation",
+    "attach", "enable_activation_checkpointing", "extra_tensors", "iterate_factors", "load", "orthogonality_penalty",
+    "pissa_offset", "restore_extra", "save", "swap", "token_rows", "trainable_parameters", "update_rank_allocation",
     "uses_activation_checkpointing",
 ]  # fmt: skip
 
@@ -60,7 +47,6 @@ _TRAINABLE_NAME_PARTS = (
     "lora_A", "lora_B", "lora_E", "lora_embedding_", "lora_magnitude_vector", "trainable_tokens_delta",
 )  # fmt: skip
 """Parts of parameter names: the name of every trainable parameter contains one of them."""
-
 EXACT_SVD_MAX_SIZE = 512
 """Length of a weight's smaller side up to which PiSSA computes all singular values.
 
@@ -77,17 +63,15 @@ def attach(
 ) -> Model:  # fmt: skip
     """Attach a new adapter to `base`, initialized from `settings.seed`, and freeze all other parameters.
 
+    Raises SettingsError if targets, ranks or tokens do not fit the model, or its layers do not support this adapter.
+
     Args:
         base: model without adapters, in 4 bits or not, on any device including meta; modified in place.
-        settings: section train.
         base_digest: digest of the base model, recorded in the saved adapter.
         new_tokens: token ids whose rows of the embedding and the head are trained too.
         steps: optimizer steps of the training; AdaLoRA's schedule depends on it.
-
-    Raises:
-        SettingsError: targets, ranks or tokens do not fit the model, or its layers do not support this adapter.
     """
-    chosen = targets.choose_for_adapter(base, settings, bool(new_tokens))
+    chosen = targets.check_adapter(model_spec.describe(base), settings, bool(new_tokens))
     config = _lora_config(base, chosen, settings, steps)
     if new_tokens:
         config.trainable_token_indices = {name: list(new_tokens) for name in _token_layers(base)}
@@ -95,19 +79,27 @@ def attach(
     torch.manual_seed(settings.seed)
     with suppress_peft_warnings():
         model = get_peft_model(base, config)
-    _require_adapters_on(model, chosen)
-    freeze_constants(model)
+    # peft replaces some names in models whose experts transformers 5 fuses (Mixtral, Qwen-MoE).
+    adapted, expected = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
+    if mismatched := sorted(adapted ^ expected):
+        raise SettingsError(
+            f"train.target_modules: {mismatched[0]}: peft interprets this name as an expert of a "
+            f"{model.config.model_type} model in the layout of transformers 4; remove it from the targets"
+        )
     dtype = getattr(torch, settings.adapter_dtype)
-    for _, parameter in trainable_parameters(model):
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        # If weights have 16 bits, peft 0.21 also makes AdaLoRA's divisor `ranknum` trainable.
+        parameter.requires_grad_(any(part in name for part in _TRAINABLE_NAME_PARTS))
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
     # peft initializes in the dtype of the base; initialize again in the dtype of the adapter.
     if settings.initialization == "pissa":
-        initialize_singular_vectors(model, dtype)
+        _initialize_singular_vectors(model, dtype)
     if settings.adapter == "dora":
-        for _, layer in adapted_layers(model):
-            _initialize_dora_magnitude(layer, dtype)
-    _require_only_adapters_trainable(model, dtype)
-    _install_fast_forward(model)
+        _initialize_dora_magnitudes(model, dtype)
+    for _, layer in adapted_layers(model):
+        if _is_plain_lora(layer):
+            layer.forward = MethodType(_fast_forward, layer)
     return model
 
 
@@ -121,27 +113,24 @@ def extra_tensors(model: Model) -> dict[str, Tensor]:
 
     Except for AdaLoRA's rank masks, they are the model's own tensors, not copies.
     """
-    return adalora_tensors(model) | pissa_tensors(model)
+    tensors = _pissa_tensors(model)
+    if (tuner := _adalora_model(model)) is not None:
+        allocator = tuner.rankallocator
+        tensors |= {f"sensitivity/{name}": tensor for name, tensor in allocator.exp_avg_ipt.items()}
+        tensors |= {f"uncertainty/{name}": tensor for name, tensor in allocator.exp_avg_unc.items()}
+        pattern = tuner.peft_config[ADAPTER].rank_pattern or {}
+        tensors |= {f"rank_mask/{name}": torch.tensor(mask) for name, mask in pattern.items()}
+    return tensors
 
 
 def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Restore a copy of the tensors returned by `extra_tensors`.
 
-    Raises:
-        DamagedFileError: the tensors belong to another adapter.
+    Raises DamagedFileError if the tensors belong to another adapter.
     """
     pissa = {name: tensor for name, tensor in tensors.items() if name.startswith(_PISSA_PREFIX)}
-    restore_pissa(model, pissa)
-    restore_adalora(model, {name: tensor for name, tensor in tensors.items() if name not in pissa})
-
-
-def save(model: Model, directory: Path, base_digest: str) -> None:
-    """Save the adapter in peft's format, as a LoRA or DoRA that fits the base model on disk.
-
-    PiSSA becomes a LoRA of twice the rank. AdaLoRA becomes a LoRA with one rank per module, without the modules that
-    were pruned to rank 0. The same weights give the same bytes on every machine.
-    """
-    adapter_format.write(model, directory, base_digest)
+    _restore_pissa(model, pissa)
+    _restore_adalora(model, {name: tensor for name, tensor in tensors.items() if name not in pissa})
 
 
 def load(base: Model, directory: Path) -> Model:
@@ -170,12 +159,12 @@ def load(base: Model, directory: Path) -> Model:
     loaded |= {name: parameters[name] for name in saved.keys() - loaded.keys() if name in parameters}
     # Compare all tensors, because peft only warns of missing tensors, ignores surplus tensors, and rewrites names for
     # some models.
-    if mismatched := sorted(
-        name for name in saved.keys() | loaded.keys() if not _is_same_tensor(saved.get(name), loaded.get(name))
-    ):
-        raise BaseModelError(
-            f"{directory}: the adapter does not fit this base model: no matching tensor for {mismatched[0]}"
-        )
+    for name in sorted(saved.keys() | loaded.keys()):
+        a, b = saved.get(name), loaded.get(name)
+        if a is None or b is None or a.dtype != b.dtype or not torch.equal(a, b.cpu()):
+            raise BaseModelError(
+                f"{directory}: the adapter does not fit this base model: no matching tensor for {name}"
+            )
     return model.eval()
 
 
@@ -189,7 +178,12 @@ def swap(model: Model, directory: Path) -> Model:
         BaseModelError: the adapter belongs to another base (then `model` is unchanged), or does not fit this base.
         DamagedFileError: the adapter's files cannot be read.
     """
-    current, expected = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
+    path = directory / adapter_format.CONFIG
+    try:
+        expected = str(json.loads(path.read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
+    current = model.peft_config[ADAPTER].base_model_name_or_path
     if current != expected:
         raise BaseModelError(
             f"{directory}: the adapter belongs to base model {str(expected)[:12]}, but base model {str(current)[:12]} "
@@ -197,26 +191,6 @@ def swap(model: Model, directory: Path) -> Model:
         )
     adapter_format.read(directory)  # fail before anything is removed
     return load(model.unload(), directory)
-
-
-def _base_digest(directory: Path) -> str:
-    """Return the digest of the base that a saved adapter was trained on.
-
-    Raises:
-        DamagedFileError: the adapter's config cannot be read.
-    """
-    path = directory / adapter_format.CONFIG
-    try:
-        return str(json.loads(path.read_bytes())["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
-
-
-def _is_same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b.cpu())
-
-
-# Activation checkpointing.
 
 
 def enable_activation_checkpointing(model: Model) -> None:
@@ -227,9 +201,6 @@ def enable_activation_checkpointing(model: Model) -> None:
 def uses_activation_checkpointing(model: Model) -> bool:
     """Return True if activations are recomputed in the backward pass."""
     return bool(model.get_base_model().is_activation_checkpointing)
-
-
-# Configuration of peft.
 
 
 def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, steps: int) -> LoraConfig:
@@ -243,7 +214,13 @@ def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, step
         "fan_in_fan_out": any(isinstance(base.get_submodule(layer.name), Conv1D) for layer in chosen if not experts),
     }
     if settings.adapter == "adalora":
-        return AdaLoraConfig(**shared, **adalora_schedule(settings, steps))
+        schedule, total = settings.adalora, max(1, steps)
+        return AdaLoraConfig(
+            **shared, init_r=settings.rank, target_r=schedule.target_rank, total_step=total,
+            tinit=int(schedule.warmup_ratio * total), tfinal=int(schedule.final_ratio * total),
+            deltaT=schedule.every_steps, beta1=schedule.beta1, beta2=schedule.beta2,
+            orth_reg_weight=schedule.orth_reg_weight,
+        )  # fmt: skip
     ranks = {layer.name: targets.layer_rank(layer, settings) for layer in chosen}
     alphas = {layer.name: targets.layer_alpha(layer, settings) for layer in chosen}
     return LoraConfig(
@@ -263,13 +240,10 @@ def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, step
 
 def _token_layers(base: Model) -> list[str]:
     """Return the names of the modules with one row per token; peft itself finds modules tied to the embedding."""
-    token_modules = [
-        base.get_input_embeddings(),
-        *([] if targets.has_tied_head(base) else [base.get_output_embeddings()]),
-    ]
-    return [
-        name for name, module in base.named_modules() if any(module is token_module for token_module in token_modules)
-    ]
+    token_modules = {base.get_input_embeddings()}
+    if not model_spec.has_tied_head(base):
+        token_modules.add(base.get_output_embeddings())
+    return [name for name, module in base.named_modules() if module in token_modules]
 
 
 @contextmanager
@@ -286,64 +260,29 @@ def suppress_peft_warnings() -> Iterator[None]:
         yield
 
 
-def _initialize_dora_magnitude(layer: Any, dtype: torch.dtype) -> None:
+def _initialize_dora_magnitudes(model: Model, dtype: torch.dtype) -> None:
     """Set DoRA's magnitudes to the norms that the forward pass divides by, so that the initial update is zero.
 
     peft rounds the magnitudes to the dtype of the base. With bfloat16 weights, the initial model would therefore
     deviate from the base by up to 0.4 %.
     """
-    magnitude = layer.lora_magnitude_vector[ADAPTER]
-    weight = dequantize_module_weight(layer.get_base_layer()).to(dtype)
-    if not weight.is_meta:
-        zero = torch.zeros((), dtype=dtype, device=weight.device)
-        norms = magnitude.get_weight_norm(weight, zero, layer.scaling[ADAPTER])
-        magnitude.weight.data = norms.detach().to(dtype)
-
-
-def _require_adapters_on(model: Model, chosen: Sequence[LayerSpec]) -> None:
-    """Check that peft adapted exactly the chosen layers.
-
-    peft replaces some names in models whose experts transformers 5 fuses (Mixtral, Qwen-MoE).
-    """
-    adapted, expected = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
-    if mismatched := sorted(adapted ^ expected):
-        raise SettingsError(
-            f"train.target_modules: {mismatched[0]}: peft interprets this name as an expert of a "
-            f"{model.config.model_type} model in the layout of transformers 4; remove it from the targets"
-        )
-
-
-def _require_only_adapters_trainable(model: Model, dtype: torch.dtype) -> None:
-    for name, parameter in model.named_parameters():
-        is_adapter = any(part in name for part in _TRAINABLE_NAME_PARTS)
-        if parameter.requires_grad != is_adapter or (is_adapter and parameter.dtype != dtype):
-            raise RuntimeError(
-                f"{name}: found requires_grad {parameter.requires_grad} and dtype {parameter.dtype}; expected adapter "
-                f"parameters to be trainable in {dtype} and all others to be frozen"
-            )
-
-
-# A shorter forward pass for plain LoRA layers (that of peft 0.21 has more operators and uses more memory).
-#
-# peft scales the update and adds it in separate operators, and copies the output of a 4-bit layer. With a float32
-# adapter and 16-bit activations, peft also keeps a float32 copy of every layer's input until the backward pass. In the
-# pass below, one operator computes the second product, scales it and adds it to the base's output. Both products are
-# computed in the dtype of the activations, as under autocast in transformers' Trainer. Parameters and their gradients
-# keep their dtype.
-# Measured on a CPU in float32: 4 % less time per step (8 rows of 256 tokens, 30M parameters).
-
-
-def _install_fast_forward(model: Model) -> None:
-    """Replace the forward pass of plain LoRA layers; other layers keep peft's."""
     for _, layer in adapted_layers(model):
-        if _is_plain_lora(layer):
-            layer.forward = MethodType(_fast_forward, layer)
+        weight = dequantize_module_weight(layer.get_base_layer()).to(dtype)
+        if not weight.is_meta:
+            magnitude = layer.lora_magnitude_vector[ADAPTER]
+            zero = torch.zeros((), dtype=dtype, device=weight.device)
+            norms = magnitude.get_weight_norm(weight, zero, layer.scaling[ADAPTER])
+            magnitude.weight.data = norms.detach().to(dtype)
+
+
+# A shorter forward pass for plain LoRA layers: 4 % less time per step in float32 on a CPU, and less memory. peft 0.21
+# scales and adds the update in separate operators, copies the output of a 4-bit layer, and with 16-bit activations
+# keeps a float32 copy of every layer's input. Below, one operator computes the second product, scales it and adds it to
+# the base's output, and both products have the dtype of the activations, as under autocast in transformers' Trainer.
 
 
 def _is_plain_lora(layer: Any) -> bool:
     """Return True if the layer only adds B A x: no DoRA, AdaLoRA, bias, convolution, embedding or experts."""
-    from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt  # loads bitsandbytes
-
     return (
         type(layer) in {Linear, Linear4bit, Linear8bitLt}
         and ADAPTER not in layer.lora_variant
@@ -371,14 +310,11 @@ def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 # update contains them too, because it is relative to the base on disk.
 
 
-def initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
-    """Initialize every adapter of a freshly adapted model with singular vectors.
+def _initialize_singular_vectors(model: Model, dtype: torch.dtype) -> None:
+    """Initialize every adapter, with dtype `dtype`, by singular vectors of its unquantized weight.
 
-    The approximation for large weights draws from torch's random stream.
-
-    Args:
-        model: model with LoRA adapters on unquantized weights; the sum of weight and update does not change.
-        dtype: dtype of the adapters. The product of the *rounded* matrices is subtracted from the weights.
+    The product of the *rounded* matrices is subtracted from the weight. The approximation for large weights draws from
+    torch's random stream.
     """
     for _, layer in adapted_layers(model):
         weight = layer.get_base_layer().weight
@@ -401,8 +337,8 @@ def _replace_base_weight(layer: Any, residual: Tensor) -> None:
     weight.data = transpose(residual.to(weight.dtype), layer.fan_in_fan_out).contiguous()
 
 
-def pissa_tensors(model: Model) -> dict[str, Tensor]:
-    """Return A0 and B0 of every layer for a checkpoint; empty for other adapters."""
+def _pissa_tensors(model: Model) -> dict[str, Tensor]:
+    """Return A0 and B0 of every layer; empty for other adapters."""
     tensors = {}
     for name, layer in adapted_layers(model):
         if (initial := initial_pissa_factors(layer)) is not None:
@@ -410,20 +346,17 @@ def pissa_tensors(model: Model) -> dict[str, Tensor]:
     return tensors
 
 
-def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
+def _restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
     """Adjust the base weights to the A0 and B0 of a checkpoint.
 
     On the machine that wrote the checkpoint, the saved matrices equal the current ones, and nothing changes. Another
     machine may have computed other signs, or other vectors for singular values that are nearly equal.
-
-    Raises:
-        DamagedFileError: the matrices belong to other layers than this model adapts.
     """
-    current, shapes = pissa_tensors(model), {name: tensor.shape for name, tensor in saved.items()}
-    mismatched = current.keys() ^ shapes.keys()
-    mismatched |= {name for name in current.keys() & shapes.keys() if current[name].shape != shapes[name]}
-    if mismatched:
-        raise DamagedFileError(f"PiSSA matrices belong to other layers than this model adapts, e.g. {min(mismatched)}")
+    current = _pissa_tensors(model)
+    shapes, saved_shapes = ({(name, tensor.shape) for name, tensor in tensors.items()} for tensors in (current, saved))
+    if mismatched := shapes ^ saved_shapes:
+        name = min(mismatched)[0]
+        raise DamagedFileError(f"PiSSA matrices belong to other layers than this model adapts, e.g. {name}")
     for name, layer in adapted_layers(model) if current else ():
         before, after = (
             tuple(tensors[f"{_PISSA_PREFIX}{name}/{matrix}"] for matrix in "ab") for tensors in (current, saved)
@@ -439,36 +372,12 @@ def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
 #
 # Every layer starts with train.rank directions. After `warmup_ratio` of the steps, peft's allocator prunes the least
 # important directions of all layers, every `every_steps` steps and along a cubic curve, until each layer has
-# `target_rank` directions on average. In the last `final_ratio` of the steps, ranks do not change. The functions below
-# translate the schedule, store the allocator's state in checkpoints, and work around faults of peft.
-
-
-def adalora_schedule(settings: Train, steps: int) -> dict[str, Any]:
-    """Translate section train.adalora to peft's settings for `steps` optimizer steps (0: the model is not trained)."""
-    schedule, total = settings.adalora, max(1, steps)
-    return {
-        "init_r": settings.rank,
-        "target_r": schedule.target_rank,
-        "total_step": total,
-        "tinit": int(schedule.warmup_ratio * total),
-        "tfinal": int(schedule.final_ratio * total),
-        "deltaT": schedule.every_steps,
-        "beta1": schedule.beta1,
-        "beta2": schedule.beta2,
-        "orth_reg_weight": schedule.orth_reg_weight,
-    }
+# `target_rank` directions on average. In the last `final_ratio` of the steps, ranks do not change.
 
 
 def _adalora_model(model: Model) -> AdaLoraModel | None:
     base_model = getattr(model, "base_model", None)
     return base_model if isinstance(base_model, AdaLoraModel) else None
-
-
-def freeze_constants(model: Model) -> None:
-    """Freeze AdaLoRA's divisor `ranknum`. If weights have 16 bits, peft 0.21 replaces it by a trainable parameter."""
-    if _adalora_model(model) is not None:
-        for _, layer in adapted_layers(model):
-            layer.ranknum[ADAPTER].requires_grad_(False)
 
 
 def orthogonality_penalty(model: Model) -> Tensor | None:
@@ -494,7 +403,6 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
         model: model after optimizer step `step`, with its gradients.
         step: step number, from 1. Steps that the optimizer skipped count too, and no call is needed for them, not even
             for the step at which ranks become final.
-        steps: total number of steps for which the adapter was attached.
     """
     tuner = _adalora_model(model)
     if tuner is None:
@@ -504,41 +412,17 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
         raise RuntimeError(f"AdaLoRA was attached for {config.total_step} steps, but the training has {steps}")
     final = config.total_step - config.tfinal
     is_final = config.rank_pattern is not None and not allocator.exp_avg_ipt  # peft drops its scores at the end
-    if step < final or is_final:
-        _complete_gradients(tuner)
-        tuner.update_and_allocate(step)
-        return
-    if not allocator.exp_avg_ipt:  # there are no scores yet if the training has a single step
-        _complete_gradients(tuner)
-        allocator.update_ipt(tuner.model)
-    tuner.update_and_allocate(final)
+    uses_gradients = step < final or is_final
+    if uses_gradients or not allocator.exp_avg_ipt:  # there are no scores yet if the training has a single step
+        for parameter in tuner.model.parameters():  # peft requires a gradient of every matrix, even of an unused one
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if not uses_gradients:
+            allocator.update_ipt(tuner.model)
+    tuner.update_and_allocate(step if uses_gradients else final)
 
 
-def _complete_gradients(tuner: AdaLoraModel) -> None:
-    """Set missing gradients to zero, because peft requires a gradient of every matrix, even of an unused one."""
-    for parameter in tuner.model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def adalora_tensors(model: Model) -> dict[str, Tensor]:
-    """Return the state of the rank allocator for a checkpoint; empty for other adapters."""
-    tuner = _adalora_model(model)
-    if tuner is None:
-        return {}
-    allocator = tuner.rankallocator
-    tensors = {f"sensitivity/{name}": tensor for name, tensor in allocator.exp_avg_ipt.items()}
-    tensors |= {f"uncertainty/{name}": tensor for name, tensor in allocator.exp_avg_unc.items()}
-    pattern = tuner.peft_config[ADAPTER].rank_pattern or {}
-    return tensors | {f"rank_mask/{name}": torch.tensor(mask) for name, mask in pattern.items()}
-
-
-def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
-    """Restore the state of the rank allocator from a checkpoint.
-
-    Raises:
-        DamagedFileError: the state belongs to other matrices than this model trains.
-    """
+def _restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
     tuner = _adalora_model(model)
     parameters = {} if tuner is None else dict(trainable_parameters(tuner.model))
     parts: dict[str, dict[str, Tensor]] = {"sensitivity": {}, "uncertainty": {}, "rank_mask": {}}

@@ -25,8 +25,7 @@ SMOKE_TOKENS = 8
 def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:
     """Load model and tokenizer from local files, and answer the prompt of each request token by token.
 
-    Raises:
-        OSError, ValueError: transformers cannot load the directory.
+    Raises OSError, ValueError if transformers cannot load the directory.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,26 +40,15 @@ def generate_answers(directory: Path, requests: list[dict[str, Any]], threads: i
         for request in requests:
             messages = [{"role": "user", "content": request["question"]}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            answers.append(
-                {
-                    "prompt": list(prompt),
-                    "answer": _decode_greedily(model, request["prompt"], request["tokens"], stop_ids),
-                }
-            )
+            # Greedy decoding; sampling and penalties in generation_config.json are ignored.
+            ids, cache, answer = torch.tensor([request["prompt"]]), None, list[int]()
+            while len(answer) < request["tokens"] and not (answer and answer[-1] in stop_ids):
+                output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                answer.append(int(output.logits[0, -1].argmax()))
+                ids = torch.tensor([answer[-1:]])
+            answers.append({"prompt": list(prompt), "answer": answer})
     return answers
-
-
-def _decode_greedily(model: Any, prompt: list[int], max_new_tokens: int, stop_ids: set[int]) -> list[int]:
-    """Decode greedily; sampling and penalties in generation_config.json are ignored."""
-    import torch
-
-    ids, cache, answer = torch.tensor([prompt]), None, list[int]()
-    while len(answer) < max_new_tokens and not (answer and answer[-1] in stop_ids):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        answer.append(int(output.logits[0, -1].argmax()))
-        ids = torch.tensor([answer[-1:]])
-    return answer
 
 
 def generate_onnx_answers(directory: Path, requests: list[dict[str, Any]], threads: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from ratchet.config.base import Base
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, SettingsError
+from ratchet.errors import BaseModelError, SettingsError, first_line
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, StoredQuantization
@@ -52,14 +52,12 @@ _UNHASHED = ("README.md",)
 def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
     """Return directory and commit of the model that params.yaml names; download a hub id. Do not call it for `tiny`.
 
-    Raises:
-        BaseModelError: the source is neither a directory nor available from the hub.
+    Raises BaseModelError if the source is neither a directory nor available from the hub.
     """
     directory = (layout.root / Path(settings.source).expanduser()).resolve()
     if directory.is_dir():
         return directory, None
-    looks_local = settings.source.startswith((".", "/", "~")) or settings.source.count("/") != 1
-    if looks_local:
+    if settings.source.startswith((".", "/", "~")) or settings.source.count("/") != 1:
         raise BaseModelError(f"base.source: {settings.source}: no such directory ({directory})")
     if settings.revision is None:
         raise BaseModelError(
@@ -76,8 +74,7 @@ def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
 def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bool] | None:
     """Return the base's directory and whether its own code may run; None if they are unknown before stage base runs.
 
-    Raises:
-        BaseModelError: the pinned directory is missing.
+    Raises BaseModelError if the pinned directory is missing.
     """
     if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == settings.source:
         return locate(layout, card), card.remote_code
@@ -90,8 +87,7 @@ def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bo
 def locate(layout: ProjectLayout, card: BaseCard) -> Path:
     """Return the directory of the pinned base model, without checking its files (`verify_files` does).
 
-    Raises:
-        BaseModelError: the directory is missing.
+    Raises BaseModelError if the directory is missing.
     """
     if card.source == TINY or card.converted:
         path = layout.tiny_model
@@ -128,19 +124,23 @@ def verify_files(path: Path, expected: dict[str, str]) -> None:
 def list_model_files(path: Path, include_code: bool = False) -> list[str]:
     """Return the sorted names of the files that make up the model.
 
-    Args:
-        path: directory of the model.
-        include_code: include the model's Python code.
-
-    Raises:
-        BaseModelError: config, weights (any shard) or tokenizer are missing.
+    Raises BaseModelError if config, weights (any shard) or tokenizer are missing.
     """
     names = set(list_companion_files(path, include_code)) - set(_UNHASHED)
     if "config.json" not in names:
         raise BaseModelError(f"{path}: found no config.json; expected a model directory")
     weights = list_weight_files(path)
     if not weights:
-        raise BaseModelError(f"{path}: no weights (*.safetensors){_missing_weights_hint(path)}")
+        if pickles := sorted(match.name for match in path.glob(PICKLES)):
+            hint = (
+                f"; {pickles[0]} is a pickle: for the base, set base.convert_pickles: true to convert it without "
+                "running its code; any other model must be saved as safetensors (`save_pretrained` of transformers)"
+            )
+        elif other_files := sorted(match.name for match in path.glob("*.safetensors")):
+            hint = f" named {WEIGHTS} and no index; transformers does not read {other_files[0]}"
+        else:
+            hint = "; for a base that has only pickles (*.bin), set base.convert_pickles: true"
+        raise BaseModelError(f"{path}: no weights (*.safetensors){hint}")
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & names:
         raise BaseModelError(f"{path}: no tokenizer (tokenizer.json); copy the model's tokenizer to this directory")
     return sorted({*names, *weights})
@@ -156,8 +156,7 @@ def list_companion_files(path: Path, include_code: bool = False) -> list[str]:
 def list_weight_files(path: Path) -> list[str]:
     """Return the names of the safetensors files of the model; empty if there are none.
 
-    Raises:
-        BaseModelError: a shard that the index names is missing, or the index is invalid.
+    Raises BaseModelError if a shard that the index names is missing, or the index is invalid.
     """
     index = path / INDEX
     if not index.exists():
@@ -168,8 +167,7 @@ def list_weight_files(path: Path) -> list[str]:
 def list_shards(index: Path) -> list[str]:
     """Return the sorted names of the files that an index of weights names.
 
-    Raises:
-        BaseModelError: a file is missing or outside the directory; or the index is invalid.
+    Raises BaseModelError if a file is missing or outside the directory; or the index is invalid.
     """
     try:
         names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
@@ -182,17 +180,6 @@ def list_shards(index: Path) -> list[str]:
     if missing := [name for name in names if not (index.parent / name).exists()]:
         raise BaseModelError(f"{index.parent}: {len(missing)} of {len(names)} shards missing, first {missing[0]}")
     return names
-
-
-def _missing_weights_hint(path: Path) -> str:
-    if pickles := sorted(match.name for match in path.glob(PICKLES)):
-        return (
-            f"; {pickles[0]} is a pickle: for the base, set base.convert_pickles: true to convert it without running "
-            "its code; any other model must be saved as safetensors (`save_pretrained` of transformers)"
-        )
-    if other_files := sorted(match.name for match in path.glob("*.safetensors")):
-        return f" named {WEIGHTS} and no index; transformers does not read {other_files[0]}"
-    return "; for a base that has only pickles (*.bin), set base.convert_pickles: true"
 
 
 def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -258,15 +245,9 @@ def require_pinned_code(path: Path) -> None:
 def detect_stored_quantization(config: dict[str, Any], source: str) -> StoredQuantization | None:
     """Return how the weights of a config.json are quantized; None if they are not.
 
-    Missing keys have the defaults of transformers' BitsAndBytesConfig.
-
-    Args:
-        config: contents of config.json.
-        source: directory of the model, for messages.
-
-    Raises:
-        BaseModelError: the weights are quantized by a method other than bitsandbytes' 4 bits. An adapter could be
-            trained on some of these weights, but it could not be merged into the same weights.
+    Missing keys have the defaults of transformers' BitsAndBytesConfig. Raises BaseModelError if the weights are
+    quantized by a method other than bitsandbytes' 4 bits. An adapter could be trained on some of these weights, but it
+    could not be merged into the same weights.
     """
     stored = config.get("quantization_config")
     if not stored:  # some files contain null
@@ -301,16 +282,12 @@ def require_same_quantization(stored: StoredQuantization, settings: Train, sourc
         "quantization_storage": stored.storage,
     }
     if mismatched := {key: value for key, value in expected.items() if getattr(settings, key) != value}:
-        current = ", ".join(f"{key}: {_format_yaml_value(getattr(settings, key))}" for key in mismatched)
-        fix = ", ".join(f"train.{key}: {_format_yaml_value(value)}" for key, value in mismatched.items())
+        current = ", ".join(f"{key}: {str(getattr(settings, key)).lower()}" for key in mismatched)  # as in YAML
+        fix = ", ".join(f"train.{key}: {str(value).lower()}" for key, value in mismatched.items())
         raise SettingsError(
             f"train.{current}, but the weights of {source} are already quantized differently: set {fix}; or use the "
             "model from before it was quantized"
         )
-
-
-def _format_yaml_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # Tokenizers.
@@ -319,8 +296,7 @@ def _format_yaml_value(value: object) -> str:
 def open_tokenizer(path: Path, remote_code: bool = False) -> Any:
     """Return the tokenizer of a model directory, unchanged.
 
-    Raises:
-        BaseModelError: the tokenizer cannot be read, or has no fast version.
+    Raises BaseModelError if the tokenizer cannot be read, or has no fast version.
     """
     from transformers import AutoTokenizer
 
@@ -346,15 +322,11 @@ def load_tokenizer(
 ) -> Any:
     """Return the tokenizer of a model directory, ready for batches.
 
-    Args:
-        path: directory of the model.
-        template: file with a chat template that replaces the tokenizer's own.
-        added: additional tokens (base.added_tokens).
-        remote_code: allow the model's code to run.
+    Raises BaseModelError if the tokenizer cannot be read, has no fast version or no end-of-turn token; or the chat
+    template is missing or invalid.
 
-    Raises:
-        BaseModelError: the tokenizer cannot be read, has no fast version or no end-of-turn token; or the chat template
-            is missing or invalid.
+    Args:
+        template: file with a chat template that replaces the tokenizer's own.
     """
     tokenizer = open_tokenizer(path, remote_code)
     if added:
@@ -362,7 +334,12 @@ def load_tokenizer(
 
         vocabulary.add_tokens(tokenizer, added)
     if template is not None:
-        tokenizer.chat_template = _read_template(template)
+        try:
+            tokenizer.chat_template = template.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BaseModelError(f"{template}: the chat template cannot be read ({error})") from None
+        if not tokenizer.chat_template.strip():
+            raise BaseModelError(f"{template}: the chat template is empty")
     if not tokenizer.chat_template:
         raise BaseModelError(
             f"{path}: the tokenizer has no chat template; use the -Instruct variant of the model, or add a "
@@ -376,16 +353,6 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so its value does not matter
     return tokenizer
-
-
-def _read_template(template: Path) -> str:
-    try:
-        text = template.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BaseModelError(f"{template}: the chat template cannot be read ({error})") from None
-    if not text.strip():
-        raise BaseModelError(f"{template}: the chat template is empty")
-    return text
 
 
 def _compile_with_fixed_date(text: str, source: Path) -> None:
@@ -407,22 +374,24 @@ def _compile_with_fixed_date(text: str, source: Path) -> None:
 def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
     """Download the matching files of a commit and return their directory; use the cache if the hub is unavailable.
 
-    Args:
-        repository: a hub id.
-        revision: commit, tag or branch.
-        patterns: file names with wildcards.
-
-    Raises:
-        BaseModelError: neither the hub nor the cache has the commit. If the hub cannot be reached, the message lists
-            the cached models.
+    Raises BaseModelError if neither the hub nor the cache has the commit. If the hub cannot be reached, the message
+    lists the cached models.
     """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     try:
         return _snapshot(repository, revision, patterns, local_only=False)
     except Exception as error:  # the library raises a dozen unrelated types for network, name and permission
-        cached = find_cached(repository, revision, patterns)
-        if cached is None:
-            raise _unavailable_error(repository, revision, error) from None
-        return cached
+        if cached := find_cached(repository, revision, patterns):
+            return cached
+        cause = (first_line(error) or type(error).__name__).split(". ")[0]
+        if isinstance(error, HfHubHTTPError) and error.response is not None:
+            problem = f"the hub answers: {cause}; check name, revision and HF_TOKEN"
+        elif isinstance(error, HFValidationError):
+            problem = f"not a valid hub id ({cause}); correct it"
+        else:
+            problem = f"the hub cannot be reached ({cause}); {_describe_cache()}; check the network"
+        raise BaseModelError(f"base.source: {repository} at {revision}: {problem}, or set a local directory") from None
 
 
 def find_cached(repository: str, revision: str, patterns: Sequence[str]) -> Path | None:
@@ -438,29 +407,11 @@ def find_cached(repository: str, revision: str, patterns: Sequence[str]) -> Path
 def _snapshot(repository: str, revision: str, patterns: Sequence[str], local_only: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_IGNORED),
-            local_files_only=local_only,
-        )
-    )
-
-
-def _unavailable_error(repository: str, revision: str, error: Exception) -> BaseModelError:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    lines = str(error).strip().splitlines()
-    cause = lines[0].split(". ")[0] if lines else type(error).__name__
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        problem = f"the hub answers: {cause}; check name, revision and HF_TOKEN"
-    elif isinstance(error, HFValidationError):
-        problem = f"not a valid hub id ({cause}); correct it"
-    else:
-        problem = f"the hub cannot be reached ({cause}); {_describe_cache()}; check the network"
-    return BaseModelError(f"base.source: {repository} at {revision}: {problem}, or set a local directory")
+    path = snapshot_download(
+        repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED),
+        local_files_only=local_only,
+    )  # fmt: skip
+    return Path(path)
 
 
 def _describe_cache() -> str:
@@ -473,9 +424,7 @@ def _describe_cache() -> str:
     except CacheNotFound:
         repositories = frozenset()
     models = {
-        repository.repo_id: ", ".join(
-            sorted(revision.commit_hash[: digests.SHORT] for revision in repository.revisions)
-        )
+        repository.repo_id: ", ".join(sorted(found.commit_hash[: digests.SHORT] for found in repository.revisions))
         for repository in repositories
         if repository.repo_type == "model"
     }

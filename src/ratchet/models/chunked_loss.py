@@ -1,18 +1,16 @@
 """Computes logits, losses and gradients in pieces, so that the logits of all positions never exist at once.
 
-The body of a model runs once; its head runs on as many positions as fit in memory. Logits are the largest tensor of an
-evaluation: 8 rows of 1,024 tokens at a vocabulary of 150,000 are 5 GB in float32, and computing the likelihood needs
-half a dozen tensors of that size. Logits are also the largest tensor of a training with a large vocabulary: 2,048
-positions at 128,000 tokens are 1 GB in float32, and their logarithms and their gradient take as much again.
-
-The model's own class turns hidden states into logits (head, adapters on the head, soft cap, scale). The model is called
-again for each further piece; in these calls its body computes nothing, but returns its saved output.
+The body of a model runs once; its head runs on as many positions as fit in memory, because logits are the largest
+tensors of an evaluation (8 rows of 1,024 tokens at a vocabulary of 150,000: 5 GB in float32), and of a training with a
+large vocabulary. The model's own class turns hidden states into logits (head, adapters on the head, soft cap, scale).
+The model is called again for each further piece; its body then computes nothing, but returns its saved output.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,21 +56,19 @@ likelihood, with their gradient) and `backward`."""
 class ForwardPass:
     """One forward pass over rows that are padded on the right, without a mask."""
 
-    _forward_kwargs: Mapping[str, Tensor] = {}
-
     def __init__(
-        self, model: Model, input_ids: Tensor, span: tuple[int, int], *, cache: Any = None, make_cache: bool = False
-    ) -> None:
+        self, model: Model, input_ids: Tensor, span: tuple[int, int], *, cache: Any = None, make_cache: bool = False,
+        forward_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Run the body, and the head on the first piece. Call this under torch.no_grad.
+
+        Raises BaseModelError if the model runs its body more than once, so its logits cannot be computed in pieces.
 
         Args:
             input_ids: int64 [rows, positions].
             span: first position whose logits are needed, and end of the range; at least one position.
             cache: keys and values of earlier tokens; this pass extends it.
-            make_cache: create a cache if none is passed.
-
-        Raises:
-            BaseModelError: the model runs its body more than once, so its logits cannot be computed in pieces.
+            forward_kwargs: other arguments of the model, such as mask and position ids.
         """
         self.model = model
         self.first, self.last = span
@@ -82,21 +78,25 @@ class ForwardPass:
         self._rows = len(self._select_rows(input_ids))
         self._piece_width = max(1, CHUNK_ELEMENTS // (self._rows * vocabulary))
         self._body = find_body(base)
-        self._body_outputs: list[Any] = []
-        forward_kwargs = (
-            dict(self._forward_kwargs) if cache is None else {**self._forward_kwargs, "past_key_values": cache}
-        )
+        outputs: list[Any] = []
+
+        def capture_output(_module: Any, _inputs: Any, output: Any) -> Any:
+            outputs.append(_map_hidden_states(output, self._select_rows))
+            return _slice_output(outputs[-1], slice(self.first, self._piece_end(self.first)))
+
         # A model that is its own body returns logits, not hidden states.
-        hooks = [] if self._body is base else [self._body.register_forward_hook(self._capture_output)]
+        hook = None if self._body is base else self._body.register_forward_hook(capture_output)
+        cached = {} if cache is None else {"past_key_values": cache}
         try:
-            output = model(input_ids=input_ids, use_cache=make_cache or cache is not None, **forward_kwargs)
+            output = model(input_ids=input_ids, use_cache=make_cache or cache is not None, **forward_kwargs, **cached)
         finally:
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
-        if len(self._body_outputs) > 1:
+        if len(outputs) > 1:
             raise BaseModelError(
-                f"{type(base).__name__}: runs its layers {len(self._body_outputs)} times for one text; expected once"
+                f"{type(base).__name__}: runs its layers {len(outputs)} times for one text; expected once"
             )
+        self._body_output = outputs[0] if outputs else None
         self.cache: Any = getattr(output, "past_key_values", None)
         """Keys and values of all tokens up to the end of this pass; None if not requested or not supported."""
         self._first_logits: Tensor = output.logits
@@ -112,7 +112,12 @@ class ForwardPass:
             return
         yield self.first, logits
         for start in range(stop, self.last, self._piece_width):
-            yield start, self._compute_piece(start)
+            yield start, self._run_head(slice(start, self._piece_end(start)))
+
+    def _run_head(self, positions: slice) -> Tensor:
+        with _substitute_body_output(self._body, _slice_output(self._body_output, positions)):
+            logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
+        return logits
 
     def nll(self, targets: Tensor) -> Tensor:
         """Return the negative log-likelihood (nats) of the token after each position of the span, float32 [rows, span].
@@ -135,46 +140,20 @@ class ForwardPass:
         """Arrange a tensor of tokens, [rows, positions, ...], so that the span indexes its second axis."""
         return tensor
 
-    def _capture_output(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        output = map_hidden_states(output, self._select_rows)
-        self._body_outputs.append(output)
-        return _slice_output(output, slice(self.first, self._piece_end(self.first)))
-
-    def _compute_piece(self, start: int) -> Tensor:
-        """Return the logits of a further piece."""
-        piece = _slice_output(self._body_outputs[0], slice(start, self._piece_end(start)))
-        with substitute_body_output(self._body, piece):
-            logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
-        return logits
-
 
 class SelectedPositionsPass(ForwardPass):
-    """A forward pass with logits at selected positions of any rows; these positions form one row, ascending."""
+    """A forward pass with logits at selected positions of any rows; these positions form one row.
+
+    `positions` is int64 [count], ascending and unique: row x columns + column.
+    """
 
     def __init__(
-        self,
-        model: Model,
-        input_ids: Tensor,
-        positions: Tensor,
-        forward_kwargs: Mapping[str, Tensor],
-        *,
-        cache: Any,
-        make_cache: bool,
-    ) -> None:
-        """Run the body, and the head on the first piece. Call this under torch.no_grad.
-
-        Args:
-            input_ids: int64 [rows, positions].
-            positions: int64 [count], ascending and unique: row x columns + column.
-            forward_kwargs: other arguments of the model: mask and position ids.
-            cache: keys and values of earlier tokens; this pass extends it.
-            make_cache: create a cache if none is passed.
-
-        Raises:
-            BaseModelError: the model runs its body more than once, so its logits cannot be computed in pieces.
-        """
-        self._positions, self._forward_kwargs = positions, forward_kwargs
-        super().__init__(model, input_ids, (0, len(positions)), cache=cache, make_cache=make_cache)
+        self, model: Model, input_ids: Tensor, positions: Tensor, forward_kwargs: Mapping[str, Tensor], *,
+        cache: Any = None, make_cache: bool = False,
+    ) -> None:  # fmt: skip
+        self._positions = positions
+        span = (0, len(positions))
+        super().__init__(model, input_ids, span, cache=cache, make_cache=make_cache, forward_kwargs=forward_kwargs)
 
     def _select_rows(self, tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[self._positions].unsqueeze(0)
@@ -190,13 +169,11 @@ class DeferredHeadPass(SelectedPositionsPass):
         """Return logits [stop - start, vocabulary] of a range of the positions. Call this under torch.no_grad."""
         if self._first_logits.shape[:2] != (1, 1):  # the model did not compute them from the body's output
             return self._select_rows(self._first_logits)[0, start:stop]
-        with substitute_body_output(self._body, _slice_output(self._body_outputs[0], slice(start, stop))):
-            logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
-        return logits[0]
+        return self._run_head(slice(start, stop))[0]
 
 
 @contextmanager
-def substitute_body_output(body: Any, output: Any) -> Iterator[None]:
+def _substitute_body_output(body: Any, output: Any) -> Iterator[None]:
     """Replace the output of a model's body, so that a call of the model computes only the head."""
     original = body.__dict__.get("forward")
     body.forward = lambda *_, **__: output
@@ -211,10 +188,10 @@ def substitute_body_output(body: Any, output: Any) -> Iterator[None]:
 
 def _slice_output(output: Any, positions: slice) -> Any:
     """Return a body's output with the hidden states of some positions."""
-    return map_hidden_states(output, lambda states: states[:, positions])
+    return _map_hidden_states(output, lambda states: states[:, positions])
 
 
-def map_hidden_states(output: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+def _map_hidden_states(output: Any, transform: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of a body's output with transformed hidden states."""
     if isinstance(output, tuple):
         return (transform(output[0]), *output[1:])
@@ -235,31 +212,27 @@ def restrict_last_block(model: Model, positions: Tensor, shape: torch.Size) -> I
     """Restrict the last block to some positions; at all other positions its output is undefined.
 
     Run the backward pass inside this context too, so that activation checkpointing recomputes the block the same way.
+    Only models with a class of transformers are restricted. Other classes may run their blocks several times (Ouro);
+    they then read the output of the last block at all positions.
 
     Args:
         model: base model (`get_base_model`), whose body runs inside the context.
         positions: int64 [count], ascending and unique: row x columns + column.
-        shape: rows and columns of the batch.
     """
+    _, blocks = find_blocks(model)
+    is_worthwhile = 0 < len(positions) <= MAX_SELECTED_SHARE * shape.numel()
     with ExitStack() as stack:
-        if 0 < len(positions) <= MAX_SELECTED_SHARE * shape.numel():
-            for module in _position_wise_modules(model):
+        if is_worthwhile and len(blocks) and type(model).__module__.startswith("transformers."):
+            for module in _position_wise_modules(blocks[-1]):
                 hook = _SelectedPositionsHook(positions, shape)
                 stack.callback(module.register_forward_pre_hook(hook.select_inputs).remove)
                 stack.callback(module.register_forward_hook(hook.scatter_outputs).remove)
         yield
 
 
-def _position_wise_modules(model: Model) -> Iterator[nn.Module]:
-    """Yield the parts of the last block that process each position separately.
-
-    Only models with a class of transformers have such parts. Other classes may run their blocks several times (Ouro);
-    they then read the output of the last block at all positions.
-    """
-    _, blocks = find_blocks(model)
-    if not len(blocks) or not type(model).__module__.startswith("transformers."):
-        return
-    for name, part in blocks[-1].named_children():
+def _position_wise_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of a block that process each position separately."""
+    for name, part in block.named_children():
         child_names = {name for name, _ in part.named_children()}
         if name in FEED_FORWARD and child_names & LINEAR and child_names <= LINEAR | ELEMENTWISE:
             yield part
@@ -307,13 +280,11 @@ def compute_loss(
     """Run the forward pass of a micro-batch and return its loss; call `backward()` on it once.
 
     Args:
-        model: the model, with its adapter.
-        batch: the micro-batch.
         scale: factor of the gradient, needed here because the forward pass already computes the gradient of the head.
         teacher_targets: distillation targets, which add the second part of the loss (loss.py).
         phase: wraps `forward`, `loss` and `backward`.
     """
-    return ChunkedLoss(model, batch, teacher_targets, phase).compute(scale)
+    return ChunkedLoss(model, batch, scale, teacher_targets, phase)
 
 
 def forward_backward(
@@ -334,17 +305,23 @@ def forward_backward(
 
 def compute_nll(model: Model, batch: SequenceBatch) -> Tensor:
     """Return the sum of a micro-batch's negative log-likelihoods, without a gradient. Call this under torch.no_grad."""
-    return ChunkedLoss(model, batch, None, _ignore_phase).compute(None).value
+    return ChunkedLoss(model, batch, None, None, _ignore_phase).value
 
 
 class ChunkedLoss:
     """Loss of one micro-batch, in nats, summed over its labels; created by `compute_loss`.
 
     The forward pass computes the gradient of the head, chunk by chunk; `backward()` computes the gradient of the body.
+    Without a `scale`, no gradient is computed.
     """
 
     def __init__(
-        self, model: Model, batch: SequenceBatch, teacher_targets: TeacherTargets | None, phase: Phase
+        self,
+        model: Model,
+        batch: SequenceBatch,
+        scale: float | None,
+        teacher_targets: TeacherTargets | None,
+        phase: Phase,
     ) -> None:
         self.model, self.batch, self.phase, self.teacher_targets = model, batch, phase, teacher_targets
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -353,12 +330,29 @@ class ChunkedLoss:
         self.positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
         """Trained positions in the flattened hidden states, row after row."""
         self.targets = targets[self.positions]
+        del targets  # it has the size of the whole batch, and the forward pass below runs in this function
         self.value = torch.zeros((), dtype=torch.float64)
         """Loss summed over the labels, in nats, float64."""
         self.body_output: Any = None
         self._backward: Callable[[], None] | None = None
         self._contexts = ExitStack()
         """Contexts of the forward pass (`restrict_last_block`), which stay open until the backward pass has run."""
+        with ExitStack() as contexts:
+            hidden = None
+            if self.body is not self.base:
+                contexts.enter_context(restrict_last_block(self.base, self.positions, batch.input_ids.shape))
+                with self.phase("forward"):
+                    hidden = self._run_body()
+            if hidden is None:
+                contexts.close()
+                self._compute_at_once(scale)
+            else:
+                with self.phase("loss"):
+                    gradient = self._run_head(hidden.detach().flatten(0, 1), hidden.requires_grad, scale)
+                if gradient is not None:
+                    self._backward = partial(hidden.backward, gradient.view_as(hidden))
+            if self._backward is not None:
+                self._contexts = contexts.pop_all()
 
     def item(self) -> float:
         """Wait for the device and return the loss as a number."""
@@ -375,52 +369,23 @@ class ChunkedLoss:
             self._contexts.close()
             self.body_output = self.teacher_targets = None  # a caller may keep the loss while the next one is computed
 
-    def compute(self, scale: float | None) -> "ChunkedLoss":
-        """Run the forward pass. If `scale` is None, no gradient is computed."""
-        with ExitStack() as contexts:
-            is_computed = False
-            if self.body is not self.base:
-                contexts.enter_context(restrict_last_block(self.base, self.positions, self.batch.input_ids.shape))
-                is_computed = self._compute_in_chunks(scale)
-            if not is_computed:
-                contexts.close()
-                self._compute_at_once(scale)
-            if self._backward is not None:
-                self._contexts = contexts.pop_all()
-        return self
-
-    def _compute_in_chunks(self, scale: float | None) -> bool:
-        """Compute the loss in chunks; return False, without a loss, if logits are not computed from hidden states."""
-        with self.phase("forward"):
-            hidden = self._run_body()
-        if hidden is None:
-            return False
-        with self.phase("loss"):
-            self.value, gradient = self._run_head(hidden.detach().flatten(0, 1), hidden.requires_grad, scale)
-        if gradient is not None:
-            self._backward = partial(hidden.backward, gradient.view_as(hidden))
-        return True
-
     def _compute_at_once(self, scale: float | None) -> None:
         """Compute the loss of a model whose body cannot be separated from the head."""
-        if self.teacher_targets is not None:
-            self._compute_distillation_at_once(self.teacher_targets, scale)
+        batch = self.batch
+        if self.teacher_targets is None:
+            with self.phase("forward"):
+                nll = answer_nll(self.model, batch.input_ids, batch.labels, batch.position_ids).sum()
+            self.value = nll.detach().double()
+            if scale is not None:
+                self._backward = (nll * scale).backward
             return
         with self.phase("forward"):
-            nll = answer_nll(self.model, self.batch.input_ids, self.batch.labels, self.batch.position_ids).sum()
-        self.value = nll.detach().double()
-        if scale is not None:
-            self._backward = partial(_backward_scaled, nll, scale)
-
-    def _compute_distillation_at_once(self, teacher_targets: TeacherTargets, scale: float | None) -> None:
-        with self.phase("forward"):
-            logits = compute_all_logits(self.model, self.batch).flatten(0, 1)[self.positions]
+            logits = compute_all_logits(self.model, batch).flatten(0, 1)[self.positions]
         with self.phase("loss"):
-            self.value, gradient = compute_loss_and_gradient(
-                logits, self.targets, teacher_targets.select(slice(0, len(self.positions)))
-            )
+            targets = self.teacher_targets.select(slice(0, len(self.positions)))
+            self.value, gradient = compute_loss_and_gradient(logits, self.targets, targets)
         if scale is not None:
-            self._backward = partial(_backward_with_gradient, logits, gradient, scale)
+            self._backward = partial(logits.backward, gradient.mul_(scale).to(logits.dtype))
 
     def _run_body(self) -> Tensor | None:
         """Return hidden states [sequences, positions, width]; None if the model does not compute logits from them.
@@ -431,7 +396,7 @@ class ChunkedLoss:
 
         def capture_output(_module: Any, _inputs: Any, output: Any) -> Any:
             outputs.append(output)
-            return map_hidden_states(output, lambda states: states.detach()[:1, :1])
+            return _map_hidden_states(output, lambda states: states.detach()[:1, :1])
 
         hook = self.body.register_forward_hook(capture_output)
         try:
@@ -441,72 +406,34 @@ class ChunkedLoss:
         if len(outputs) != 1 or logits.shape[:2] != (1, 1):
             return None
         self.body_output = outputs[0]
-        return _hidden_states(self.body_output)
+        states: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0].last_hidden_state
+        return states
 
-    def _run_head(self, states: Tensor, trains_body: bool, scale: float | None) -> tuple[Tensor, Tensor | None]:
-        """Return the loss, and the gradient of the hidden states if the body has trainable parameters.
-
-        Args:
-            states: hidden states [positions of all sequences, width], without a graph.
-            trains_body: whether a parameter of the body is trainable.
-            scale: factor of the gradient; None: no gradient.
-        """
+    def _run_head(self, states: Tensor, trains_body: bool, scale: float | None) -> Tensor | None:
+        """Compute the loss; return the gradient of the hidden states if the body has trainable parameters."""
         vocabulary = int(self.base.config.get_text_config().vocab_size)
         distributions = 1 if self.teacher_targets is None else self.teacher_targets.distributions
         width = max(1, LEARNED_ELEMENTS // (distributions * vocabulary))
-        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        self.value = torch.zeros((), dtype=torch.float64, device=states.device)
         gradient = torch.zeros_like(states) if trains_body and scale is not None else None
         for start in range(0, len(self.positions), width):
             positions, targets = self.positions[start : start + width], self.targets[start : start + width]
-            teacher_targets = (
-                None
-                if self.teacher_targets is None
-                else self.teacher_targets.select(slice(start, start + len(positions)))
-            )
             chunk = states[positions].unsqueeze(0).requires_grad_(gradient is not None)
-            logits = self._compute_logits(chunk)
-            if teacher_targets is not None:
-                loss, logit_gradient = compute_loss_and_gradient(logits[0], targets, teacher_targets)
-                total += loss
-                if scale is not None and logits.requires_grad:
-                    logits.backward(logit_gradient.mul_(scale).to(logits.dtype).unsqueeze(0))
+            with _substitute_body_output(self.body, _map_hidden_states(self.body_output, lambda _: chunk)):  # noqa: B023
+                logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
+            factor = scale if logits.requires_grad else None
+            if self.teacher_targets is not None:
+                chunk_targets = self.teacher_targets.select(slice(start, start + len(positions)))
+                loss, logit_gradient = compute_loss_and_gradient(logits[0], targets, chunk_targets)
+                self.value += loss
             else:
                 with torch.no_grad():
-                    log_probabilities = functional.log_softmax(logits[0].float(), dim=-1)
-                    total -= log_probabilities.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
-                if scale is not None and logits.requires_grad:
-                    logit_gradient = _cross_entropy_gradient(log_probabilities, targets, scale)
-                    logits.backward(logit_gradient.to(logits.dtype).unsqueeze(0))
+                    logit_gradient = functional.log_softmax(logits[0].float(), dim=-1)
+                    self.value -= logit_gradient.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+                    if factor is not None:  # in place, so that a chunk needs only one tensor of this size
+                        logit_gradient.exp_()[torch.arange(len(targets), device=targets.device), targets] -= 1
+            if factor is not None:
+                logits.backward(logit_gradient.mul_(factor).to(logits.dtype).unsqueeze(0))
             if gradient is not None:
                 gradient[positions] = chunk.grad[0]
-        return total, gradient
-
-    def _compute_logits(self, chunk: Tensor) -> Tensor:
-        """Return the logits of a chunk of hidden states."""
-        with substitute_body_output(self.body, map_hidden_states(self.body_output, lambda _: chunk)):
-            logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
-        return logits
-
-
-def _backward_scaled(loss: Tensor, scale: float) -> None:
-    (loss * scale).backward()
-
-
-def _backward_with_gradient(logits: Tensor, gradient: Tensor, scale: float) -> None:
-    logits.backward((gradient * scale).to(logits.dtype))
-
-
-def _cross_entropy_gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
-    """Return the gradient of `factor` x cross entropy by the logits: `factor` x (probability, minus one at the target).
-
-    The gradient overwrites `log_probabilities`, so that a chunk needs only one tensor of this size.
-    """
-    with torch.no_grad():
-        gradient = log_probabilities.exp_()
-        gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
-        return gradient.mul_(factor)
-
-
-def _hidden_states(output: Any) -> Tensor:
-    states: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
-    return states
+        return gradient

@@ -28,7 +28,6 @@ MAX_ROUNDING_ERROR = {"nf4": 0.11, "fp4": 0.15}
 """Relative error of normally distributed weights above which quantization counts as faulty. Rounding alone gives 0.092
 for NF4 and 0.122 for FP4 in blocks of 64."""
 TEST_ROWS = 64
-"""Number of rows of the matrices in the quantization test."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,16 +93,9 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}), {free}"
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads, {free}; no GPU is used"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "CPU"
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{name}, {torch.get_num_threads()} threads, {free}; no GPU is used"
 
 
 def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) -> str | None:
@@ -111,11 +103,6 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
 
     The test is necessary: on a CPU with AVX-512, bitsandbytes 0.50.2 gives wrong numbers for every width below 512 that
     is a multiple of 16 but not of 64, with errors of 0.2 to 0.4.
-
-    Args:
-        device: device of the model.
-        widths: input widths of the linear layers.
-        kind: `nf4` or `fp4`.
     """
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit

@@ -1,22 +1,19 @@
 """Sums gradients over ranks, once per optimizer step, with the method of train.gradient_compression.
 
-Gradients are summed in buckets. Which gradients a bucket contains depends only on the parameters and the bucket size.
-So the buckets are the same in every attempt of a training, and the next attempt can use the state of each bucket.
-DistributedDataParallel, in contrast, reorders its buckets after the first step by when gradients became ready; the next
-attempt could not use the state of such a bucket.
+Gradients are summed in buckets that depend only on the parameters and the bucket size. So the next attempt of a
+training can use the state of each bucket, unlike with DistributedDataParallel, which reorders its buckets after the
+first step.
 
-Int8 and PowerSGD use error feedback: the error that compression makes in one step is added to the gradient of
-the next step. These errors (the unsent parts) are the state of a method; that of PowerSGD also contains its right-hand
-matrices. A checkpoint stores the state. It can be restored with another number of ranks, and no unsent part is lost.
-
-Measured with two ranks at 100 Mbit/s (docs/compression.md): bf16 and fp16 send half the bytes of a sum, int8 a quarter,
-without a measurable loss. Top-k was removed: it sent as little as int8 and took more time than sending everything.
+Int8 and PowerSGD use error feedback: the error that compression makes in one step is added to the gradient of the next
+step. These errors (the unsent parts) are the state of a method, with PowerSGD's right-hand matrices. A checkpoint
+stores the state; it can be restored with another number of ranks, and no unsent part is lost. docs/compression.md has
+the measurements.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,56 +23,40 @@ from ratchet.config.train import GradientCompressionSettings
 from ratchet.errors import DamagedFileError
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
-"""Bytes of a 32-bit and of a 16-bit number."""
-
 MAX_EXPONENT = 15
 """Exponent of the limit for float16: the largest number of a bucket is scaled to less than 2^15."""
 MIN_EXPONENT = -110
 """Smallest exponent from which a scale for float16 is computed. It limits scales to 2^125, which float32 can represent.
 A bucket without numbers of at least 2^-111 therefore stays smaller than other buckets after scaling."""
-
 INT8_MAX = 127
 MIN_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale of a block of int8 numbers; this limit prevents a division by zero."""
-
 SUMS_KEY = "sums"
 """Key of the number of completed sums (int64) in a state."""
 
 Memory = dict[str, Tensor]
-"""State of a method between two sums, by name: `error.0` is the unsent part of bucket 0. Its tensors are never modified
-in place: each sum creates new tensors, so that the state before a sum can be restored."""
+"""State of a method between two sums. Names contain the number of a bucket, n: `error.n` is the unsent part of this
+rank, as long as the bucket; `owned.n` is the unsent part of the sum of this rank's share (int8); `q.n` are the
+right-hand matrices, equal on all ranks (PowerSGD). Tensors are never modified in place, so that the state before a sum
+can be restored."""
 State = Mapping[str, Tensor]
 """State of one rank in a checkpoint: its memory, and the number of completed sums under SUMS_KEY."""
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients of consecutive parameters in one flat tensor, with the interface of torch.distributed.GradBucket."""
+    """Gradients of consecutive parameters in one flat tensor."""
 
     number: int
+    """Number of this bucket, from 0."""
     members: tuple[nn.Parameter, ...]
     flat: Tensor
-    """Gradients of `members` in order: float32, on their device."""
-    is_last_bucket: bool
-
-    def index(self) -> int:
-        """Return the number of this bucket, from 0."""
-        return self.number
-
-    def buffer(self) -> Tensor:
-        """Return all numbers as one flat tensor, into which methods write the result."""
-        return self.flat
+    """Gradients of `members` in order, into which methods write the result: float32, on their device."""
 
     def gradients(self) -> list[Tensor]:
         """Return views of the buffer in the parameters' shapes; a scalar has the shape (1,)."""
         pieces = self.flat.split([parameter.numel() for parameter in self.members])
         return [piece.view(parameter.shape or (1,)) for piece, parameter in zip(pieces, self.members, strict=True)]
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.members)
-
-    def is_last(self) -> bool:
-        return self.is_last_bucket
 
     def fill(self) -> None:
         """Copy this rank's gradients into the buffer; a missing gradient counts as zeros."""
@@ -93,30 +74,29 @@ class GradientBucket:
             parameter.grad.copy_(view.view_as(parameter))
 
 
-class CompressionMethod(Protocol):
-    """Method that sums a bucket over ranks, together with the state of the method."""
+def build_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[GradientBucket]:
+    """Build all buckets of these parameters. The buckets share one buffer, so use only one of them at a time.
 
-    memory: Memory
-    group: Any
-    """torch's process group."""
-
-    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        """Replace the bucket's buffer by the sum over ranks.
-
-        Yields:
-            Pending torch operations (`Work`); the caller completes each operation before it requests the next.
-        """
-
-    def sent_bytes(self, bucket: GradientBucket) -> int:
-        """Return the bytes that a rank sends in one `reduce` of this bucket; constant over calls."""
-
-
-class PendingCollective(Protocol):
-    """Pending collective operation of torch (`Work`)."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> Any: ...
+    Args:
+        parameters: parameters in the same order on every rank and in every attempt.
+        bucket_bytes: maximum size of a bucket; a larger parameter gets its own bucket.
+    """
+    groups: list[list[nn.Parameter]] = []
+    sizes: list[int] = []
+    for parameter in parameters:
+        if groups and (sizes[-1] + parameter.numel()) * FLOAT_BYTES <= bucket_bytes:
+            groups[-1].append(parameter)
+            sizes[-1] += parameter.numel()
+        else:
+            groups.append([parameter])
+            sizes.append(parameter.numel())
+    if not groups:
+        return []
+    flat = torch.empty(max(sizes), dtype=torch.float32, device=parameters[0].device)
+    return [
+        GradientBucket(number, tuple(group), flat[:size])
+        for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
+    ]
 
 
 class GradientReducer:
@@ -127,30 +107,35 @@ class GradientReducer:
         parameters: Sequence[tuple[str, nn.Parameter]],
         group: Any,
         settings: GradientCompressionSettings,
-        wait: Callable[[PendingCollective], None] = lambda work: work.wait(),
+        wait: Callable[[Any], None] = lambda work: work.wait(),
         uncompressed_sums: int = 0,
     ) -> None:
         """Build the buckets.
 
         Args:
             parameters: all trainable parameters, in the same order on every rank and in every attempt.
-            group: torch process group for the gradients; None: there is one rank.
-            settings: section train.gradient_compression.
-            wait: function that returns when its argument is completed; it may send heartbeats while it waits.
-            uncompressed_sums: number of initial sums that are sent uncompressed.
+            wait: returns when its argument, a pending operation of torch, is completed; may send heartbeats meanwhile.
         """
         self.settings = settings
-        self._group = group
         self._world = 1 if group is None else int(group.size())
         self._rank = 0 if group is None else int(group.rank())
         self.sent_bytes = 0
         """Bytes sent by this rank: the payloads (`sent_bytes` of the methods), without TCP overhead (3 to 5 %)."""
         self._wait = wait
         self._buckets = build_buckets([parameter for _, parameter in parameters], settings.bucket_bytes)
-        self._device = self._buckets[0].buffer().device if self._buckets else torch.device("cpu")
-        self._uncompressed = Fp32AllReduce(group)
+        self._device = self._buckets[0].flat.device if self._buckets else torch.device("cpu")
+        self._uncompressed = AllReduce(group, torch.float32)
         self._uncompressed_sums = uncompressed_sums
-        self._method = _build_method(settings, group)
+        self._method: CompressionMethod
+        match settings.method:
+            case "none":
+                self._method = self._uncompressed
+            case "int8":
+                self._method = Int8Compressor(group, settings.block_size)
+            case "powersgd":
+                self._method = PowerSgdCompressor(group, settings.rank)
+            case "bf16" | "fp16":
+                self._method = AllReduce(group, torch.bfloat16 if settings.method == "bf16" else torch.float16)
         self._sums = 0
         self._previous = (self._sums, dict(self._method.memory))
 
@@ -167,13 +152,13 @@ class GradientReducer:
                 f"train.gradient_compression.rank: {self.settings.rank} has no effect: no gradient would be smaller as "
                 "matrices of this rank, so all are sent whole; set it below train.rank"
             )
-        uncompressed_bytes, compressed_bytes = (
-            sum(map(method.sent_bytes, self._buckets)) for method in (self._uncompressed, self._method)
+        share = sum(map(self._method.sent_bytes, self._buckets)) / sum(
+            map(self._uncompressed.sent_bytes, self._buckets)
         )
-        if compressed_bytes >= uncompressed_bytes:
+        if share >= 1:
             return (
-                f"train.gradient_compression.method: {name}: {self._world} ranks send "
-                f"{compressed_bytes / uncompressed_bytes:.2f} times as much as without it; set int8"
+                f"train.gradient_compression.method: {name}: {self._world} ranks send {share:.2f} times as much as "
+                "without it; set int8"
             )
         return ""
 
@@ -181,36 +166,27 @@ class GradientReducer:
         """Replace every gradient by the sum over ranks, bit-identical on all ranks; a missing gradient counts as zeros.
 
         Gradients must be unscaled, because unsent parts are added to the gradients of the next step, and must not be
-        clipped yet. A sum that is not finite leaves the state unchanged, as after `undo`.
-
-        Raises:
-            RuntimeError: another rank is lost (raised by `wait`).
+        clipped yet. A sum that is not finite leaves the state unchanged, as after `undo`. Raises RuntimeError if
+        another rank is lost (raised by `wait`).
         """
         self._previous = (self._sums, dict(self._method.memory))
         method: CompressionMethod = self._uncompressed if self._sums < self._uncompressed_sums else self._method
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for bucket in self._buckets:
             bucket.fill()
-            if self._world == 1:
-                self._add_residuals(bucket)
+            if self._world == 1:  # add the unsent parts that an attempt with several ranks left
+                for name in (f"error.{bucket.number}", f"owned.{bucket.number}"):
+                    if name in self._method.memory:
+                        bucket.flat.add_(self._method.memory.pop(name)[: bucket.flat.numel()])
             else:
-                self._send(method, bucket)
-            finite &= bucket.buffer().isfinite().all()
+                for work in method.reduce(bucket):
+                    self._wait(work)
+                self.sent_bytes += method.sent_bytes(bucket)
+            finite &= bucket.flat.isfinite().all()
             bucket.write_back()
         self._sums += 1
         if not bool(finite):
             self.undo()
-
-    def _send(self, method: CompressionMethod, bucket: GradientBucket) -> None:
-        for work in method.reduce(bucket):
-            self._wait(work)
-        self.sent_bytes += method.sent_bytes(bucket)
-
-    def _add_residuals(self, bucket: GradientBucket) -> None:
-        """Add the unsent parts that an attempt with several ranks left; call this if there is one rank now."""
-        for name in (residual_name(bucket.index()), owned_residual_name(bucket.index())):
-            if name in self._method.memory:
-                bucket.buffer().add_(self._method.memory.pop(name)[: bucket.buffer().numel()])
 
     def undo(self) -> None:
         """Restore the state before the last sum, because its step is skipped or repeated."""
@@ -225,11 +201,10 @@ class GradientReducer:
     def restore(self, states: Sequence[State]) -> None:
         """Restore the states of a group of ranks; if the number of ranks has changed, divide the unsent parts again.
 
+        Raises DamagedFileError if the states belong to other parameters or another method.
+
         Args:
             states: states of all ranks of the group, in order; if there are none or all are empty, nothing is restored.
-
-        Raises:
-            DamagedFileError: the states belong to other parameters or another method.
         """
         if not any(states):
             return
@@ -237,255 +212,121 @@ class GradientReducer:
         if len(states) == self._world:
             memory: Memory = {name: tensor for name, tensor in states[self._rank].items() if name != SUMS_KEY}
         else:
-            sizes = [bucket.buffer().numel() for bucket in self._buckets]
-            memory = reshard_residuals(states, self._world, self._rank, sizes, self.settings.block_size)
-        self._set_state(int(states[0][SUMS_KEY]), memory)
-
-    def _set_state(self, sums: int, memory: Memory) -> None:
-        self._sums, self._method.memory = sums, {name: tensor.to(self._device) for name, tensor in memory.items()}
+            memory = self._reshard(states)
+        self._sums = int(states[0][SUMS_KEY])
+        self._method.memory = {name: tensor.to(self._device) for name, tensor in memory.items()}
         self._previous = (self._sums, dict(self._method.memory))
 
     def _validate(self, states: Sequence[State]) -> None:
-        expected = self._expected_sizes(len(states))
-        for rank, state in enumerate(states):
-            for name, tensor in state.items():
-                if expected.get(name) != tensor.numel():
-                    raise DamagedFileError(
-                        f"state of gradient compression ({self.settings.method}), rank {rank} of {len(states)}: {name} "
-                        f"has {tensor.numel()} numbers, expected {expected.get(name, 'no such tensor')}; it belongs to "
-                        "other settings or parameters"
-                    )
-            if missing := {SUMS_KEY, *states[0]} - state.keys():
-                raise DamagedFileError(
-                    f"state of gradient compression ({self.settings.method}), rank {rank} of {len(states)}: "
-                    f"{', '.join(sorted(missing))} is missing"
-                )
-
-    def _expected_sizes(self, world: int) -> dict[str, int]:
-        """Return how many numbers each tensor of a state has if the group has `world` ranks."""
         sizes = {SUMS_KEY: 1}
         for bucket in self._buckets:
-            count, number = bucket.buffer().numel(), bucket.index()
+            count = bucket.flat.numel()
             if self.settings.method in ("int8", "powersgd"):
-                sizes[residual_name(number)] = count
+                sizes[f"error.{bucket.number}"] = count
             if isinstance(self._method, Int8Compressor):
-                sizes[owned_residual_name(number)] = rank_share_size(count, world, self.settings.block_size)
+                sizes[f"owned.{bucket.number}"] = rank_share_size(count, len(states), self.settings.block_size)
             if isinstance(self._method, PowerSgdCompressor):
-                sizes[right_factor_name(number)] = self._method.factor_count(bucket)
-        return sizes
+                sizes[f"q.{bucket.number}"] = self._method.factor_count(bucket)
+        for rank, state in enumerate(states):
+            place = f"state of gradient compression ({self.settings.method}), rank {rank} of {len(states)}"
+            for name, tensor in state.items():
+                if sizes.get(name) != tensor.numel():
+                    raise DamagedFileError(
+                        f"{place}: {name} has {tensor.numel()} numbers, expected {sizes.get(name, 'no such tensor')}; "
+                        "it belongs to other settings or parameters"
+                    )
+            if missing := {SUMS_KEY, *states[0]} - state.keys():
+                raise DamagedFileError(f"{place}: {', '.join(sorted(missing))} is missing")
+
+    def _reshard(self, states: Sequence[State]) -> Memory:
+        """Return this rank's memory, given the states of another number of ranks.
+
+        The error of old rank s is added to that of the new rank s modulo the number of ranks. The errors of shares
+        (int8) are joined and divided again. The right-hand matrices (PowerSGD) are copied.
+        """
+        memory: Memory = {}
+        for bucket in self._buckets:
+            error, owned, factors = (f"{name}.{bucket.number}" for name in ("error", "owned", "q"))
+            if error in states[0]:
+                errors = [state[error] for state in states[self._rank :: self._world]]
+                memory[error] = torch.stack([torch.zeros_like(states[0][error]), *errors]).sum(0)
+            if owned in states[0]:
+                count = bucket.flat.numel()
+                size = rank_share_size(count, self._world, self.settings.block_size)
+                joined = torch.cat([state[owned] for state in states])[:count]
+                part = joined[self._rank * size : (self._rank + 1) * size]
+                memory[owned] = torch.cat([part, part.new_zeros(size - part.numel())])
+            if factors in states[0]:
+                memory[factors] = states[0][factors]
+        return memory
 
 
-def _build_method(settings: GradientCompressionSettings, group: Any) -> CompressionMethod:
-    match settings.method:
-        case "bf16":
-            return Bf16AllReduce(group)
-        case "fp16":
-            return Fp16AllReduce(group)
-        case "int8":
-            return Int8Compressor(group, settings.block_size)
-        case "powersgd":
-            return PowerSgdCompressor(group, settings.rank)
-        case "none":
-            return Fp32AllReduce(group)
-
-
-# Buckets.
-
-
-def build_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[GradientBucket]:
-    """Build all buckets of these parameters. The buckets share one buffer, so use only one of them at a time.
-
-    Args:
-        parameters: parameters in the same order on every rank and in every attempt.
-        bucket_bytes: maximum size of a bucket; a larger parameter gets its own bucket.
-    """
-    groups = list(_group_parameters(parameters, bucket_bytes))
-    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
-    if not sizes:
-        return []
-    flat = torch.empty(max(sizes), dtype=torch.float32, device=parameters[0].device)
-    last = len(groups) - 1
-    return [
-        GradientBucket(number, group, flat[:size], number == last)
-        for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
-    ]
-
-
-def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[tuple[nn.Parameter, ...]]:
-    group: list[nn.Parameter] = []
-    group_bytes = 0
-    for parameter in parameters:
-        size = parameter.numel() * FLOAT_BYTES
-        if group and group_bytes + size > bucket_bytes:
-            yield tuple(group)
-            group, group_bytes = [], 0
-        group.append(parameter)
-        group_bytes += size
-    if group:
-        yield tuple(group)
-
-
-# State of the methods: names of its tensors, and a new number of ranks.
-
-
-def residual_name(number: int) -> str:
-    """Return the name of the unsent part of bucket `number` on this rank, which is as long as the bucket."""
-    return f"error.{number}"
-
-
-def owned_residual_name(number: int) -> str:
-    """Return the name of the unsent part of the sum that this rank computes for its share of bucket `number` (int8)."""
-    return f"owned.{number}"
-
-
-def right_factor_name(number: int) -> str:
-    """Return the name of the right-hand matrices of bucket `number`, which are equal on all ranks (PowerSGD)."""
-    return f"q.{number}"
-
-
-def reshard_residuals(states: Sequence[State], world: int, rank: int, sizes: Sequence[int], block: int) -> Memory:
-    """Return the memory of one rank in a new group of ranks.
-
-    The error of old rank s is added to that of new rank s modulo `world`. The errors of shares (int8) are joined and
-    divided among the new ranks. The right-hand matrices (PowerSGD) are copied, because they are equal on all ranks.
-
-    Args:
-        states: states of all ranks of the old group, in order.
-        world: number of ranks in the new group.
-        rank: rank of this process in the new group.
-        sizes: count of numbers in each bucket.
-        block: block size of int8.
-    """
-    memory: Memory = {}
-    for number, count in enumerate(sizes):
-        if residual_name(number) in states[0]:
-            errors = [state[residual_name(number)] for state in states[rank::world]]
-            memory[residual_name(number)] = torch.stack(
-                [torch.zeros_like(states[0][residual_name(number)]), *errors]
-            ).sum(0)
-        if owned_residual_name(number) in states[0]:
-            owned = torch.cat([state[owned_residual_name(number)] for state in states])[:count]
-            memory[owned_residual_name(number)] = _take_rank_share(owned, rank, rank_share_size(count, world, block))
-        if right_factor_name(number) in states[0]:
-            memory[right_factor_name(number)] = states[0][right_factor_name(number)]
-    return memory
-
-
-def _take_rank_share(values: Tensor, rank: int, size: int) -> Tensor:
-    """Return the rank's share of a bucket, padded with zeros where the share extends beyond the bucket."""
-    part = values[rank * size : (rank + 1) * size]
-    return torch.cat([part, part.new_zeros(size - part.numel())])
-
-
-# Bytes that each rank sends.
+# Methods. Each has its state (`memory`) and two functions: `reduce` replaces a bucket's buffer by the sum over ranks,
+# and yields pending torch operations, each of which the caller completes before it requests the next; `sent_bytes`
+# returns the bytes that a rank sends in one `reduce` of a bucket, which are constant.
 
 
 def all_reduce_bytes(world: int, size_bytes: int) -> int:
-    """Return the bytes of a ring all-reduce (Patarasuk, Yuan 2009).
+    """Return the bytes that a rank sends in a ring all-reduce (Patarasuk, Yuan 2009).
 
     Each rank sends world - 1 shares to be added, and then world - 1 shares of the sum.
     """
     return 2 * (world - 1) * size_bytes // world
 
 
-def all_gather_bytes(world: int, size_bytes: int) -> int:
-    """Return the bytes of a ring all-gather with `size_bytes` per rank: each rank forwards all parts but one."""
-    return (world - 1) * size_bytes
+class AllReduce:
+    """All-reduce in 32 or 16 bits, without state.
 
+    bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits of precision, but no numbers below
+    6e-8, and the gradients of a mean over thousands of tokens are close to this limit. So for float16, each bucket is
+    first multiplied by a power of two, which changes no significand, such that the bucket's largest number on any rank
+    is between 2^14 and 2^15. With 16 bits, numbers are divided by the number of ranks before sending, as in torch's
+    hooks, so that no sum exceeds the largest number of float16, 65,504.
+    """
 
-def all_to_all_bytes(world: int, size_bytes: int) -> int:
-    """Return the bytes of an all-to-all for a tensor of `size_bytes`: each rank sends all except its own share."""
-    return (world - 1) * size_bytes // world
-
-
-# All-reduce in 32 or 16 bits, without state.
-#
-# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits of precision, but no numbers below
-# 6e-8, and the gradients of a mean over thousands of tokens are close to this limit. So Fp16AllReduce first multiplies
-# each bucket by a power of two, which changes no significand, such that the bucket's largest number on any rank is
-# between 2^14 and 2^15. Both methods divide by the number of ranks before sending, as torch's hooks do, so that no sum
-# exceeds the largest number of float16, 65,504.
-
-
-class Fp32AllReduce:
-    """All-reduce in float32."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, dtype: torch.dtype) -> None:
+        self.group, self.dtype = group, dtype
         self.memory: Memory = {}
 
     def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        yield dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-
-    def sent_bytes(self, bucket: GradientBucket) -> int:
-        return all_reduce_bytes(self.group.size(), FLOAT_BYTES * bucket.buffer().numel())
-
-
-class Bf16AllReduce:
-    """All-reduce in bfloat16, without error feedback."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.memory: Memory = {}
-
-    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        half = bucket.buffer().to(torch.bfloat16).div_(self.group.size())
+        buffer, world = bucket.flat, self.group.size()
+        if self.dtype == torch.float32:
+            yield dist.all_reduce(buffer, group=self.group, async_op=True)
+            return
+        scale: Tensor | float = 1.0
+        if self.dtype == torch.float16:
+            largest = buffer.abs().max().reshape(1)
+            yield dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            exponent = torch.frexp(largest).exponent.clamp_min(MIN_EXPONENT)
+            is_usable = torch.isfinite(largest) & (largest > 0)
+            scale = torch.where(is_usable, torch.ldexp(torch.ones_like(largest), MAX_EXPONENT - exponent), 1.0)
+        half = (buffer * scale).to(self.dtype).div_(world)
         yield dist.all_reduce(half, group=self.group, async_op=True)
-        bucket.buffer().copy_(half).mul_(self.group.size())
-
-    def sent_bytes(self, bucket: GradientBucket) -> int:
-        return all_reduce_bytes(self.group.size(), HALF_BYTES * bucket.buffer().numel())
-
-
-class Fp16AllReduce:
-    """All-reduce in float16, after an all-reduce of the largest number, which determines the scale."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.memory: Memory = {}
-
-    def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        buffer = bucket.buffer()
-        largest = buffer.abs().max().reshape(1)
-        yield dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        scale = _fp16_scale(largest)
-        half = (buffer * scale).to(torch.float16).div_(self.group.size())
-        yield dist.all_reduce(half, group=self.group, async_op=True)
-        buffer.copy_(half).mul_(self.group.size()).div_(scale)
+        buffer.copy_(half).mul_(world).div_(scale)
 
     def sent_bytes(self, bucket: GradientBucket) -> int:
         world = self.group.size()
-        return all_reduce_bytes(world, HALF_BYTES * bucket.buffer().numel()) + all_reduce_bytes(world, FLOAT_BYTES)
-
-
-def _fp16_scale(largest: Tensor) -> Tensor:
-    """Return the power of two that brings `largest` below 2^15; 1 if `largest` is zero or not finite."""
-    exponent = torch.frexp(largest).exponent.clamp_min(MIN_EXPONENT)
-    is_usable = torch.isfinite(largest) & (largest > 0)
-    return torch.where(is_usable, torch.ldexp(torch.ones_like(largest), MAX_EXPONENT - exponent), 1.0)
-
-
-# Int8: every rank sums one share of each bucket.
-#
-# First, every rank sends each other rank its share of the bucket in 8 bits (all-to-all). Then each rank sends the sum
-# of its share, again in 8 bits, to all others (all-gather). With W ranks, each rank sends 2 (W - 1) / W of the bucket,
-# as in a ring all-reduce, but with one byte per number and four per block. The more common method, an all-gather of all
-# ranks' numbers, sends W / 2 times as much. Both rounding errors are remembered: the first (`error`) by the rank whose
-# numbers were rounded, the second (`owned`) by the rank that computed the sum. This two-sided error feedback is that of
-# Tang et al. 2019 (DoubleSqueeze) and Tang et al. 2021 (1-bit Adam, section 5).
+        scale_bytes = all_reduce_bytes(world, FLOAT_BYTES) if self.dtype == torch.float16 else 0
+        return all_reduce_bytes(world, int(self.dtype.itemsize) * bucket.flat.numel()) + scale_bytes
 
 
 class Int8Compressor:
-    """All-reduce in 8 bits, with error feedback."""
+    """All-reduce in 8 bits, with error feedback. Every rank sums one share of each bucket.
+
+    First, every rank sends each other rank its share of the bucket in 8 bits (all-to-all). Then each rank sends the sum
+    of its share, again in 8 bits, to all others (all-gather). So a rank sends as many numbers as in a ring all-reduce,
+    with one byte per number and four per block; gathering all ranks' numbers would send W / 2 times as much. The first
+    rounding error (`error`) is remembered by the rank whose numbers were rounded, the second (`owned`) by the rank that
+    computed the sum (Tang et al. 2019, DoubleSqueeze; Tang et al. 2021, 1-bit Adam, section 5).
+    """
 
     def __init__(self, group: Any, block: int) -> None:
-        self.group = group
-        self.block = block
+        self.group, self.block = group, block
         self.memory: Memory = {}
 
     def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        buffer, world = bucket.buffer(), self.group.size()
-        error, owned_error = residual_name(bucket.index()), owned_residual_name(bucket.index())
+        buffer, world = bucket.flat, self.group.size()
+        error, owned_error = f"error.{bucket.number}", f"owned.{bucket.number}"
         values = buffer.new_zeros(world, rank_share_size(buffer.numel(), world, self.block))
         flat = values.view(-1)[: buffer.numel()]
         flat.copy_(buffer)
@@ -508,9 +349,9 @@ class Int8Compressor:
 
     def sent_bytes(self, bucket: GradientBucket) -> int:
         world = self.group.size()
-        share = rank_share_size(bucket.buffer().numel(), world, self.block)
-        packed = share + share // self.block * FLOAT_BYTES
-        return all_to_all_bytes(world, world * packed) + all_gather_bytes(world, packed)
+        share = rank_share_size(bucket.flat.numel(), world, self.block)
+        # Each rank sends all shares but its own, and then the sum of its share to all others.
+        return 2 * (int(world) - 1) * (share + share // self.block * FLOAT_BYTES)
 
 
 def rank_share_size(count: int, world: int, block: int) -> int:
@@ -525,12 +366,11 @@ def rank_share_size(count: int, world: int, block: int) -> int:
 def quantize_blocks(values: Tensor, block: int) -> Tensor:
     """Quantize to integers from -127 to 127 with one scale per block; return the bytes of scales and integers.
 
+    Returns uint8 [rows, count + 4 count / block]: in each row first the scales, then the integers.
+
     Args:
         values: float32 [rows, count]; count is a multiple of `block`.
         block: count of numbers that share a scale, which is their largest magnitude / 127.
-
-    Returns:
-        uint8 [rows, count + 4 count / block]: in each row first the scales, then the integers.
     """
     rows, count = values.shape
     blocks = values.view(rows, -1, block)
@@ -573,20 +413,10 @@ class _SameShapeGradients:
     """Gradients of one shape that are compressed together."""
 
     members: tuple[int, ...]
-    """Indices in the bucket."""
-    rows: int
-    columns: int
-    rank: int
-
-    @property
-    def left_shape(self) -> tuple[int, int, int]:
-        """Shape of all P of the group."""
-        return len(self.members), self.rows, self.rank
-
-    @property
-    def right_shape(self) -> tuple[int, int, int]:
-        """Shape of all Q of the group."""
-        return len(self.members), self.columns, self.rank
+    left_shape: tuple[int, int, int]
+    """Shape of all P of the group: number of gradients, rows, rank."""
+    right_shape: tuple[int, int, int]
+    """Shape of all Q of the group: number of gradients, columns, rank."""
 
 
 class PowerSgdCompressor:
@@ -596,57 +426,50 @@ class PowerSgdCompressor:
     """
 
     def __init__(self, group: Any, rank: int, sent_dtype: torch.dtype = torch.bfloat16) -> None:
-        self.group = group
-        self.rank = rank
-        self.sent_dtype = sent_dtype
+        self.group, self.rank, self.sent_dtype = group, rank, sent_dtype
         self.memory: Memory = {}
 
     def reduce(self, bucket: GradientBucket) -> Iterator[Any]:
-        buffer, number = bucket.buffer(), bucket.index()
-        if residual_name(number) in self.memory:
-            buffer.add_(self.memory[residual_name(number)])
+        buffer, error_name, factors_name = bucket.flat, f"error.{bucket.number}", f"q.{bucket.number}"
+        if error_name in self.memory:
+            buffer.add_(self.memory[error_name])
         groups, gradients = self._groups(bucket), bucket.gradients()
         compressed = {member for group in groups for member in group.members}
-        uncompressed = [gradient for member, gradient in enumerate(gradients) if member not in compressed]
+        whole = [member for member in range(len(gradients)) if member not in compressed]
         stacks = [torch.stack([_as_matrix(gradients[member]) for member in group.members]) for group in groups]
+        right_shapes = [group.right_shape for group in groups]
 
-        sums = _concatenate_flat(uncompressed, buffer)
-        if uncompressed:
+        sums = _concatenate_flat([gradients[member] for member in whole], buffer)
+        if whole:
             yield dist.all_reduce(sums, group=self.group, async_op=True)
-        factored = zip(stacks, self._initial_right_factors(bucket, groups), strict=True)
-        products = _concatenate_flat([torch.bmm(stack, _orthonormalize(q)) for stack, q in factored], buffer).to(
-            self.sent_dtype
-        )
-        yield dist.all_reduce(products, group=self.group, async_op=True)
-        lefts = [
-            _orthonormalize(p) for p in _split_into_views(products.float(), [group.left_shape for group in groups])
-        ]
+        # The initial Q is that of the previous sum, normalized; zero columns are drawn at random.
+        previous = self.memory.get(factors_name, buffer.new_zeros(self.factor_count(bucket)))
+        initial = [_normalize_columns(q, seed=bucket.number) for q in _split_into_views(previous, right_shapes)]
+        products = [torch.bmm(stack, _orthonormalize(q)) for stack, q in zip(stacks, initial, strict=True)]
+        sent = _concatenate_flat(products, buffer).to(self.sent_dtype)
+        yield dist.all_reduce(sent, group=self.group, async_op=True)
+        lefts = [_orthonormalize(p) for p in _split_into_views(sent.float(), [group.left_shape for group in groups])]
 
-        rights = _concatenate_flat(
-            [torch.bmm(m.transpose(1, 2), p) for m, p in zip(stacks, lefts, strict=True)], buffer
-        )
-        sent = rights.to(self.sent_dtype)
+        rights = [torch.bmm(m.transpose(1, 2), p) for m, p in zip(stacks, lefts, strict=True)]
+        sent = _concatenate_flat(rights, buffer).to(self.sent_dtype)
         yield dist.all_reduce(sent, group=self.group, async_op=True)
         factors, before = sent.float(), buffer.clone()
-        for group, p, q in zip(
-            groups, lefts, _split_into_views(factors, [group.right_shape for group in groups]), strict=True
-        ):
+        for group, p, q in zip(groups, lefts, _split_into_views(factors, right_shapes), strict=True):
             for member, total in zip(group.members, torch.bmm(p, q.transpose(1, 2)), strict=True):
                 _as_matrix(gradients[member]).copy_(total)
         error = before - buffer / self.group.size()
-        totals = _split_into_views(sums, [gradient.shape for gradient in uncompressed])
-        for gradient, total, residual in zip(
-            uncompressed, totals, self._uncompressed_pieces(bucket, error, compressed), strict=True
-        ):
-            gradient.copy_(total)
-            residual.zero_()
-        self.memory |= {residual_name(number): error, right_factor_name(number): factors}
+        residuals = _split_into_views(error, [gradient.shape for gradient in gradients])
+        totals = _split_into_views(sums, [gradients[member].shape for member in whole])
+        for member, total in zip(whole, totals, strict=True):
+            gradients[member].copy_(total)
+            residuals[member].zero_()
+        self.memory |= {error_name: error, factors_name: factors}
 
     def sent_bytes(self, bucket: GradientBucket) -> int:
         groups = self._groups(bucket)
-        compressed = sum(len(group.members) * group.rows * group.columns for group in groups)
+        compressed = sum(prod(group.left_shape[:2]) * group.right_shape[1] for group in groups)
         lefts = sum(prod(group.left_shape) for group in groups)
-        whole_bytes = FLOAT_BYTES * (bucket.buffer().numel() - compressed)
+        whole_bytes = FLOAT_BYTES * (bucket.flat.numel() - compressed)
         sizes = whole_bytes, HALF_BYTES * lefts, HALF_BYTES * self.factor_count(bucket)
         return sum(all_reduce_bytes(self.group.size(), size) for size in sizes)
 
@@ -655,31 +478,29 @@ class PowerSgdCompressor:
         return sum(prod(group.right_shape) for group in self._groups(bucket))
 
     def _groups(self, bucket: GradientBucket) -> list[_SameShapeGradients]:
-        shapes: dict[tuple[int, int], list[int]] = {}
+        shapes: dict[tuple[int, int, int], list[int]] = {}
         for member, gradient in enumerate(bucket.gradients()):
             n, m = _as_matrix(gradient).shape
-            if (n + m) * min(n, m, self.rank) < n * m:
-                shapes.setdefault((n, m), []).append(member)
-        return [_SameShapeGradients(tuple(members), n, m, min(n, m, self.rank)) for (n, m), members in shapes.items()]
+            rank = min(n, m, self.rank)
+            if (n + m) * rank < n * m:
+                shapes.setdefault((n, m, rank), []).append(member)
+        return [
+            _SameShapeGradients(tuple(members), (len(members), n, rank), (len(members), m, rank))
+            for (n, m, rank), members in shapes.items()
+        ]
 
-    def _initial_right_factors(self, bucket: GradientBucket, groups: Sequence[_SameShapeGradients]) -> Iterator[Tensor]:
-        """Yield the initial Q of each group: the previous sum's Q, normalized, with zero columns drawn at random."""
-        number = bucket.index()
-        previous = self.memory.get(right_factor_name(number), bucket.buffer().new_zeros(self.factor_count(bucket)))
-        for q in _split_into_views(previous, [group.right_shape for group in groups]):
-            lengths = q.norm(dim=1, keepdim=True)
-            is_nonzero = lengths > 0
-            if bool(is_nonzero.all()):
-                yield q / lengths
-            else:
-                random_columns = torch.randn(q.shape, generator=torch.Generator().manual_seed(number)).to(q)
-                yield torch.where(is_nonzero, q / lengths, random_columns)
 
-    @staticmethod
-    def _uncompressed_pieces(bucket: GradientBucket, flat: Tensor, compressed: set[int]) -> Iterator[Tensor]:
-        """Yield those pieces of `flat`, which is as long as the buffer, that belong to gradients sent whole."""
-        pieces = _split_into_views(flat, [gradient.shape for gradient in bucket.gradients()])
-        return (piece for member, piece in enumerate(pieces) if member not in compressed)
+CompressionMethod = AllReduce | Int8Compressor | PowerSgdCompressor
+
+
+def _normalize_columns(matrices: Tensor, seed: int) -> Tensor:
+    """Normalize the columns of matrices [number, m, r]; draw columns that are zero at random."""
+    lengths = matrices.norm(dim=1, keepdim=True)
+    is_nonzero = lengths > 0
+    if bool(is_nonzero.all()):
+        return matrices / lengths
+    random_columns = torch.randn(matrices.shape, generator=torch.Generator().manual_seed(seed)).to(matrices)
+    return torch.where(is_nonzero, matrices / lengths, random_columns)
 
 
 def _as_matrix(gradient: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ parts of this time, measured one after another:
 - 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on CPUs and seldom on
   GPUs;
 - 0.4 s for scipy, from which transformers needs one function for object detection;
-- 0.1 s for boto3, which accelerate imports if it is installed;
 - 1.3 s for garbage collection among a million objects of modules, none of which is garbage.
 
 All functions still work, because deferred modules are loaded on first use.
@@ -14,20 +13,18 @@ All functions still work, because deferred modules are loaded on first use.
 
 import functools
 import gc
-import importlib.util
+import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-BOTO3 = "boto3"
 SCIPY_OPTIMIZE = "scipy.optimize"
 MODELS_PREFIX = "models"
-LINEAR_SUM_ASSIGNMENT = "linear_sum_assignment"
 
 
 def set_library_defaults() -> None:
@@ -50,7 +47,7 @@ def set_library_defaults() -> None:
 def import_model_libraries() -> None:
     """Import the libraries that every model needs. Repeated calls are cheap."""
     with pause_garbage_collection():
-        with defer_linear_sum_assignment(), defer_boto3():
+        with defer_linear_sum_assignment():
             importlib.import_module("transformers")
             with reuse_model_listing():
                 importlib.import_module("transformers.models")
@@ -145,58 +142,36 @@ def defer_compilation() -> Iterator[None]:
         torch.compile = original_compile
 
 
-def defer_linear_sum_assignment() -> AbstractContextManager[None]:
-    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called."""
-    return _defer_module(SCIPY_OPTIMIZE, {LINEAR_SUM_ASSIGNMENT})
-
-
-def defer_boto3() -> AbstractContextManager[None]:
-    """Make an import of boto3 in this context load the 150 modules of boto3 only when they are used.
-
-    If boto3 is installed, accelerate imports it for a dialogue that sets up jobs on SageMaker.
-    """
-    spec = None if BOTO3 in sys.modules else importlib.util.find_spec(BOTO3)
-    return nullcontext() if spec is None else _defer_module(BOTO3, set(), spec.submodule_search_locations)
-
-
 @contextmanager
-def _defer_module(name: str, functions: Set[str], path: list[str] | None = None) -> Iterator[None]:
-    """Make an import of module `name` in this context load the module only when it is used.
+def defer_linear_sum_assignment() -> Iterator[None]:
+    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called.
 
-    Importers get a placeholder, which loads the module when one of `functions` is called or an attribute is read. The
-    placeholder is removed from sys.modules when the context ends. `path` is the search path of the module's submodules;
-    None if no submodule is imported.
+    Importers get a placeholder of scipy.optimize, which loads the module when the function is called or another
+    attribute is read. The placeholder is removed from sys.modules when the context ends.
     """
-    if name in sys.modules:
+    if SCIPY_OPTIMIZE in sys.modules:
         yield
         return
 
     def load() -> ModuleType:
-        if sys.modules.get(name) is placeholder:
-            del sys.modules[name]
-        return importlib.import_module(name)
+        if sys.modules.get(SCIPY_OPTIMIZE) is placeholder:
+            del sys.modules[SCIPY_OPTIMIZE]
+        return importlib.import_module(SCIPY_OPTIMIZE)
 
-    def make_forwarder(function: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(load(), function)(*args, **kwargs)
-
-        return call
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return load().linear_sum_assignment(*args, **kwargs)
 
     def get_attribute(attribute: str) -> Any:
         if attribute.startswith("__"):  # looked up by the import system
             raise AttributeError(attribute)
         return getattr(load(), attribute)
 
-    placeholder = ModuleType(name, f"Placeholder for {name}.")
-    placeholder.__spec__ = ModuleSpec(name, None)
-    if path is not None:
-        placeholder.__path__ = path
-    vars(placeholder).update(
-        {function: make_forwarder(function) for function in functions} | {"__getattr__": get_attribute}
-    )
-    sys.modules[name] = placeholder
+    placeholder = ModuleType(SCIPY_OPTIMIZE, "Placeholder for scipy.optimize.")
+    placeholder.__spec__ = ModuleSpec(SCIPY_OPTIMIZE, None)
+    vars(placeholder).update({"linear_sum_assignment": call, "__getattr__": get_attribute})
+    sys.modules[SCIPY_OPTIMIZE] = placeholder
     try:
         yield
     finally:
-        if sys.modules.get(name) is placeholder:
-            del sys.modules[name]
+        if sys.modules.get(SCIPY_OPTIMIZE) is placeholder:
+            del sys.modules[SCIPY_OPTIMIZE]

@@ -8,11 +8,12 @@ first is computed, and the plan depends only on the texts and the settings.
 import copy
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,6 +63,14 @@ class CacheSharing(StrEnum):
     """The cache is not shared, and every text is computed completely."""
 
 
+class UnscorablePairError(ValueError):
+    """Error for a pair that this model, or any model, cannot score."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+
+
 @dataclass(frozen=True)
 class PromptContinuation:
     """Token ids of a prompt and its continuation."""
@@ -76,12 +85,16 @@ class PromptContinuation:
         """Position whose logits predict the continuation's first token."""
         return len(self.ids) - len(self.targets)
 
+    def predictions(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the positions from `start` to `stop` whose logits are needed, each with the token that follows."""
+        for position in range(max(start, self.first), stop):
+            yield position, self.targets[position - self.first]
+
     @classmethod
     def from_tokens(cls, prompt: Sequence[int], continuation: Sequence[int], max_tokens: int) -> "PromptContinuation":
         """Build an instance. A text longer than `max_tokens` loses its beginning.
 
-        Raises:
-            ValueError: prompt or continuation is empty, or the continuation alone is longer than `max_tokens`.
+        Raises ValueError if prompt or continuation is empty, or the continuation alone is longer than `max_tokens`.
         """
         if not prompt or not continuation:
             raise ValueError("a prompt or a continuation has no tokens")
@@ -119,14 +132,17 @@ def plan_batches(
     Groups with branches come before groups without.
 
     Args:
-        texts: the texts to score.
         batch_rows: maximum number of trunks in a batch.
-        sharing: extent to which the model's cache can be shared.
         window: number of tokens that the model's narrowest sliding attention sees; None: all. Padding between a trunk
             and its branch uses up part of this window. So trunks of different lengths share a batch only if all padded
             texts are shorter than the window.
     """
-    prefix_length = _shared_prefix_length(texts) if sharing != CacheSharing.NONE else 0
+    prefix_length = 0
+    if sharing != CacheSharing.NONE and len({text.ids for text in texts}) > 1:
+        smallest, largest = min(text.ids for text in texts), max(text.ids for text in texts)
+        # The prefix has no position whose logits are needed.
+        shared = min(_count_equal_tokens(smallest, largest), *(text.first for text in texts))
+        prefix_length = shared if shared >= MIN_SHARED_PREFIX_TOKENS else 0
     groups = sorted(
         _group_by_prefix(texts, prefix_length, sharing != CacheSharing.NONE),
         key=lambda group: (-group.trunk_length, texts[group.text_indices[0]].ids),
@@ -136,20 +152,15 @@ def plan_batches(
     branch_lengths = (len(texts[index].ids) - group.trunk_length for group in branching for index in group.text_indices)
     padded_length = max((group.trunk_length for group in branching), default=0) + max(branch_lengths, default=0)
     equal_lengths = sharing == CacheSharing.EVEN or (window is not None and padded_length >= window)
-    batches = [
-        *_split_into_batches(branching, batch_rows, equal_lengths),
-        *_split_into_batches(branchless, batch_rows, equal_lengths=False),
-    ]
-    return LikelihoodPlan(prefix_length, tuple(batches), bool(prefix_length or branching))
-
-
-def _shared_prefix_length(texts: Sequence[PromptContinuation]) -> int:
-    """Return the length of the prefix common to all texts, excluding positions whose logits are needed."""
-    if len({text.ids for text in texts}) < 2:
-        return 0
-    smallest, largest = min(text.ids for text in texts), max(text.ids for text in texts)
-    shared = min(_count_equal_tokens(smallest, largest), *(text.first for text in texts))
-    return shared if shared >= MIN_SHARED_PREFIX_TOKENS else 0
+    batches: list[list[PrefixGroup]] = []
+    for kind, needs_equal_lengths in ((branching, equal_lengths), (branchless, False)):
+        batch: list[PrefixGroup] = []
+        for group in kind:
+            is_different = needs_equal_lengths and batch and batch[0].trunk_length != group.trunk_length
+            if not batch or len(batch) == batch_rows or is_different:
+                batches.append(batch := [])
+            batch.append(group)
+    return LikelihoodPlan(prefix_length, tuple(map(tuple, batches)), bool(prefix_length or branching))
 
 
 def _count_equal_tokens(first: Sequence[int], second: Sequence[int]) -> int:
@@ -181,7 +192,8 @@ def _group_by_prefix(texts: Sequence[PromptContinuation], prefix_length: int, sh
             node.close(i, lengths)
             if not open_nodes or open_nodes[-1].depth < shared:
                 open_nodes.append(_PrefixNode(shared, node.start, 0))
-            open_nodes[-1].absorb(node)
+            open_nodes[-1].cost += node.cost
+            open_nodes[-1].groups += node.groups
         if i < len(order):
             open_nodes.append(_PrefixNode(len(order[i]) - prefix_length, i, 1))
     (root,) = open_nodes
@@ -201,7 +213,6 @@ class _PrefixNode:
     depth: int
     """Length of this node's prefix in tokens, without the prefix common to all texts."""
     start: int
-    """Index of the first text."""
     ending_texts: int
     """Number of texts that end at this node: 0 or 1."""
     cost: int = 0
@@ -209,16 +220,10 @@ class _PrefixNode:
     groups: list[tuple[int, int, int]] = field(default_factory=list)
     """Groups of these texts, each as (`depth` of the node that is its trunk, first text, end of the range)."""
 
-    def absorb(self, child: "_PrefixNode") -> None:
-        self.cost += child.cost
-        self.groups += child.groups
-
     def close(self, stop: int, lengths: Sequence[int]) -> None:
         """Make one group of all texts from `start` to `stop`, unless separate groups cost less.
 
-        Args:
-            stop: end of the range of texts.
-            lengths: for each text, number of tokens in all texts before it, without the prefix common to all texts.
+        `lengths` holds, for each text, the tokens of all texts before it, without the prefix common to all texts.
         """
         count = stop - self.start
         branch_cost = (
@@ -229,20 +234,6 @@ class _PrefixNode:
             self.cost, self.groups = self.depth + branch_cost, [(self.depth, self.start, stop)]
         elif self.ending_texts:
             self.cost, self.groups = separate_cost, [(self.depth, self.start, self.start + 1), *self.groups]
-
-
-def _split_into_batches(
-    groups: Sequence[PrefixGroup], count: int, equal_lengths: bool
-) -> Iterator[tuple[PrefixGroup, ...]]:
-    """Yield groups in order, `count` at a time. With `equal_lengths`, all trunks of a batch have one length."""
-    batch: list[PrefixGroup] = []
-    for group in groups:
-        if batch and (len(batch) == count or (equal_lengths and batch[0].trunk_length != group.trunk_length)):
-            yield tuple(batch)
-            batch = []
-        batch.append(group)
-    if batch:
-        yield tuple(batch)
 
 
 # Scoring: a common prefix is computed once, and logits only at positions of continuations.
@@ -269,7 +260,6 @@ class ContinuationScorer:
     model: Model
     texts: Sequence[PromptContinuation]
     pad_token_id: int
-    """Padding token."""
     prefix_length: int
     """Length of the prefix that is computed once for all texts (`LikelihoodPlan.prefix_length`)."""
 
@@ -279,17 +269,26 @@ class ContinuationScorer:
         with torch.no_grad():
             trunks = self._pad([self.texts[g.text_indices[0]].ids[self.prefix_length : g.trunk_length] for g in groups])
             reads = [
-                (row, index, position)
+                (row, position - self.prefix_length, index, token)
                 for row, group in enumerate(groups)
                 for index in group.text_indices
-                for position in range(self.texts[index].first, group.trunk_length)
+                for position, token in self.texts[index].predictions(0, group.trunk_length)
             ]
-            branches = list(self._find_branches(groups))
+            # Tokens after a trunk, with the row of the trunk, and the indices of the texts that consist of both.
+            branches: dict[_PrefixBranch, list[int]] = defaultdict(list)
+            for row, group in enumerate(groups):
+                for index in group.text_indices:
+                    if rest := self.texts[index].ids[group.trunk_length :]:
+                        branches[row, rest].append(index)
             start = select_cache_rows(self._prefix_cache, [0] * len(groups)) if self.prefix_length else None
-            cache = self._run_pass(
-                trunks, reads, [self.prefix_length] * len(groups), sums, _PassContext(start, {}, bool(branches))
-            )
-            for chunk in _split_branches(branches, len(groups), cache):
+            cache = self._run_pass(trunks, reads, sums, start, make_cache=bool(branches))
+            # Branches of similar length are computed together, longest first.
+            order = sorted(branches, key=lambda branch: (-len(branch[1]), branch))
+            keys = [layer.keys for layer in cache.layers if layer.get_seq_length() > 0] if branches else []
+            row_bytes = sum(2 * part[0].numel() * part.element_size() for part in keys)
+            count = max(len(groups), BRANCH_BYTES // max(1, row_bytes))
+            for first in range(0, len(order), count):
+                chunk = {branch: branches[branch] for branch in order[first : first + count]}
                 self._score_branches(groups, chunk, cache, sums)
         return {index: ContinuationScore(nats, index not in sums.misses) for index, nats in sums.nats.items()}
 
@@ -300,64 +299,54 @@ class ContinuationScorer:
     def _prefix_cache(self) -> DynamicCache:
         """Keys and values of the prefix common to all texts."""
         rows = self._pad([self.texts[0].ids[: self.prefix_length]])
-        return self._run_pass(rows, [], [0], _LikelihoodSums(), _PassContext(None, {}, True))
-
-    def _find_branches(self, groups: Sequence[PrefixGroup]) -> Iterator["_PrefixBranch"]:
-        for row, group in enumerate(groups):
-            indices_by_rest: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for index in group.text_indices:
-                if rest := self.texts[index].ids[group.trunk_length :]:
-                    indices_by_rest[rest].append(index)
-            yield from (_PrefixBranch(row, rest, tuple(indices)) for rest, indices in indices_by_rest.items())
+        return self._run_pass(rows, [], _LikelihoodSums(), None)
 
     def _score_branches(
-        self, groups: Sequence[PrefixGroup], branches: Sequence["_PrefixBranch"],
+        self, groups: Sequence[PrefixGroup], branches: Mapping["_PrefixBranch", Sequence[int]],
         cache: DynamicCache, sums: "_LikelihoodSums",
     ) -> None:  # fmt: skip
         """Score branches, each with its trunk's keys and values, and add the results to `sums`."""
-        rows = self._pad([branch.ids for branch in branches])
-        trunks = [groups[branch.trunk_row].trunk_length for branch in branches]
+        device, rows = self.model.device, self._pad([ids for _, ids in branches])
+        trunks = [groups[trunk_row].trunk_length for trunk_row, _ in branches]
         longest = max(group.trunk_length for group in groups)
         reads = [
-            (row, index, position)
-            for row, branch in enumerate(branches)
-            for index in branch.text_indices
-            for position in range(max(self.texts[index].first, trunks[row]), len(self.texts[index].ids))
+            (row, position - trunks[row], index, token)
+            for row, indices in enumerate(branches.values())
+            for index in indices
+            for position, token in self.texts[index].predictions(trunks[row], len(self.texts[index].ids))
         ]
         forward_kwargs: dict[str, Tensor] = {}
-        if any(trunk_length != longest for trunk_length in trunks):
-            forward_kwargs = _branch_mask_and_positions(trunks, longest, rows.shape[1], self.model.device)
-        branch_cache = select_cache_rows(cache, [branch.trunk_row for branch in branches])
-        self._run_pass(rows, reads, trunks, sums, _PassContext(branch_cache, forward_kwargs, True))
+        if any(trunk_length != longest for trunk_length in trunks):  # trunks are padded to the longest
+            lengths = torch.tensor(trunks, device=device).unsqueeze(1)
+            is_trunk = torch.arange(longest, device=device) < lengths
+            forward_kwargs = {
+                "attention_mask": torch.cat([is_trunk, torch.ones_like(rows, dtype=torch.bool)], dim=1).long(),
+                "position_ids": lengths + torch.arange(rows.shape[1], device=device),
+            }
+        branch_cache = select_cache_rows(cache, [trunk_row for trunk_row, _ in branches])
+        self._run_pass(rows, reads, sums, branch_cache, forward_kwargs)
 
     def _run_pass(
-        self, rows: Tensor, reads: Sequence[tuple[int, int, int]], starts: Sequence[int], sums: "_LikelihoodSums",
-        context: "_PassContext",
+        self, rows: Tensor, reads: Sequence[tuple[int, int, int, int]], sums: "_LikelihoodSums",
+        cache: DynamicCache | None, forward_kwargs: Mapping[str, Tensor] = MappingProxyType({}),
+        make_cache: bool = True,
     ) -> Any:  # fmt: skip
         """Run one pass, add the token log-probabilities to `sums` and return the cache.
 
         Args:
-            rows: token ids, int64 [rows, columns].
-            reads: (row, text index, position in the text) of each logit that is needed.
-            starts: for each row, the position of its first token in the text.
-            sums: receives the log-probabilities.
-            context: cache and arguments of the pass.
+            reads: (row, column, text index, next token) of each position whose logits are needed.
         """
-        width = rows.shape[1]
-        flat_positions = [row * width + position - starts[row] for row, _, position in reads]
+        flat_positions = [row * rows.shape[1] + column for row, column, *_ in reads]
         positions = sorted({*flat_positions}) or [0]
         forward_pass = SelectedPositionsPass(
-            self.model, rows, torch.tensor(positions, device=rows.device), context.forward_kwargs,
-            cache=context.cache, make_cache=context.make_cache,
+            self.model, rows, torch.tensor(positions, device=rows.device), forward_kwargs,
+            cache=cache, make_cache=make_cache,
         )  # fmt: skip
         if not reads:
             return forward_pass.cache
         position_index = {index: i for i, index in enumerate(positions)}
-        tokens = [self.texts[index].targets[position - self.texts[index].first] for _, index, position in reads]
-        index, target = (
-            torch.tensor(numbers, device=rows.device)
-            for numbers in ([position_index[index] for index in flat_positions], tokens)
-        )
+        index = torch.tensor([position_index[position] for position in flat_positions], device=rows.device)
+        target = torch.tensor([token for *_, token in reads], device=rows.device)
         nats = torch.empty(len(reads), dtype=torch.float64, device=rows.device)
         is_greedy = torch.empty(len(reads), dtype=torch.bool, device=rows.device)
         for start, logits in forward_pass.pieces():
@@ -366,26 +355,15 @@ class ContinuationScorer:
             local = index[selected] - start
             nats[selected] = log_probabilities[local, target[selected]].double()
             is_greedy[selected] = log_probabilities.argmax(dim=-1)[local] == target[selected]
-        sums.add([index for _, index, _ in reads], nats.tolist(), is_greedy.tolist())
+        for (_, _, text, _), value, is_likeliest in zip(reads, nats.tolist(), is_greedy.tolist(), strict=True):
+            sums.nats[text] += value
+            if not is_likeliest:
+                sums.misses.add(text)
         return forward_pass.cache
 
 
-@dataclass(frozen=True)
-class _PassContext:
-    """Cache and arguments of a pass."""
-
-    cache: Any
-    forward_kwargs: dict[str, Tensor]
-    make_cache: bool
-
-
-@dataclass(frozen=True)
-class _PrefixBranch:
-    """Tokens after a trunk, and the texts that consist of this trunk and these tokens."""
-
-    trunk_row: int
-    ids: tuple[int, ...]
-    text_indices: tuple[int, ...]
+_PrefixBranch = tuple[int, tuple[int, ...]]
+"""Row of a trunk, and the tokens after it."""
 
 
 @dataclass
@@ -396,22 +374,6 @@ class _LikelihoodSums:
     misses: set[int] = field(default_factory=set)
     """Texts with a token that is not the likeliest."""
 
-    def add(self, indices: Sequence[int], nats: Sequence[float], is_greedy: Sequence[bool]) -> None:
-        for index, value, is_likeliest in zip(indices, nats, is_greedy, strict=True):
-            self.nats[index] += value
-            if not is_likeliest:
-                self.misses.add(index)
-
-
-def _branch_mask_and_positions(
-    trunks: Sequence[int], longest: int, width: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return mask and position ids of branches whose trunks are padded to `longest`."""
-    lengths = torch.tensor(trunks, device=device).unsqueeze(1)
-    is_trunk = torch.arange(longest, device=device) < lengths
-    mask = torch.cat([is_trunk, torch.ones(len(trunks), width, dtype=torch.bool, device=device)], dim=1)
-    return {"attention_mask": mask.long(), "position_ids": lengths + torch.arange(width, device=device)}
-
 
 def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
     """Return a copy of some rows of a cache. Raises TypeError if the cache holds more than keys and values."""
@@ -421,24 +383,6 @@ def select_cache_rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
     selected.layers = [copy.copy(layer) for layer in cache.layers]
     selected.batch_select_indices(torch.tensor(rows))  # on the CPU: layers may be on several devices
     return selected
-
-
-def _cache_keys(cache: DynamicCache) -> list[Tensor]:
-    """Return the keys of all layers that have their own keys and values."""
-    return [layer.keys for layer in cache.layers if layer.get_seq_length() > 0]
-
-
-def _split_branches(
-    branches: Sequence[_PrefixBranch], trunks: int, cache: DynamicCache
-) -> Iterator[Sequence[_PrefixBranch]]:
-    """Yield chunks of branches of similar length, longest first, bounded by the size of their keys and values."""
-    if not branches:
-        return
-    ordered = sorted(branches, key=lambda branch: (-len(branch.ids), branch.trunk_row, branch.ids))
-    row_bytes = sum(2 * keys[0].numel() * keys.element_size() for keys in _cache_keys(cache))
-    count = max(trunks, BRANCH_BYTES // max(1, row_bytes))
-    for start in range(0, len(ordered), count):
-        yield ordered[start : start + count]
 
 
 def is_plain_kv_cache(cache: Any) -> bool:
@@ -461,79 +405,55 @@ def probe_cache_sharing(
 
     The test compares each method of `CacheSharing`, in order, with the model's plain pass over complete texts; the
     first method that agrees is returned. The test uses the longest trunk and a trunk of another length, so it detects a
-    cache that does not support positions, masks or this length.
-
-    Returns:
-        None if logits at single positions differ from those of the plain pass even without a shared cache.
+    cache that does not support positions, masks or this length. Returns None if logits at single positions differ from
+    those of the plain pass even without a shared cache.
     """
     for sharing in CacheSharing:
         plan = plan_batches(texts, batch_rows, sharing, narrowest_attention_window(model))
-        if all(
-            _agrees_with_plain_pass(ContinuationScorer(model, texts, pad, plan.prefix_length), groups)
-            for groups in _sample_groups(plan)
-        ):
+        scorer = ContinuationScorer(model, texts, pad, plan.prefix_length)
+        if all(_agrees_with_plain_pass(scorer, groups) for groups in _sample_groups(plan)):
             return sharing
     return None
 
 
-def _sample_groups(plan: LikelihoodPlan) -> Iterator[list[PrefixGroup]]:
-    """Yield test batches: two groups with trunks of different length, then the longest group if it is neither of them.
+def _sample_groups(plan: LikelihoodPlan) -> list[list[PrefixGroup]]:
+    """Return test batches: two groups with trunks of different length, then the longest group if it is neither of them.
 
-    At most two texts of a group are used. If no pass shares a cache, only the shortest group is yielded, which tests
-    logits at single positions at the least cost.
+    If no pass shares a cache, only the shortest group is returned, which tests logits at single positions at the least
+    cost.
     """
     if not plan.shares_prefixes:
-        yield [_first_and_last_member(plan.batches[-1][-1])]
-        return
+        return [[plan.batches[-1][-1]]]
     longest = plan.batches[0][0]
     for batch in plan.batches:
-        second = next((group for group in batch if group.trunk_length != batch[0].trunk_length), None)
-        if second:
-            yield [_first_and_last_member(batch[0]), _first_and_last_member(second)]
-            if batch[0] is longest:
-                return
-            break
-    yield [_first_and_last_member(longest)]
-
-
-def _first_and_last_member(group: PrefixGroup) -> PrefixGroup:
-    return PrefixGroup(group.trunk_length, tuple(dict.fromkeys((group.text_indices[0], group.text_indices[-1]))))
+        for second in batch:
+            if second.trunk_length != batch[0].trunk_length:
+                return [[batch[0], second], *([] if batch[0] is longest else [[longest]])]
+    return [[longest]]
 
 
 def _agrees_with_plain_pass(scorer: ContinuationScorer, groups: Sequence[PrefixGroup]) -> bool:
+    """Score the first and the last text of each group; compare the last with the model's plain pass."""
+    pairs = [tuple(dict.fromkeys((group.text_indices[0], group.text_indices[-1]))) for group in groups]
     try:
-        scores = scorer.score_batch(groups)
-        return all(
-            _is_near_plain_pass(scores[group.text_indices[-1]], scorer, group.text_indices[-1]) for group in groups
+        scores = scorer.score_batch(
+            [PrefixGroup(group.trunk_length, pair) for group, pair in zip(groups, pairs, strict=True)]
         )
+        for *_, index in pairs:
+            text = scorer.texts[index]
+            with torch.no_grad():
+                ids = torch.tensor([text.ids], device=scorer.model.device)
+                logits = scorer.model(input_ids=ids, use_cache=False).logits[0, text.first :]
+            targets = torch.tensor([text.targets], device=logits.device).T
+            expected = float(functional.log_softmax(logits.float(), dim=-1).double().gather(1, targets).sum())
+            tolerance = max(MIN_TOLERANCE, TOLERANCE_EPSILONS * torch.finfo(logits.dtype).eps)
+            if not abs(scores[index].nats - expected) <= tolerance * max(1.0, abs(expected)):
+                return False
     except Exception as error:  # a model's own code may raise anything for an unsupported call
         if oom.is_out_of_memory(error):
             raise
         return False
-
-
-def _is_near_plain_pass(score: ContinuationScore, scorer: ContinuationScorer, index: int) -> bool:
-    text = scorer.texts[index]
-    with torch.no_grad():
-        ids = torch.tensor([text.ids], device=scorer.model.device)
-        logits = scorer.model(input_ids=ids, use_cache=False).logits[0, text.first :]
-    log_probabilities = functional.log_softmax(logits.float(), dim=-1).double()
-    expected = float(log_probabilities.gather(1, torch.tensor([text.targets], device=log_probabilities.device).T).sum())
-    tolerance = max(MIN_TOLERANCE, TOLERANCE_EPSILONS * torch.finfo(logits.dtype).eps)
-    return bool(abs(score.nats - expected) <= tolerance * max(1.0, abs(expected)))
-
-
-# Pairs of prompt and continuation. All pairs are planned together and computed in chunks. The results of a chunk are
-# cached under a key of all its inputs.
-
-
-class UnscorablePairError(ValueError):
-    """Error for a pair that this model, or any model, cannot score."""
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
-        """Index of the pair."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -545,7 +465,6 @@ class LikelihoodLimits:
     max_tokens: int
     """Maximum number of tokens that the model reads; longer texts lose their beginning."""
     pad_token_id: int
-    """Padding token."""
 
 
 def score_pairs(
@@ -553,21 +472,24 @@ def score_pairs(
 ) -> list[ContinuationScore] | None:
     """Return the score of each pair's continuation after its prompt, in the order of the pairs.
 
+    All pairs are planned together and computed in chunks, each cached under a key of all its inputs. Returns None if
+    the model's logits cannot be computed at single positions, not even for complete texts. Raises UnscorablePairError:
+    prompt or continuation is empty, or the continuation is longer than the model's window.
+
     Args:
-        model: the model that scores.
-        pairs: token ids of prompt and continuation.
-        limits: batch size, maximum length and padding.
         cached: result cache; its keys cover all inputs except the model.
-
-    Returns:
-        None if the model's logits cannot be computed at single positions, not even for complete texts.
-
-    Raises:
-        UnscorablePairError: prompt or continuation is empty, or the continuation is longer than the model's window.
     """
-    texts = [_build_prompt_continuation(index, *pair, limits.max_tokens) for index, pair in enumerate(pairs)]
+    texts = []
+    for index, (prompt, continuation) in enumerate(pairs):
+        try:
+            texts.append(PromptContinuation.from_tokens(prompt, continuation, limits.max_tokens))
+        except ValueError as error:
+            raise UnscorablePairError(index, str(error)) from None
     settings = [METHOD, limits.batch_rows, limits.pad_token_id]
-    text_digests = [_text_digest(text) for text in texts]
+    # A binary format is faster than JSON for millions of tokens.
+    text_digests = [
+        digests.hash_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes()) for text in texts
+    ]
     probe_key = digests.hash_json([*settings, "way", text_digests])
     sharing = cached(probe_key, lambda: probe_cache_sharing(model, texts, limits.batch_rows, limits.pad_token_id))
     if sharing is None:
@@ -575,11 +497,9 @@ def score_pairs(
     plan = plan_batches(texts, limits.batch_rows, CacheSharing(sharing), narrowest_attention_window(model))
     scorer = ContinuationScorer(model, texts, limits.pad_token_id, plan.prefix_length)
 
-    def score_batches(batches: Sequence[Sequence[PrefixGroup]]) -> list[tuple[float, bool]]:
-        scores: dict[int, ContinuationScore] = {}
-        for batch in batches:
-            scores |= scorer.score_batch(batch)
-        return [(scores[index].nats, scores[index].is_greedy) for index in _member_indices(batches)]
+    def score_batches(batches: Sequence[Sequence[PrefixGroup]], indices: Sequence[int]) -> list[tuple[float, bool]]:
+        computed = {index: score for batch in batches for index, score in scorer.score_batch(batch).items()}
+        return [(computed[index].nats, computed[index].is_greedy) for index in indices]
 
     scores: dict[int, ContinuationScore] = {}
     for start in range(0, len(plan.batches), CHUNK_BATCHES):
@@ -589,26 +509,8 @@ def score_pairs(
             for batch in batches
         ]
         key = digests.hash_json([*settings, sharing, plan.prefix_length, plan_shape])
-        for index, (nats, is_greedy) in zip(
-            _member_indices(batches), cached(key, partial(score_batches, batches)), strict=True
-        ):
+        indices = [index for batch in batches for group in batch for index in group.text_indices]
+        results = cached(key, partial(score_batches, batches, indices))
+        for index, (nats, is_greedy) in zip(indices, results, strict=True):
             scores[index] = ContinuationScore(nats, is_greedy)
     return [scores[index] for index in range(len(texts))]
-
-
-def _build_prompt_continuation(
-    index: int, prompt: Sequence[int], continuation: Sequence[int], max_tokens: int
-) -> PromptContinuation:
-    try:
-        return PromptContinuation.from_tokens(prompt, continuation, max_tokens)
-    except ValueError as error:
-        raise UnscorablePairError(index, str(error)) from None
-
-
-def _text_digest(text: PromptContinuation) -> str:
-    """Return a digest of the text; its binary format is faster than JSON for millions of tokens."""
-    return digests.hash_bytes(array("q", (len(text.targets), *text.ids, text.targets[-1])).tobytes())
-
-
-def _member_indices(batches: Sequence[Sequence[PrefixGroup]]) -> list[int]:
-    return [index for batch in batches for group in batch for index in group.text_indices]

@@ -8,6 +8,7 @@ weight). Without quantization, transformers reads with up to four threads, so up
 from pathlib import Path
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from transformers import BitsAndBytesConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,10 +33,8 @@ def load(
     """Load the base as training uses it: frozen, in evaluation mode, with an embedding row for every token.
 
     Args:
-        path: directory of the model.
         card: base card, with the added tokens and whether custom code may run; None: no added tokens, no custom code.
         settings: section train, of which quantization, dtypes and attention are used.
-        device: device of the computation.
         storage_device: device onto which the weights are loaded; None: `device`.
 
     Raises:
@@ -57,20 +56,37 @@ def load(
         raise SettingsError(
             f"train.attention: {settings.attention}: not supported by the model of {path}; set eager"
         ) from error
-    if settings.quantization != "none" and not parameters.list_quantized_modules(meta_model):
-        raise SettingsError(
-            f"train.quantization: {settings.quantization}: transformers cannot quantize any layer of a "
-            f"{spec.class_name}, because its linear layers have a custom class; set train.quantization: none (plain "
-            "LoRA)"
-        )
+    quantization = None
     if settings.quantization != "none":
-        _require_four_bits(meta_model, settings, device)
-    model = _read_weights(
-        path, meta_model, dtype, storage_device or device, None if stored else _quantization_config(settings, dtype)
-    )
+        names = set(parameters.list_quantized_modules(meta_model))
+        if not names:
+            raise SettingsError(
+                f"train.quantization: {settings.quantization}: transformers cannot quantize any layer of a "
+                f"{spec.class_name}, because its linear layers have a custom class; set train.quantization: none "
+                "(plain LoRA)"
+            )
+        widths = {layer.inputs for layer in model_spec.list_layers(meta_model) if layer.name in names}
+        if fault := device_probe.find_four_bit_fault(device, widths, settings.quantization):
+            raise SettingsError(
+                f"train.quantization: {settings.quantization}: {fault}; set train.quantization: none (plain LoRA), or "
+                "install a bitsandbytes build for this device"
+            )
+        if stored is None:
+            quantization = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=settings.quantization,
+                bnb_4bit_use_double_quant=settings.double_quantization,
+                bnb_4bit_quant_storage=settings.quantization_storage,
+                bnb_4bit_compute_dtype=dtype,
+            )
+    model = _read_weights(path, meta_model, dtype, storage_device or device, quantization)
     if stored is not None:
-        _cast_unquantized(model, meta_model)
-    _keep_layout(model)
+        # For a 4-bit checkpoint transformers 5.23 treats the `weight` of every module, even of a norm, as packed, and
+        # leaves it in the dtype of the file. Biases are cast, so weight and bias would have different dtypes.
+        dtypes = {name: parameter.dtype for name, parameter in meta_model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.to(dtypes[name])
     if settings.quantization != "none":
         _require_forward(model, settings, spec.class_name)
     if card is not None:
@@ -83,8 +99,7 @@ def load(
 def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False) -> Model:
     """Load an unquantized model: frozen, in evaluation mode, with the attention that transformers prefers.
 
-    Raises:
-        BaseModelError: the directory holds no causal model, some weights are missing, or they are quantized.
+    Raises BaseModelError if the directory holds no causal model, some weights are missing, or they are quantized.
     """
     if base_model.detect_stored_quantization(base_model.read_config(path), str(path)) is not None:
         raise BaseModelError(f"{path}: the stored weights are quantized; use the model from before it was quantized")
@@ -94,22 +109,10 @@ def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code
     return _read_weights(path, spec.model(dtype), dtype, device, None).requires_grad_(False)
 
 
-def _require_four_bits(meta_model: Model, settings: Train, device: torch.device) -> None:
-    """Test every layer width; raise SettingsError unless bitsandbytes quantizes correctly on this device."""
-    names = set(parameters.list_quantized_modules(meta_model))
-    widths = {layer.inputs for layer in model_spec.list_layers(meta_model) if layer.name in names}
-    if fault := device_probe.find_four_bit_fault(device, widths, settings.quantization):
-        raise SettingsError(
-            f"train.quantization: {settings.quantization}: {fault}; set train.quantization: none (plain LoRA), or "
-            "install a bitsandbytes build for this device"
-        )
-
-
 def _require_forward(model: Model, settings: Train, name: str) -> None:
     """Run two tokens through the model. Some models (Mamba) read a layer's weights directly, which fails in 4 bits.
 
-    Raises:
-        SettingsError: the forward pass fails.
+    Raises SettingsError if the forward pass fails.
     """
     try:
         with torch.inference_mode():
@@ -121,18 +124,6 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
             f"train.quantization: {settings.quantization}: {name} does not compute with layers in 4 bits "
             f"({first_line(error)}); set train.quantization: none (plain LoRA)"
         ) from error
-
-
-def _quantization_config(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    if settings.quantization == "none":
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=settings.quantization,
-        bnb_4bit_use_double_quant=settings.double_quantization,
-        bnb_4bit_quant_storage=settings.quantization_storage,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _read_weights(
@@ -161,33 +152,13 @@ def _read_weights(
             raise
         raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     weights.trim_heap()
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            # On a CPU with AVX512-BF16, the first use in evaluation mode makes bitsandbytes 0.50 convert the weights in
+            # place to a layout whose kernel rounds to bfloat16 and has no gradient. After the first validation,
+            # training would continue without an error, but with wrong results.
+            module.support_avx512bf16_for_cpu = False
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
     model.config.use_cache = False
     return model.eval()
-
-
-def _cast_unquantized(model: Model, meta_model: Model) -> None:
-    """Cast parameters that are not in 4 bits to the intended dtype.
-
-    For a 4-bit checkpoint transformers 5.23 treats the `weight` of every module, even of a norm, as packed, and leaves
-    it in the dtype of the file. Biases are cast, so without this function weight and bias would have different dtypes.
-    """
-    dtypes = {name: parameter.dtype for name, parameter in meta_model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        if not hasattr(parameter, "quant_state"):
-            parameter.data = parameter.data.to(dtypes[name])
-
-
-def _keep_layout(model: Model) -> None:
-    """Prevent 4-bit layers from repacking themselves at their first use in evaluation mode.
-
-    On a CPU with AVX512-BF16, this first use makes bitsandbytes 0.50 convert the weights in place to a layout whose
-    kernel rounds to bfloat16 and has no gradient. After the first validation, training would continue without an error,
-    but with wrong results.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False

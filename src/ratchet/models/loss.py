@@ -103,7 +103,6 @@ def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor
 
 
 def _forward_parameter_names(model: Model) -> set[str]:
-    """Return the parameter names of the model's forward pass."""
     forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward
     return set(inspect.signature(forward).parameters)
 
@@ -113,10 +112,7 @@ def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int]
 
     Recurrent layers and some kinds of attention carry one row into the next. So the check replaces the tokens of one
     row, and requires that the logits of the other rows do not change. It also requires that a row has the same logits
-    packed and unpacked.
-
-    Raises:
-        SettingsError: the model mixes rows, or does not accept position ids.
+    packed and unpacked. Raises SettingsError if the model mixes rows, or does not accept position ids.
     """
     template = "train.batching: packed, but this model {}; set by_length"
     if "position_ids" not in _forward_parameter_names(model):
@@ -128,8 +124,22 @@ def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int]
     with torch.no_grad():
         batch = SequenceBatch.from_sequences(rows, [pack], device)
         logits = _trained_logits(model, batch)
-        influence, noise = _cross_row_influence(model, batch, logits, rows, pack)
-        distance = _deviation_from_unpacked(model, logits, rows, pack)
+        last = rows.count_tokens(pack[:-1])
+        changed_first = _trained_logits(model, _replace_tokens(batch, 0, rows.count_tokens(pack[:1])))
+        changed_last = _trained_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
+        trained_in_first, trained_before_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
+        influence = _greatest_deviation(logits[trained_in_first:], changed_first[trained_in_first:])
+        # In a causal model the last row cannot influence earlier rows, so this change is noise: rounding in an expert
+        # depends on how many tokens the expert processes.
+        noise = _greatest_deviation(logits[:trained_before_last], changed_last[:trained_before_last])
+        deviations, start = [0.0], 0
+        for row in pack:
+            unpacked = _trained_logits(model, SequenceBatch.from_sequences(rows, [[row]], device)).float()
+            if len(unpacked):
+                difference = (logits[start : start + len(unpacked)].float() - unpacked).square().mean().sqrt()
+                deviations.append(float(difference / unpacked.std()))
+            start += len(unpacked)
+        distance = float(torch.tensor(deviations).max())  # nan stays nan, unlike with Python's max
     model.train(was_training)
     max_influence, max_distance = MAX_ROUNDING_DEVIATION.get(logits.dtype, MAX_ROUNDING_DEVIATION_16_BIT)
     if not influence <= max(max_influence, 4 * noise):
@@ -140,22 +150,6 @@ def require_packing_isolation(model: Model, rows: TokenRows, pack: Sequence[int]
     if not distance <= max_distance:
         text = f"computes a row differently in a pack: logits differ by {distance:.2g} standard deviations"
         raise SettingsError(template.format(f"{text}, expected at most {max_distance:g}"))
-
-
-def _cross_row_influence(
-    model: Model, batch: SequenceBatch, logits: Tensor, rows: TokenRows, pack: Sequence[int]
-) -> tuple[float, float]:
-    """Return two greatest changes of logits: of later rows by the first row, and of earlier rows by the last row.
-
-    In a causal model the last row cannot influence earlier rows, so the second number is noise: rounding in an expert
-    depends on how many tokens the expert processes.
-    """
-    first, last = rows.count_tokens(pack[:1]), rows.count_tokens(pack[:-1])
-    trained_in_first, trained_before_last = rows.count_trained(pack[:1]), rows.count_trained(pack[:-1])
-    changed = _trained_logits(model, _replace_tokens(batch, 0, first))
-    influence = _greatest_deviation(logits[trained_in_first:], changed[trained_in_first:])
-    changed = _trained_logits(model, _replace_tokens(batch, last, batch.input_ids.shape[1]))
-    return influence, _greatest_deviation(logits[:trained_before_last], changed[:trained_before_last])
 
 
 def _replace_tokens(batch: SequenceBatch, start: int, stop: int) -> SequenceBatch:
@@ -172,18 +166,6 @@ def _greatest_deviation(logits: Tensor, changed: Tensor) -> float:
     return float((logits.float() - changed.float()).abs().max() / logits.float().std())
 
 
-def _deviation_from_unpacked(model: Model, logits: Tensor, rows: TokenRows, pack: Sequence[int]) -> float:
-    """Return the greatest RMS difference of any row's logits, packed and unpacked, in standard deviations."""
-    deviations, start = [0.0], 0
-    for row in pack:
-        unpacked = _trained_logits(model, SequenceBatch.from_sequences(rows, [[row]], logits.device)).float()
-        if len(unpacked):
-            difference = (logits[start : start + len(unpacked)].float() - unpacked).square().mean().sqrt()
-            deviations.append(float(difference / unpacked.std()))
-        start += len(unpacked)
-    return float(torch.tensor(deviations).max())  # nan stays nan, unlike with Python's max
-
-
 def _trained_logits(model: Model, batch: SequenceBatch) -> Tensor:
     """Return logits [trained positions, vocabulary] of a single sequence."""
     columns = (batch.labels[0, 1:] != IGNORE_INDEX).nonzero().squeeze(1)
@@ -192,21 +174,18 @@ def _trained_logits(model: Model, batch: SequenceBatch) -> Tensor:
 
 # Distillation loss: cross entropy of the answers, and the divergence between student and teacher.
 #
-# Let q and p be the student's and the teacher's distributions at temperature T (softmax of logits / T). The loss at
-# each trained position is:
+# Let q and p be the student's and the teacher's distributions at temperature T. The loss at each trained position is
 #
 #     (1 - weight) x -log q_1(answer)  +  weight x T^2 x D,    D = KL(p || q), or KL(q || p) if `direction` is reverse
 #
-# T^2 makes the size of the second part's gradient independent of T (Hinton et al. 2015, arXiv 1503.02531, section 2).
-# The reverse direction is that of MiniLLM (Gu et al. 2024, arXiv 2306.08543), but on the answers of the data instead of
-# the student's own.
+# T^2 makes the size of the second part's gradient independent of T (Hinton et al. 2015, section 2). The reverse
+# direction is that of MiniLLM (Gu et al. 2024), but on the answers of the data.
 #
 # If p is known for every token, q is normalized over the same tokens, which excludes padding in the student's
 # embedding. If p is known only for the set S of the `k` most probable tokens, and as a total for the rest, D is
-# computed over these k tokens and one bucket for the rest: `q_rest = 1 - sum of q over S`. By the log-sum inequality
-# (Cover and Thomas, theorem 2.7.1) the result is at most the full D, and 0 wherever the full D is 0. The alternative,
-# to truncate p and rescale it to 1, would teach probabilities that are too large (Anshumann et al. 2025, arXiv
-# 2503.16870).
+# computed over these k tokens and one bucket for the rest. By the log-sum inequality the result is at most the full D,
+# and 0 wherever the full D is 0. To truncate p and rescale it to 1 would teach probabilities that are too large
+# (Anshumann et al. 2025).
 #
 # The gradient is computed by hand, because the logits of a micro-batch never exist at once (chunked_loss.py). For a
 # bucket b, the gradient with respect to u = logits / T is `g_b = q_b - p_b` (forward) or
@@ -259,7 +238,6 @@ def compute_loss_and_gradient(
     Args:
         logits: student logits [positions, vocabulary]; the vocabulary may have tokens that the teacher lacks.
         targets: int64 [positions]: the tokens of the answer.
-        teacher_targets: teacher distributions of the same positions.
     """
     with torch.no_grad():
         logits_float = logits if logits.dtype == torch.float64 else logits.float()
@@ -286,7 +264,8 @@ def _add_top_k_gradient(
     top_k = student.gather(1, tokens)
     rest = student.scatter_(1, tokens, -torch.inf).logsumexp(dim=1, keepdim=True)
     student_log = torch.cat([top_k, rest], dim=1)
-    teacher_log = _normalize_probabilities(teacher_targets.log_probabilities.to(logits.dtype))
+    teacher_log = teacher_targets.log_probabilities.to(logits.dtype)
+    teacher_log = teacher_log - teacher_log.logsumexp(dim=1, keepdim=True)  # stored 16-bit values have rounding errors
     if teacher_targets.direction == "forward":
         distance = (teacher_log.exp() * (teacher_log - student_log)).sum(dim=1, keepdim=True)
         bucket_gradient = student_log.exp() - teacher_log.exp()
@@ -317,8 +296,3 @@ def _add_full_gradient(gradient: Tensor, logits: Tensor, teacher_targets: Stored
         token_gradient = student_log.mul_(difference.sub_(distance))
     gradient[:, : teacher_log.shape[1]].add_(token_gradient, alpha=teacher_targets.weight * teacher_targets.temperature)
     return distance
-
-
-def _normalize_probabilities(log_probabilities: Tensor) -> Tensor:
-    """Normalize probabilities to a sum of 1, because the stored 16-bit values have rounding errors."""
-    return log_probabilities - log_probabilities.logsumexp(dim=1, keepdim=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ratchet.config.export import Export
 from ratchet.config.train import Train
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.training import AdapterAnalysis, ModuleAnalysis, TrainReport
+from ratchet.storage.records.training import AdapterAnalysis, TrainReport
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -32,18 +32,15 @@ def render_for_adapter(
     base: BaseCard, train: Train, report: TrainReport, analysis: AdapterAnalysis | None = None
 ) -> str:
     """Render the card of a trained adapter, which is in the directory `adapter` next to the card."""
-    return _render(
-        format_front_matter(
-            base, "adapter", [train.adapter, *(["qlora"] if train.quantization != "none" else [])], "peft"
-        ),
-        _adapter_title(base),
-        {
-            "The adapter": _adapter_rows(train, report),
-            "The base": _base_rows(base, train, report),
-            "Training": _training_rows(train, report),
-        },
-        [*_training_effects(analysis), *_adapter_usage(base, train)],
-    )
+    tags = [train.adapter, *(["qlora"] if train.quantization != "none" else [])]
+    tables = {
+        "The adapter": _adapter_rows(train, report),
+        "The base": _base_rows(base, train, report),
+        "Training": _training_rows(train, report),
+    }
+    title = f"An adapter for {_base_display_name(base).replace('The ', 'the ', 1)}"
+    sections = [*_training_effects(analysis), *_adapter_usage(base, train)]
+    return _render(format_front_matter(base, "adapter", tags, "peft"), title, tables, sections)
 
 
 def render_for_model(
@@ -63,7 +60,7 @@ def render_for_model(
             "The model": model_rows, "The adapter": _adapter_rows(train, report),
             "The base": _base_rows(base, train, report), "Training": _training_rows(train, report),
         },
-        [*_training_effects(analysis), *_model_usage()],
+        [*_training_effects(analysis), *_MODEL_USAGE],
     )  # fmt: skip
 
 
@@ -83,10 +80,8 @@ def format_front_matter(
     Args:
         base: the base; its address is given if it is on the hub.
         relation: relation to the base: `adapter` or `finetune`.
-        tags: tags in addition to `ratchet`.
         library: library that loads the model; None: several can.
         name: name of the model in the index of results; needed if there are results.
-        results: scores of the model.
     """
     from huggingface_hub import ModelCardData  # takes 0.2 s that other commands save
 
@@ -115,11 +110,6 @@ def _base_display_name(base: BaseCard) -> str:
     return "The tiny base" if base.source == "tiny" else base.architecture
 
 
-def _adapter_title(base: BaseCard) -> str:
-    name = _base_display_name(base)
-    return f"An adapter for {name[0].lower() + name[1:] if name.startswith('The ') else name}"
-
-
 def _base_rows(base: BaseCard, train: Train, report: TrainReport) -> dict[str, str]:
     source = f"[{base.source}](https://huggingface.co/{base.source})" if base.revision else "not from the hub"
     rows = {"Model": f"{source}, {base.architecture}, {base.parameters:,} weights"}
@@ -129,12 +119,14 @@ def _base_rows(base: BaseCard, train: Train, report: TrainReport) -> dict[str, s
     rows["Licence"] = base.licence or "the base declares none"
     rows["Quantization in training"] = _describe_quantization(base, train, report)
     if base.added_tokens:
-        shown = ", ".join(
-            f"`{json.dumps(token, ensure_ascii=False)[1:-1]}`" for token in base.added_tokens[:_MAX_LISTED]
-        )
-        more = f" and {len(base.added_tokens) - _MAX_LISTED} more" if len(base.added_tokens) > _MAX_LISTED else ""
-        rows["Added tokens"] = f"{len(base.added_tokens)}: {shown}{more}; their embedding rows were trained"
+        tokens = _list_names([json.dumps(token, ensure_ascii=False)[1:-1] for token in base.added_tokens])
+        rows["Added tokens"] = f"{len(base.added_tokens)}: {tokens}; their embedding rows were trained"
     return {key: _escape_cell(text) for key, text in rows.items()}
+
+
+def _list_names(names: Sequence[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names[:_MAX_LISTED])
+    return f"{listed} and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else listed
 
 
 def _describe_quantization(base: BaseCard, train: Train, report: TrainReport) -> str:
@@ -196,26 +188,18 @@ def _training_effects(analysis: AdapterAnalysis | None) -> Iterator[str]:
     if analysis is None or not analysis.modules:
         return
     modules = list(analysis.modules.values())
+    effective, rank = median(module.effective_rank for module in modules), median(module.rank for module in modules)
     ratios = [module.update_ratio for module in modules]
     yield from ("## Effects of training", "")
     yield (
         f"{len(modules)} modules have an adapter. The median update is {median(ratios):.2%} of a module's weights, the "
-        f"largest {max(ratios):.2%} (Frobenius norms). {_format_ranks(modules)}"
+        f"largest {max(ratios):.2%} (Frobenius norms). The effective rank (Roy and Vetterli 2007) is {effective:.1f} "
+        f"of {rank:g}."
     )
     if analysis.unchanged_modules:
-        names = ", ".join(f"`{name}`" for name in analysis.unchanged_modules[:_MAX_LISTED])
-        more = (
-            f" and {len(analysis.unchanged_modules) - _MAX_LISTED} more"
-            if len(analysis.unchanged_modules) > _MAX_LISTED
-            else ""
-        )
-        yield f"{len(analysis.unchanged_modules)} of them hardly changed: {names}{more}."
+        unchanged = analysis.unchanged_modules
+        yield f"{len(unchanged)} of them hardly changed: {_list_names(unchanged)}."
     yield ""
-
-
-def _format_ranks(modules: Sequence[ModuleAnalysis]) -> str:
-    effective = median(module.effective_rank for module in modules)
-    return f"The effective rank (Roy and Vetterli 2007) is {effective:.1f} of {median(m.rank for m in modules):g}."
 
 
 def _adapter_usage(base: BaseCard, train: Train) -> Iterator[str]:
@@ -241,8 +225,7 @@ def _adapter_usage(base: BaseCard, train: Train) -> Iterator[str]:
         )
 
 
-def _model_usage() -> Iterator[str]:
-    yield from (
+_MODEL_USAGE = (
         "## Use", "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
         'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS DIRECTORY")',
         'model = AutoModelForCausalLM.from_pretrained("PATH OF THIS DIRECTORY", dtype="auto")', "```",

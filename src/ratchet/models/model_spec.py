@@ -1,11 +1,10 @@
 """Describes a model's layers from its module graph on the meta device, without loading weights.
 
-The role of a layer follows from its position, not from a table of models. The modules around a layer are read from the
-inside out, and the first name or class that indicates attention, an MLP or a state-space mixer decides. A layer that is
-directly in a decoder layer, next to an attention, belongs to the MLP (fc1 and fc2 of OPT). Linear attention (Gated
-DeltaNet in `linear_attn`, RWKV's `attention`) counts as attention. Projections of state-space mixers (Mamba) have the
-role `other` and belong to no group, because their fused kernels read weights directly and would skip an adapter. Layers
-of vision and audio towers have the role `other` too. Layers with this role are adapted only if the settings name them.
+The role of a layer follows from its position: the first name or class, from the inside out, that indicates attention,
+an MLP or a state-space mixer decides. A layer next to an attention, directly in a decoder layer, belongs to the MLP
+(fc1 of OPT). Linear attention (Gated DeltaNet, RWKV) counts as attention. Projections of state-space mixers (Mamba)
+have the role `other`, because their fused kernels would skip an adapter, as have layers of vision and audio towers.
+Layers with this role are adapted only if the settings name them.
 """
 
 import copy
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -105,12 +104,10 @@ class ModelSpec:
 def load(path: Path, remote_code: bool = False) -> ModelSpec:
     """Return the spec of a model directory, or of a config file with any name.
 
-    Raises:
-        BaseModelError: the config is missing, or transformers does not know the model.
+    Raises BaseModelError if the config is missing, or transformers does not know the model.
     """
     file = path / "config.json" if path.is_dir() else path
-    raw = _read_config(file)
-    config = _parse_config(file, raw, remote_code)
+    config = _read_config(file, remote_code)
     try:
         model = _build_on_meta(config, torch.float32, "auto", remote_code)
     except Exception as error:  # the class computes with values from the file and may raise any error
@@ -124,16 +121,21 @@ def from_config(config: Any) -> ModelSpec:
 
 
 def describe(model: Model, remote_code: bool = False, directory: Path | None = None) -> ModelSpec:
-    """Build the spec of an existing model: without adapters, not in 4 bits, on any device."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
+    """Build the spec of an existing model: without adapters, on any device; 4-bit weights are counted as stored."""
+    config = model.config
+    # Encoders have causal classes too; for them, `is_decoder` of the config decides.
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True)
     return ModelSpec(
-        config=model.config,
+        config=config,
         layers=list_layers(model),
-        others=list_other_modules(model),
+        others={
+            name: type(module).__name__
+            for name, module in model.named_modules()
+            if name and not isinstance(module, nn.Embedding | nn.Linear | Conv1D)
+        },
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        tied_head=head is not None and embedding is not None and head.weight is embedding.weight,
-        is_causal=_is_causal(model),
+        tied_head=has_tied_head(model),
+        is_causal=not is_encoder and not getattr(config, "is_encoder_decoder", False),
         class_name=type(model).__name__,
         remote_code=remote_code,
         directory=directory,
@@ -151,30 +153,22 @@ def list_layers(model: Model) -> tuple[LayerSpec, ...]:
             layers.append(LayerSpec(name, "embedding", "embedding", size, width, 1, bias=False))
         elif isinstance(module, nn.Linear | Conv1D):
             role = "head" if module is head else _classify_role(name, classes, model)
-            layers.append(_matrix_spec(name, module, role))
+            has_bias = module.bias is not None
+            if isinstance(module, Conv1D):
+                inputs, outputs = module.weight.shape
+                layers.append(LayerSpec(name, "conv1d", role, inputs, outputs, 1, has_bias))
+            else:  # transformers records the original class of a 4-bit layer
+                kind: Kind = "conv1d" if getattr(module, "source_cls", None) is Conv1D else "linear"
+                layers.append(LayerSpec(name, kind, role, module.in_features, module.out_features, 1, has_bias))
         else:
             layers += _expert_specs(name, module, classes, model)
     return tuple(layers)
 
 
-def list_other_modules(model: Model) -> dict[str, str]:
-    """Return names and classes of all modules that are not layers."""
-    return {
-        name: type(module).__name__
-        for name, module in model.named_modules()
-        if name and not isinstance(module, nn.Embedding | nn.Linear | Conv1D)
-    }
-
-
-def _matrix_spec(name: str, module: nn.Module, role: Role) -> LayerSpec:
-    has_bias = module.bias is not None
-    if isinstance(module, Conv1D):
-        inputs, outputs = module.weight.shape
-        return LayerSpec(name, "conv1d", role, inputs, outputs, 1, has_bias)
-    # transformers records the original class of a 4-bit layer.
-    kind: Kind = "conv1d" if getattr(module, "source_cls", None) is Conv1D else "linear"
-    linear = cast(nn.Linear, module)
-    return LayerSpec(name, kind, role, linear.in_features, linear.out_features, 1, has_bias)
+def has_tied_head(model: Model) -> bool:
+    """Return True if the output layer and the embedding of a model are one tensor."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and embedding is not None and head.weight is embedding.weight
 
 
 def _expert_specs(name: str, module: nn.Module, classes: dict[str, str], model: Model) -> Iterator[LayerSpec]:
@@ -201,8 +195,12 @@ def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
     segments = name.split(".")
     if any(_TOWER_NAME.search(segment) for segment in segments):
         return "other"
-    if _is_router(segments, model):
+    if any(_ROUTER_NAME.search(segment) for segment in segments):
         return "router"
+    if segments[-1] == "gate" or segments[-1].endswith("expert_gate"):  # a router if its module has experts
+        parent = model.get_submodule(".".join(segments[:-1]))
+        if any("expert" in part for part, _ in (*parent.named_children(), *parent.named_parameters(recurse=False))):
+            return "router"
     for depth in range(len(segments) - 1, 0, -1):
         names = segments[depth - 1], classes[".".join(segments[:depth])]
         for role, pattern in _ROLE_PATTERNS.items():
@@ -213,16 +211,6 @@ def _classify_role(name: str, classes: dict[str, str], model: Model) -> Role:
     return "mlp" if _is_sibling_of_attention(segments, classes) else "other"
 
 
-def _is_router(segments: list[str], model: Model) -> bool:
-    """Return True for a `router`, and for a `gate` (or `shared_expert_gate`) in a module that has experts."""
-    if any(_ROUTER_NAME.search(segment) for segment in segments):
-        return True
-    if segments[-1] != "gate" and not segments[-1].endswith("expert_gate"):
-        return False
-    parent = model.get_submodule(".".join(segments[:-1]))
-    return any("expert" in name for name, _ in (*parent.named_children(), *parent.named_parameters(recurse=False)))
-
-
 def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bool:
     """Return True if a layer with an MLP-like name is in a numbered block that has an attention as another child."""
     depths = [depth for depth in range(1, len(segments)) if segments[depth - 1].isdigit()]
@@ -230,15 +218,6 @@ def _is_sibling_of_attention(segments: list[str], classes: dict[str, str]) -> bo
         return False
     block = ".".join(segments[: depths[-1]]) + "."
     return any(_ATTENTION_NAME.search(name[len(block) :].split(".")[0]) for name in classes if name.startswith(block))
-
-
-def _is_causal(model: Model) -> bool:
-    """Return True for causal models. Encoders have causal classes too; for them, `is_decoder` of the config decides."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return False
-    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return not is_encoder or bool(getattr(config, "is_decoder", True))
 
 
 def _build_on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool) -> Model:
@@ -282,7 +261,8 @@ def _fixed_dtypes(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch
                 yield name, dtype_plan[group_patterns[match.lastgroup]]
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path, remote_code: bool) -> Any:
+    """Parse the config with the class of its model type. Custom code runs only if the settings allow it."""
     if not file.is_file():
         raise BaseModelError(f"{file}: no such file; expected a model directory with a config.json, or a config file")
     try:
@@ -291,11 +271,6 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise BaseModelError(f"{file}: not JSON ({error}); restore the model's original config.json") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise BaseModelError(f"{file}: model_type is missing; expected the config of a transformers model")
-    return raw
-
-
-def _parse_config(file: Path, raw: dict[str, Any], remote_code: bool) -> Any:
-    """Parse the config with the class of its model type. Custom code runs only if the settings allow it."""
     model_type = raw["model_type"]
     if model_type not in CONFIG_MAPPING and not (remote_code and "auto_map" in raw):
         if "auto_map" in raw:
@@ -350,11 +325,12 @@ def _highest_module_lists(module: nn.Module) -> list[nn.ModuleList]:
     """Return the lists whose members have submodules, on the highest level that has any."""
     level = [module]
     while level:
-        if stacks := [item for item in level if isinstance(item, nn.ModuleList) and _is_block_stack(item)]:
+        stacks = [
+            item
+            for item in level
+            if isinstance(item, nn.ModuleList) and len(item) and all(list(member.children()) for member in item)
+        ]
+        if stacks:
             return stacks
         level = [child for item in level for child in item.children()]
     return []
-
-
-def _is_block_stack(modules: nn.ModuleList) -> bool:
-    return len(modules) > 0 and all(any(True for _ in member.children()) for member in modules)

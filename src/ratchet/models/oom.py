@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,8 +45,6 @@ def describe_alternatives(spec: ModelSpec, settings: Train, machine: Machine, wo
     """Describe changes of settings that reduce the memory of a micro-batch, and what each saves, best first.
 
     Args:
-        spec: spec of the base.
-        settings: current section train.
         machine: section machine, of which activation_checkpointing and shard_base are used.
         work: the workload that does not fit, usually a single row.
     """
@@ -72,60 +71,42 @@ def _alternatives(
     settings: Train, machine: Machine, work: MemoryWorkload
 ) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
     """Yield changes that may need less memory, each as (text as in params.yaml, changed settings)."""
+
+    def train(**update: Any) -> tuple[Train, Machine, MemoryWorkload]:
+        return settings.model_copy(update=update), machine, work
+
     if work.row_tokens >= 4:
         length = work.row_tokens // 2
         name = "prepare.max_tokens"
         if settings.batching == "packed":
             name = f"train.pack_tokens (and {name} if necessary)"
-        yield f"{name}: {length}", (settings, machine, _shorten_rows(work, length))
+        shortened = replace(
+            work,
+            row_tokens=length,
+            learned_tokens=max(1, work.learned_tokens // 2),
+            validation_tokens=min(work.validation_tokens, length),
+            validation_learned_tokens=min(work.validation_learned_tokens, length - 1),
+        )
+        yield f"{name}: {length}", (settings, machine, shortened)
     if machine.activation_checkpointing is not True:
         changed = machine.model_copy(update={"activation_checkpointing": True})
         yield "machine.activation_checkpointing: true", (settings, changed, work)
     if settings.rank > 1:
-        halved = settings.model_copy(update={"rank": settings.rank // 2})
-        yield f"train.rank: {halved.rank}", (halved, machine, work)
+        yield f"train.rank: {settings.rank // 2}", train(rank=settings.rank // 2)
     if settings.quantization == "none" and settings.initialization == "zero":
-        nf4 = settings.model_copy(update={"quantization": "nf4"})
-        yield "train.quantization: nf4", (nf4, machine, work)
+        yield "train.quantization: nf4", train(quantization="nf4")
     if work.teacher is not None:
-        yield from _teacher_alternatives(settings, machine, work)
+        if settings.distill.quantization == "none":
+            distill = settings.distill.model_copy(update={"quantization": "nf4"})
+            yield "train.distill.quantization: nf4", train(distill=distill)
+        yield "train.distill.mode: offline", (settings, machine, replace(work, teacher=None))
     if settings.optimizer == "adamw":
-        eight_bit = settings.model_copy(update={"optimizer": "adamw_8bit"})
-        yield "train.optimizer: adamw_8bit", (eight_bit, machine, work)
+        yield "train.optimizer: adamw_8bit", train(optimizer="adamw_8bit")
     if targets.sharding_obstacle(settings) is None:
-        yield _sharding_alternative(settings, machine, work)
-
-
-def _teacher_alternatives(
-    settings: Train, machine: Machine, work: MemoryWorkload
-) -> Iterator[tuple[str, tuple[Train, Machine, MemoryWorkload]]]:
-    """Yield changes with which the teacher needs less memory or no memory."""
-    distill = settings.distill
-    if distill.quantization == "none":
-        quantized = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
-        yield "train.distill.quantization: nf4", (quantized, machine, work)
-    yield "train.distill.mode: offline", (settings, machine, replace(work, teacher=None))
-
-
-def _sharding_alternative(
-    settings: Train, machine: Machine, work: MemoryWorkload
-) -> tuple[str, tuple[Train, Machine, MemoryWorkload]]:
-    """Return the change that shards the base among the current ranks, or among twice as many ranks.
-
-    Twice as many ranks are needed if the base is already sharded, or if there is one rank.
-    """
-    sharded = machine.model_copy(update={"shard_base": True})
-    if work.ranks > 1 and machine.shard_base is not True:
-        return "machine.shard_base: true", (settings, sharded, work)
-    ranks, setting = 2 * work.ranks, "machine.nodes" if work.device == "cpu" else "machine.gpus, machine.nodes"
-    return f"{ranks} ranks ({setting}) with machine.shard_base: true", (settings, sharded, replace(work, ranks=ranks))
-
-
-def _shorten_rows(work: MemoryWorkload, length: int) -> MemoryWorkload:
-    return replace(
-        work,
-        row_tokens=length,
-        learned_tokens=max(1, work.learned_tokens // 2),
-        validation_tokens=min(work.validation_tokens, length),
-        validation_learned_tokens=min(work.validation_learned_tokens, length - 1),
-    )
+        sharded = machine.model_copy(update={"shard_base": True})
+        if work.ranks > 1 and machine.shard_base is not True:
+            yield "machine.shard_base: true", (settings, sharded, work)
+        else:
+            setting = "machine.nodes" if work.device == "cpu" else "machine.gpus, machine.nodes"
+            text = f"{2 * work.ranks} ranks ({setting}) with machine.shard_base: true"
+            yield text, (settings, sharded, replace(work, ranks=2 * work.ranks))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -70,8 +71,6 @@ def measure_cost(
     Args:
         load: loads the frozen base for settings.
         settings: section train, in which quantization, double_quantization and initialization are replaced.
-        rows: token ids and labels of each row.
-        progress: receives messages with the current variant.
     """
     unquantized = settings.model_copy(update={"initialization": "zero", "quantization": "none"})
     progress(f"{FULL}: loading")
@@ -80,10 +79,16 @@ def measure_cost(
     for name, update in VARIANTS.items():
         progress(f"{name}: loading")
         model = load(unquantized.model_copy(update=update))
-        pairs = _pair_layers(full, model)
+        full_modules = dict(full.named_modules())
+        # Pairs by layer name: a layer in full precision, and its counterpart in 4 bits.
+        pairs = {
+            layer: (full_modules[layer], module)
+            for layer, module in model.named_modules()
+            if isinstance(module, Linear4bit)
+        }
         progress(f"{name}: {len(rows)} rows, {len(pairs)} layers")
         costs.append(_compare_variant(full, model, pairs, rows, name))
-        del model, pairs
+        del model, pairs, full_modules
         oom.release_memory()
     return tuple(costs)
 
@@ -93,15 +98,16 @@ def _compare_variant(
 ) -> QuantizationCost:
     with _record_output_errors(pairs) as squared_errors:
         sums = _sum_divergences(full, model, rows)
-    layers = {
-        layer: LayerQuantizationCost(
+    layers = {}
+    for layer, (full_layer, quantized_layer) in pairs.items():
+        weight = weights.dense_weight(full_layer)
+        difference = _squared_norm(weights.dense_weight(quantized_layer) - weight)
+        layers[layer] = LayerQuantizationCost(
             bytes_full=_tensor_bytes(full_layer),
             bytes_stored=_tensor_bytes(quantized_layer),
-            weight_error=_relative_error(*_weight_squared_norms(full_layer, quantized_layer)),
+            weight_error=_relative_error(float(difference), float(_squared_norm(weight))),
             output_error=_relative_error(*(float(square) for square in squared_errors[layer])),
         )
-        for layer, (full_layer, quantized_layer) in pairs.items()
-    }
     return sums.to_cost(name, _tensor_bytes(model), layers)
 
 
@@ -142,14 +148,6 @@ def _add_positions(sums: _DivergenceSums, reference: Tensor, logits: Tensor, tar
     sums.agreements += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
 
 
-def _pair_layers(full: Model, model: Model) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return pairs by layer name: a layer in full precision, and its counterpart in 4 bits."""
-    from bitsandbytes.nn import Linear4bit
-
-    full_modules = dict(full.named_modules())
-    return {name: (full_modules[name], layer) for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
-
-
 @contextmanager
 def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Whenever a layer in full precision runs, run its 4-bit counterpart on the same inputs.
@@ -174,12 +172,6 @@ def _record_output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iter
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _weight_squared_norms(full_layer: nn.Module, quantized_layer: nn.Module) -> tuple[float, float]:
-    """Return the squared norms of the weights' difference and of the weights in full precision."""
-    weight = weights.dense_weight(full_layer)
-    return float(_squared_norm(weights.dense_weight(quantized_layer) - weight)), float(_squared_norm(weight))
 
 
 def _tensor_bytes(module: nn.Module) -> int:

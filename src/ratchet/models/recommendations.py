@@ -64,7 +64,7 @@ MICRO_BATCH_SIZE, ACTIVATION_CHECKPOINTING, SHARD_BASE = (
 )
 
 Values = dict[str, Any]
-"""New values by key path."""
+"""New values of settings by key, such as `train.rank`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class SettingProposal:
     """A recommended value of one setting."""
 
     key: str
-    """Key in params.yaml, such as `train.rank`."""
     before: Any
     value: Any
     reason: str
@@ -98,8 +97,8 @@ class RecommendationInputs:
 class RecommendedChange:
     """New values of settings that change together for one reason."""
 
-    values: dict[str, Any]
-    """New values by key. The first key is the main change; the other settings change because of it."""
+    values: Values
+    """The first key is the main change; the other settings change because of it."""
     reason: str
     source: str
 
@@ -128,49 +127,40 @@ def merge_into_proposals(settings: Settings, changes: Sequence[RecommendedChange
         for key, value in change.values.items():
             section, _, name = key.partition(".")
             before = getattr(getattr(settings, section), name)
-            reasons, sources = [change.reason if key == main_key else f"goes with {main_key}"], [change.source]
+            reason = change.reason if key == main_key else f"goes with {main_key}"
+            source = change.source
             if earlier := proposals.pop(key, None):
-                reasons.insert(0, earlier.reason)
-                sources.insert(0, earlier.source)
+                reason = f"{earlier.reason}; {reason}"
+                source = "; ".join(dict.fromkeys([*earlier.source.split("; "), *source.split("; ")]))
             if value != before:
-                proposals[key] = SettingProposal(
-                    key, before, value, "; ".join(reasons), "; ".join(dict.fromkeys(sources))
-                )
+                proposals[key] = SettingProposal(key, before, value, reason, source)
     return list(proposals.values())
 
 
-# Rules about quantization.
+# Rules about quantization, the adapter and the optimizer.
 
 
 def recommend_number_format(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend NF4 instead of FP4."""
     if facts.settings.train.quantization != "fp4":
         return None
     reason = "NF4 preserves more of a model than FP4 with as many bits; `ratchet evaluate --quantization` measures it"
     return RecommendedChange({"train.quantization": "nf4"}, reason, f"{QLORA_PAPER}, table 2")
 
 
-# Rules about the adapter.
-
-
 def recommend_target_layers(facts: RecommendationInputs) -> RecommendedChange | None:
     """Recommend adapters on all linear layers instead of attention only."""
-    current = facts.settings.train.target_modules
+    current, chosen = facts.settings.train.target_modules, tuple[LayerSpec, ...]()
     if current in ("all", "mlp"):
         return None
     values = {"train.target_modules": "all"}
-    if facts.spec is None:
-        chosen: tuple[LayerSpec, ...] = ()
-        only_attention = current == "attention"
-    else:
+    if facts.spec is not None:
         try:
             chosen = targets.choose(facts.spec.layers, current, facts.spec.others)
         except SettingsError as error:
             return RecommendedChange(
                 values, f"no such layers ({str(error).removeprefix('train.target_modules: ')})", BASE_CONFIG_SOURCE
             )
-        only_attention = all(layer.role == "attention" for layer in chosen)
-    if not only_attention:
+    if any(layer.role != "attention" for layer in chosen) or not (chosen or current == "attention"):
         return None
     described = f"{len(chosen)} attention layers" if chosen else "attention"
     reason = (
@@ -237,14 +227,8 @@ def recommend_scale(facts: RecommendationInputs) -> RecommendedChange | None:
         return None
     formula = "alpha / sqrt(rank)" if train.use_rslora else "alpha / rank"
     reason = f"{formula} is {scale:.3g}; published recipes with known learning rates use {SCALE_RANGE[0]:g} to 2"
-    return RecommendedChange(
-        {"train.alpha": round(2 * divisor, 1)},
-        reason,
-        f"{LORA_LEARNS_LESS}; {QLORA_PAPER}" + (f"; {RSLORA_PAPER}" * (divisor < train.rank)),
-    )
-
-
-# Rules about the optimizer.
+    source = f"{LORA_LEARNS_LESS}; {QLORA_PAPER}" + (f"; {RSLORA_PAPER}" if divisor < train.rank else "")
+    return RecommendedChange({"train.alpha": round(2 * divisor, 1)}, reason, source)
 
 
 def recommend_learning_rate(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -276,11 +260,8 @@ def _reference_rate(spec: ModelSpec) -> tuple[float, str, str]:
     text_config = spec.config.get_text_config()
     width = getattr(text_config, "hidden_size", None) or 2000
     fitted = float(f"{5e-4 * (2000 / width) ** 0.781:.0e}")
-    return (
-        fitted,
-        f"{fitted:g}, the fit for LoRA at width {width} (extrapolated below 1B)",
-        f"{LORA_WITHOUT_REGRET}; {TINKER_PRIMER}",
-    )
+    description = f"{fitted:g}, the fit for LoRA at width {width} (extrapolated below 1B)"
+    return fitted, description, f"{LORA_WITHOUT_REGRET}; {TINKER_PRIMER}"
 
 
 def recommend_lora_plus_ratio(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -335,18 +316,20 @@ def _count_steps(facts: RecommendationInputs) -> int | None:
 # Rules about the lengths of rows.
 
 
-def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Limit the row length to the model's number of positions."""
+def _max_positions(facts: RecommendationInputs) -> int | None:
+    """Return the model's number of positions; None if it is unknown."""
     if facts.spec is None:
         return None
-    max_positions = getattr(facts.spec.config.get_text_config(), "max_position_embeddings", None)
-    if not max_positions or facts.settings.prepare.max_tokens <= max_positions:
+    return getattr(facts.spec.config.get_text_config(), "max_position_embeddings", None)
+
+
+def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange | None:
+    """Limit the row length to the model's number of positions."""
+    positions = _max_positions(facts)
+    if not positions or facts.settings.prepare.max_tokens <= positions:
         return None
-    return RecommendedChange(
-        {"prepare.max_tokens": max_positions},
-        f"the base was trained on {max_positions:,} positions",
-        BASE_CONFIG_SOURCE,
-    )
+    reason = f"the base was trained on {positions:,} positions"
+    return RecommendedChange({"prepare.max_tokens": positions}, reason, BASE_CONFIG_SOURCE)
 
 
 def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -358,23 +341,16 @@ def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | Non
     lost = truncated + (dropped.count if dropped else 0)
     if lost <= MAX_LOST_SHARE * facts.data.rows_in:
         return None
-    max_positions = None
-    if facts.spec is not None:
-        max_positions = getattr(facts.spec.config.get_text_config(), "max_position_embeddings", None)
-    needed = 2 * facts.settings.prepare.max_tokens
-    needed = min(needed, max_positions) if max_positions else needed
-    if needed <= facts.settings.prepare.max_tokens:
+    max_tokens = facts.settings.prepare.max_tokens
+    needed = min(2 * max_tokens, _max_positions(facts) or 2 * max_tokens)
+    if needed <= max_tokens:
         return None
     values = {"prepare.max_tokens": needed}
     if facts.settings.train.batching == "packed" and facts.settings.train.pack_tokens < needed:
         values["train.pack_tokens"] = needed
     share = lost / facts.data.rows_in
-    max_tokens = facts.settings.prepare.max_tokens
-    return RecommendedChange(
-        values,
-        f"{lost:,} rows ({share:.1%}) are longer than {max_tokens:,} tokens and were dropped or truncated",
-        DATASET_CARD_SOURCE,
-    )
+    reason = f"{lost:,} rows ({share:.1%}) are longer than {max_tokens:,} tokens and were dropped or truncated"
+    return RecommendedChange(values, reason, DATASET_CARD_SOURCE)
 
 
 def recommend_pack_length(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -392,24 +368,20 @@ def recommend_length_grouping(facts: RecommendationInputs) -> RecommendedChange 
     train = facts.settings.train
     if facts.rows is None or not facts.rows.histogram or train.batching != "shuffled":
         return None
-    share = _padded_share(facts.rows.histogram, train.batch_size, facts.settings.machine.micro_batch_size)
+    # Estimate the share of padding in 50 batches drawn from the histogram of lengths.
+    rng, batch_rows = random.Random(0), train.batch_size
+    lengths_of_bins, counts = [max(1, edge) for edge in facts.rows.histogram], list(facts.rows.histogram.values())
+    padded = real = 0
+    for _ in range(50):
+        lengths = rng.choices(lengths_of_bins, counts, k=batch_rows)
+        for rows in split_micro_batches(list(range(batch_rows)), lengths, facts.settings.machine.micro_batch_size):
+            padded += len(rows) * max(lengths[row] for row in rows)
+            real += sum(lengths[row] for row in rows)
+    share = 1 - real / padded
     if share <= MAX_PADDED_SHARE:
         return None
     reason = f"{share:.0%} of the computation would be padding"
     return RecommendedChange({"train.batching": "by_length"}, reason, DATASET_CARD_SOURCE)
-
-
-def _padded_share(histogram: dict[int, int], batch_rows: int, micro_batch_size: int) -> float:
-    """Estimate the share of padding in 50 batches drawn from a histogram of lengths."""
-    rng = random.Random(0)
-    lengths_of_bins, counts = [max(1, edge) for edge in histogram], list(histogram.values())
-    padded = real = 0
-    for _ in range(50):
-        lengths = rng.choices(lengths_of_bins, counts, k=batch_rows)
-        for rows in split_micro_batches(list(range(batch_rows)), lengths, micro_batch_size):
-            padded += len(rows) * max(lengths[row] for row in rows)
-            real += sum(lengths[row] for row in rows)
-    return 1 - real / padded
 
 
 RULES: tuple[Rule, ...] = (
@@ -437,7 +409,6 @@ class MemoryConstraint:
     row_tokens: int
     """Tokens of the longest sequence with the current settings."""
     ranks: int = 1
-    """Ranks that train together."""
 
 
 @dataclass(frozen=True)
@@ -445,7 +416,6 @@ class MemoryFit:
     """Result of fitting the settings to the memory."""
 
     needed_bytes: int
-    """Forecast peak with the current settings."""
     changes: tuple[RecommendedChange, ...]
     reduced_bytes: int
     """Forecast peak with the changes; if none is sufficient, with all changes that were tried."""
@@ -456,8 +426,7 @@ class MemoryFit:
 def fit_to_memory(settings: Settings, device: Device, constraint: MemoryConstraint) -> MemoryFit:
     """Find changes with which the training fits, or changes that use spare memory of a GPU.
 
-    Raises:
-        SettingsError: the settings do not fit the base.
+    Raises SettingsError if the settings do not fit the base.
     """
     search = _MemoryFitSearch(settings, constraint)
     needed = search.needed_bytes()
@@ -486,9 +455,8 @@ class _MemoryFitSearch:
         If further changes were needed, the rows at a time are increased again as far as memory permits.
         """
         rows = self.settings.machine.micro_batch_size
-        self.shortage = (
-            f"needs {format_bytes(needed)}, but {format_bytes(self.constraint.available_bytes)} are available"
-        )
+        available = format_bytes(self.constraint.available_bytes)
+        self.shortage = f"needs {format_bytes(needed)}, but {available} are available"
         count, reduced = self._reduce_rows(rows, needed)
         changes: list[RecommendedChange] = []
         for values, change, source in self._list_reductions():
@@ -526,31 +494,38 @@ class _MemoryFitSearch:
         return (count, needed) if count > 1 else (1, single)
 
     def _list_reductions(self) -> list[tuple[Values, str, str]]:
-        train = self.settings.train
-        reductions: list[tuple[Values, str, str]] = []
-        if self.settings.machine.activation_checkpointing is not True:
-            change = "activations recomputed instead of kept, for a third more time"
-            reductions.append(({ACTIVATION_CHECKPOINTING: True}, change, f"{CHECKPOINTING_PAPER}; {FORECAST_SOURCE}"))
+        train, machine = self.settings.train, self.settings.machine
         four_bits = train.model_copy(update={"quantization": "nf4"})  # as a later reduction sets it
         can_shard = self.constraint.ranks > 1 and targets.sharding_obstacle(four_bits) is None
-        if can_shard and self.settings.machine.shard_base is not True:
-            change = f"the frozen base sharded among {self.constraint.ranks} ranks, with network traffic for every pass"
-            reductions.append(({SHARD_BASE: True}, change, f"{FSDP_PAPER}; {FORECAST_SOURCE}"))
-        if train.quantization == "none":
-            values: Values = {"train.quantization": "nf4"}
-            if train.initialization == "pissa":
-                values["train.initialization"] = "zero"
-            reductions.append((values, "the frozen base in 4 bits", f"{QLORA_PAPER}; {FORECAST_SOURCE}"))
-        if train.distill.is_online and train.distill.quantization == "none":
-            values = {"train.distill.quantization": "nf4"}
-            reductions.append((values, "the teacher in 4 bits", f"{QLORA_PAPER}; {FORECAST_SOURCE}"))
-        if not train.double_quantization:
-            values = {"train.double_quantization": True}
-            reductions.append((values, "quantization constants in 8 bits", f"{QLORA_PAPER}; {FORECAST_SOURCE}"))
-        if train.optimizer == "adamw":
-            values = {"train.optimizer": "adamw_8bit"}
-            reductions.append((values, "optimizer states in 8 bits", f"{EIGHT_BIT_PAPER}; {FORECAST_SOURCE}"))
-        return reductions
+        sharded = f"the frozen base sharded among {self.constraint.ranks} ranks, with network traffic for every pass"
+        quantized: Values = {"train.quantization": "nf4"}
+        if train.initialization == "pissa":
+            quantized["train.initialization"] = "zero"
+        reductions: list[tuple[bool, Values, str, str]] = [
+            (
+                machine.activation_checkpointing is not True, {ACTIVATION_CHECKPOINTING: True},
+                "activations recomputed instead of kept, for a third more time", CHECKPOINTING_PAPER,
+            ),
+            (can_shard and machine.shard_base is not True, {SHARD_BASE: True}, sharded, FSDP_PAPER),
+            (train.quantization == "none", quantized, "the frozen base in 4 bits", QLORA_PAPER),
+            (
+                train.distill.is_online and train.distill.quantization == "none",
+                {"train.distill.quantization": "nf4"}, "the teacher in 4 bits", QLORA_PAPER,
+            ),
+            (
+                not train.double_quantization, {"train.double_quantization": True},
+                "quantization constants in 8 bits", QLORA_PAPER,
+            ),
+            (
+                train.optimizer == "adamw", {"train.optimizer": "adamw_8bit"},
+                "optimizer states in 8 bits", EIGHT_BIT_PAPER,
+            ),
+        ]  # fmt: skip
+        return [
+            (values, change, f"{paper}; {FORECAST_SOURCE}")
+            for is_possible, values, change, paper in reductions
+            if is_possible
+        ]
 
     def _shorten_rows(self) -> tuple[list[RecommendedChange], int]:
         """Halve the row length until one row at a time fits."""
@@ -558,15 +533,15 @@ class _MemoryFitSearch:
         if shortest > self.budget_bytes:
             return [], shortest
         length = 1 << ((self.constraint.row_tokens - 1).bit_length() - 1)
-        while (
-            length > MIN_ROW_TOKENS
-            and (needed := self.needed_bytes(self._values_for_length(length))) > self.budget_bytes
-        ):
+        while length > MIN_ROW_TOKENS:
+            if (needed := self.needed_bytes(self._values_for_length(length))) <= self.budget_bytes:
+                shortest = needed
+                break
             length //= 2
         values = {key: value for key, value in self._values_for_length(length).items() if key != MICRO_BATCH_SIZE}
         self.settings = params_file.apply_changes(self.settings, values)
         reason = f"{self.shortage}; rows of {2 * length:,} tokens do not fit with any other change"
-        return [RecommendedChange(values, reason, FORECAST_SOURCE)], needed if length > MIN_ROW_TOKENS else shortest
+        return [RecommendedChange(values, reason, FORECAST_SOURCE)], shortest
 
     def _values_for_length(self, length: int) -> Values:
         packed = self.settings.train.batching == "packed"
@@ -578,15 +553,12 @@ class _MemoryFitSearch:
         if self.settings.machine.activation_checkpointing is True:
             needed = self.needed_bytes({ACTIVATION_CHECKPOINTING: False})
             if needed <= self.budget_bytes:
-                self.settings = params_file.apply_changes(self.settings, {ACTIVATION_CHECKPOINTING: False})
+                values: Values = {ACTIVATION_CHECKPOINTING: False}
+                self.settings = params_file.apply_changes(self.settings, values)
                 reason = (
                     f"activations fit ({format_bytes(needed)}) without recomputation, which takes a third more time"
                 )
-                changes.append(
-                    RecommendedChange(
-                        {ACTIVATION_CHECKPOINTING: False}, reason, f"{CHECKPOINTING_PAPER}; {FORECAST_SOURCE}"
-                    )
-                )
+                changes.append(RecommendedChange(values, reason, f"{CHECKPOINTING_PAPER}; {FORECAST_SOURCE}"))
         rows = count = self.settings.machine.micro_batch_size
         while (
             count * 2 <= self.settings.train.batch_size

@@ -1,7 +1,6 @@
 """Scores rows with a model: likelihood of reference answers, generated answers, and likelihoods of labels."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ class RowLikelihood:
     nll: float
     """Negative log-likelihood of all answer tokens (those with a label) together."""
     tokens: int
-    """Number of answer tokens."""
     prompt_nll: float
     """Negative log-likelihood of all other tokens together."""
     prompt_tokens: int
@@ -44,10 +42,7 @@ def score_rows(
     because rows are padded on the right, and causal attention does not see later positions. Sums are in float64.
 
     Args:
-        model: the model that scores.
-        input_ids: token ids of each row.
         labels: labels of each row; IGNORE_INDEX for tokens that do not belong to an answer.
-        pad_token_id: padding token.
     """
     lengths = [len(ids) for ids in input_ids]
     if max(lengths) < 2:
@@ -89,11 +84,6 @@ def generate(
     model's files, such as a repetition penalty, are ignored, so that all models answer in the same way.
 
     Args:
-        model: the model that answers.
-        prompts: token ids of each prompt.
-        end_token_ids: ids that end an answer.
-        max_new_tokens: maximum length of an answer.
-        pad_token_id: padding token.
         sampler: adds noise to sample; None: greedy.
     """
     longest = max(map(len, prompts))
@@ -108,63 +98,21 @@ def generate(
         pad_token_id=pad_token_id,
         eos_token_id=list(end_token_ids),
     )
-    with torch.no_grad(), _ignore_generation_config(base):
-        output = base.generate(
-            input_ids=torch.tensor(ids, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([sampler] if sampler else []),
-        )
-    return [_cut_at_end_token(tokens, set(end_token_ids)) for tokens in output[:, longest:].tolist()]
-
-
-@contextmanager
-def _ignore_generation_config(base: Model) -> Iterator[None]:
-    """Hide a model's generation_config, from which transformers takes all settings that a call does not pass."""
-    original = base.generation_config
-    base.generation_config = GenerationConfig()
+    # transformers takes all settings that a call does not pass from the model's own generation_config.
+    original, base.generation_config = base.generation_config, GenerationConfig()
     try:
-        yield
+        with torch.no_grad():
+            output = base.generate(
+                input_ids=torch.tensor(ids, device=model.device),
+                attention_mask=torch.tensor(mask, device=model.device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler] if sampler else []),
+            )
     finally:
         base.generation_config = original
-
-
-def _cut_at_end_token(tokens: list[int], end_token_ids: set[int]) -> list[int]:
-    """Return the tokens up to the first end token; the rest is padding."""
-    stop = next((position + 1 for position, token in enumerate(tokens) if token in end_token_ids), len(tokens))
-    return tokens[:stop]
-
-
-@dataclass(frozen=True)
-class LogitComparison:
-    """Differences between two models' logits on the same rows."""
-
-    greatest: float
-    """Largest absolute difference of a logit."""
-    mean: float
-    """Mean absolute difference of a logit."""
-    positions: int
-    agreeing: int
-    """Answer positions at which both models have the same likeliest token."""
-    answer_positions: int
-
-
-def compare_logits(
-    reference: Sequence[torch.Tensor], model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
-) -> LogitComparison:
-    """Compare a model's logits with `reference` (from `collect_logits`), row by row, without padding."""
-    greatest, total, elements, positions, agreeing, answer_positions = 0.0, 0.0, 0, 0, 0, 0
-    for expected, actual, row_labels in zip(reference, collect_logits(model, input_ids), labels, strict=True):
-        difference = (expected - actual).abs()
-        greatest = max(greatest, float(difference.max()))
-        total += float(difference.double().sum())
-        elements += difference.numel()
-        positions += difference.shape[0]
-        is_answer = torch.tensor([label != IGNORE_INDEX for label in row_labels[1:]])
-        is_same = expected[:-1].argmax(-1) == actual[:-1].argmax(-1)
-        agreeing += int((is_same & is_answer).sum())
-        answer_positions += int(is_answer.sum())
-    return LogitComparison(greatest, total / elements, positions, agreeing, answer_positions)
+    answers = output[:, longest:].tolist()
+    ends = [next((k + 1 for k, token in enumerate(tokens) if token in end_token_ids), None) for tokens in answers]
+    return [tokens[:end] for tokens, end in zip(answers, ends, strict=True)]  # the rest is padding
 
 
 def collect_logits(model: Model, input_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -185,17 +133,11 @@ def score_labels(
 
     The prompt's last logits score the first token of a label. The other tokens are scored with the prompt's key-value
     cache, `batch_rows` pairs of prompt and label at a time. Models without such a cache (recurrent models) read the
-    whole prompt and label for each pair.
+    whole prompt and label for each pair. Raises ValueError if prompts differ in length, or a prompt or label is empty.
 
     Args:
-        model: the model that scores.
         prompts: token ids of each prompt; all prompts have one length, so that no padding is needed.
-        labels: token ids of each label.
-        batch_rows: rows computed together.
         pad_token_id: padding token for shorter labels, on the right.
-
-    Raises:
-        ValueError: prompts differ in length, or a prompt or label is empty.
     """
     if len(set(map(len, prompts))) != 1 or not prompts[0] or not all(labels):
         raise ValueError("score_labels: expected prompts of one length, and no empty prompt or label")
@@ -207,19 +149,17 @@ def score_labels(
         ((_, logits),) = forward_pass.pieces()
         first = functional.log_softmax(logits[:, 0].float(), dim=-1).double()
         nats = first[:, [label[0] for label in labels]]
-        for group in _group_by_length(labels, max(1, batch_rows // len(prompts))):
+        # Labels of similar length are computed together, longest first.
+        order = sorted(range(len(labels)), key=lambda k: (-len(labels[k]), k))
+        count = max(1, batch_rows // len(prompts))
+        for start in range(0, len(order), count):
+            group = order[start : start + count]
             if len(labels[group[0]]) > 1:
                 nats[:, group] -= _label_tail_nll(
                     model, forward_pass.cache, len(prompts), [labels[k] for k in group], pad_token_id
                 )
     scores: list[list[float]] = nats.tolist()
     return scores
-
-
-def _group_by_length(labels: Labels, count: int) -> Iterator[list[int]]:
-    """Yield indices of labels in groups of at most `count` with similar lengths, longest first."""
-    order = sorted(range(len(labels)), key=lambda k: (-len(labels[k]), k))
-    return (order[start : start + count] for start in range(0, len(order), count))
 
 
 def _label_tail_nll(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad_token_id: int) -> Tensor:

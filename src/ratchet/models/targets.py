@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
-from ratchet.models.device import Model
-from ratchet.models.model_spec import LayerSpec, ModelSpec, Role, list_layers, list_other_modules
+from ratchet.models.model_spec import LayerSpec, ModelSpec, Role
 
 GROUPS: dict[str, tuple[Role, ...]] = {"attention": ("attention",), "mlp": ("mlp",), "all": ("attention", "mlp")}
 """Groups that train.target_modules accepts. Embeddings, norms, routers and the head belong to no group."""
@@ -31,9 +30,29 @@ def check(spec: ModelSpec, settings: Train) -> tuple[LayerSpec, ...]:
     """
     spec.require_causal()
     chosen = choose(spec.layers, settings.target_modules, spec.others)
-    check_patterns(chosen, settings)
-    check_ranks(chosen, settings)
-    _check_mixers(spec, chosen)
+    for setting, keys in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        for pattern in keys:
+            _compile_expression(_pattern_expression(pattern), f"train.{setting}: {pattern}")
+            if not any(re.match(_pattern_expression(pattern), layer.name) for layer in chosen):
+                raise SettingsError(
+                    f"train.{setting}: {pattern}: no layer with an adapter has a name that ends like this"
+                    f"{_suggest_nearest_names(pattern, chosen, {})}"
+                )
+    model_type = spec.config.model_type
+    for layer in chosen:
+        rank, side = layer_rank(layer, settings), min(layer.inputs, layer.outputs)
+        if rank > side:
+            key = _first_matching_key(layer, settings.rank_pattern)
+            setting = "train.rank" if key is None else f"train.rank_pattern.{key}"
+            raise SettingsError(
+                f"{setting}: {rank}, but {layer.name} is {layer.outputs} x {layer.inputs} and its updates have at most "
+                f"rank {side}; set {side} or less, or remove the layer from train.target_modules"
+            )
+        if model_type in _MIXER_MODEL_TYPES and layer.name.endswith(".out_proj"):
+            raise SettingsError(
+                f"train.target_modules: {layer.name}: fused kernels of {model_type} read this weight directly, so "
+                "peft rejects an adapter on it; remove out_proj"
+            )
     return chosen
 
 
@@ -42,22 +61,25 @@ def choose(
 ) -> tuple[LayerSpec, ...]:
     """Return the layers that `train.target_modules` selects, in model order.
 
+    Raises SettingsError if a name, the expression or the group matches nothing, or matches a module that is not linear.
+
     Args:
-        layers: layers of the model (`model_spec.list_layers`).
         modules: a group; or a regular expression that must match a full name; or a list of full names or of their last
             parts (`q_proj`, `self_attn.q_proj`).
         others: classes of the model's other modules (`model_spec.list_other_modules`), for error messages.
-
-    Raises:
-        SettingsError: a name, the expression or the group matches nothing, or matches a module that is not linear.
     """
     others = others or {}
     if not isinstance(modules, str):
         names = {layer.name for text in modules for layer in _match_name(text, layers, others)}
         return tuple(layer for layer in layers if layer.name in names)
     if modules in GROUPS:
-        chosen = tuple(layer for layer in layers if layer.role in GROUPS[modules])
-        return chosen or _raise_empty_group(modules, layers)
+        if chosen := tuple(layer for layer in layers if layer.role in GROUPS[modules]):
+            return chosen
+        ungrouped = [layer for layer in layers if layer.role == "other"]
+        raise SettingsError(
+            f"train.target_modules: {modules}: the model has no such layers; use a list of names, such as: "
+            f"{_summarize_layers(ungrouped or layers)}"
+        )
     return _match_expression(modules, layers, others)
 
 
@@ -71,42 +93,6 @@ def layer_alpha(layer: LayerSpec, settings: Train) -> float:
     """Return the alpha of a layer's adapter, from the first pattern that matches the layer's name, or train.alpha."""
     key = _first_matching_key(layer, settings.alpha_pattern)
     return settings.alpha if key is None else settings.alpha_pattern[key]
-
-
-def check_patterns(chosen: Sequence[LayerSpec], settings: Train) -> None:
-    """Raise SettingsError if a key of rank_pattern or alpha_pattern matches no adapted layer."""
-    for setting, keys in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
-        for key in keys:
-            _compile_expression(_pattern_expression(key), f"train.{setting}: {key}")
-            if not any(re.match(_pattern_expression(key), layer.name) for layer in chosen):
-                raise SettingsError(
-                    f"train.{setting}: {key}: no layer with an adapter has a name that ends like this"
-                    f"{_suggest_nearest_names(key, chosen, {})}"
-                )
-
-
-def check_ranks(chosen: Sequence[LayerSpec], settings: Train) -> None:
-    """Raise SettingsError if a rank exceeds the smaller side of its matrix."""
-    for layer in chosen:
-        rank, side = layer_rank(layer, settings), min(layer.inputs, layer.outputs)
-        if rank > side:
-            key = _first_matching_key(layer, settings.rank_pattern)
-            setting = "train.rank" if key is None else f"train.rank_pattern.{key}"
-            raise SettingsError(
-                f"{setting}: {rank}, but {layer.name} is {layer.outputs} x {layer.inputs} and its updates have at most "
-                f"rank {side}; set {side} or less, or remove the layer from train.target_modules"
-            )
-
-
-def _check_mixers(spec: ModelSpec, chosen: Sequence[LayerSpec]) -> None:
-    model_type = spec.config.model_type
-    if model_type in _MIXER_MODEL_TYPES and (
-        adapted := [layer for layer in chosen if layer.name.endswith(".out_proj")]
-    ):
-        raise SettingsError(
-            f"train.target_modules: {adapted[0].name}: fused kernels of {model_type} read this weight directly, so "
-            "peft rejects an adapter on it; remove out_proj"
-        )
 
 
 def _pattern_expression(key: str) -> str:
@@ -134,13 +120,12 @@ def _match_expression(expression: str, layers: Sequence[LayerSpec], others: Mapp
     """Return the layers that match. The expression may also match modules that contain layers, but no other modules."""
     pattern = _compile_expression(expression, f"train.target_modules: {expression}")
     matches = tuple(layer for layer in layers if pattern.fullmatch(layer.name))
-    containers = (
-        {name[:end] for name in (*others, *(layer.name for layer in layers)) for end in _dot_positions(name)}
-        if matches
-        else set()
-    )
-    if unsupported := [name for name in others if name not in containers and pattern.fullmatch(name)]:
-        _raise_not_linear(expression, unsupported, layers, others)
+    named = [name for name in others if pattern.fullmatch(name)]
+    names = (*others, *(layer.name for layer in layers))
+    if matches:
+        named = [name for name in named if not any(other.startswith(f"{name}.") for other in names)]
+    if named:
+        _raise_not_linear(expression, named, layers, others)
     if matches:
         return matches
     raise SettingsError(
@@ -159,18 +144,6 @@ def _compile_expression(expression: str, key: str) -> re.Pattern[str]:
 
 def _ends_with(name: str, text: str) -> bool:
     return name == text or name.endswith(f".{text}")
-
-
-def _dot_positions(name: str) -> list[int]:
-    return [position for position, character in enumerate(name) if character == "."]
-
-
-def _raise_empty_group(group: str, layers: Sequence[LayerSpec]) -> NoReturn:
-    ungrouped = [layer for layer in layers if layer.role == "other"]
-    raise SettingsError(
-        f"train.target_modules: {group}: the model has no such layers; use a list of names, such as: "
-        f"{_summarize_layers(ungrouped or layers)}"
-    )
 
 
 def _raise_not_linear(
@@ -216,36 +189,27 @@ def _suggest_nearest_names(text: str, layers: Iterable[LayerSpec], others: Mappi
 def check_adapter(spec: ModelSpec, settings: Train, trains_tokens: bool) -> tuple[LayerSpec, ...]:
     """Validate everything that is known without weights; return the layers that get an adapter.
 
-    Args:
-        spec: spec of the base.
-        settings: section train.
-        trains_tokens: whether rows of added tokens are trained.
-
     Raises:
         BaseModelError: the model is not a causal language model.
         SettingsError: targets, patterns or ranks do not fit the model, or its layers do not support this adapter.
     """
     chosen = check(spec, settings)
-    _check_layers(chosen, settings, spec.tied_head)
-    if trains_tokens:
-        _check_tokens(chosen, spec.layers)
-    return chosen
-
-
-def choose_for_adapter(base: Model, settings: Train, trains_tokens: bool) -> tuple[LayerSpec, ...]:
-    """Choose and validate the layers of an existing model: without adapters, in 4 bits or not, on any device.
-
-    Raises:
-        SettingsError: targets, ranks or patterns do not fit the model, or its layers do not support this adapter, alone
-            or together with trained token rows.
-    """
-    layers, tied = list_layers(base), has_tied_head(base)
-    chosen = choose(layers, settings.target_modules, list_other_modules(base))
-    check_patterns(chosen, settings)
-    check_ranks(chosen, settings)
-    _check_layers(chosen, settings, tied)
-    if trains_tokens:
-        _check_tokens(chosen, layers)
+    for layer in chosen:
+        if reason := _adapter_obstacle(layer, settings, spec.tied_head):
+            raise SettingsError(f"train.target_modules: {layer.name}: {reason}")
+    if not trains_tokens:
+        return chosen
+    if adapted := [layer.name for layer in chosen if layer.role in ("embedding", "head")]:
+        raise SettingsError(
+            f"train.target_modules: {adapted[0]}: its rows of base.added_tokens are trained, and peft supports either "
+            "an adapter or trained rows on a layer; remove it from the targets"
+        )
+    head = next((layer for layer in spec.layers if layer.role == "head"), None)
+    if head is not None and head.bias:
+        raise SettingsError(
+            f"base.added_tokens: {head.name} has a bias, which peft does not support on an output layer with trained "
+            "rows; set []"
+        )
     return chosen
 
 
@@ -256,63 +220,30 @@ def sharding_obstacle(settings: Train) -> str | None:
     return None
 
 
-def has_tied_head(base: Model) -> bool:
-    """Return True if the output layer and the embedding of a model are one tensor."""
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    return head is not None and embedding is not None and head.weight is embedding.weight
-
-
-def _check_layers(chosen: Sequence[LayerSpec], settings: Train, tied_head: bool) -> None:
-    for layer in chosen:
-        if reason := _adapter_obstacle(layer, settings, tied_head):
-            raise SettingsError(f"train.target_modules: {layer.name}: {reason}")
-
-
-def _check_tokens(chosen: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> None:
-    if adapted := [layer.name for layer in chosen if layer.role in ("embedding", "head")]:
-        raise SettingsError(
-            f"train.target_modules: {adapted[0]}: its rows of base.added_tokens are trained, and peft supports either "
-            "an adapter or trained rows on a layer; remove it from the targets"
-        )
-    head = next((layer for layer in layers if layer.role == "head"), None)
-    if head is not None and head.bias:
-        raise SettingsError(
-            f"base.added_tokens: {head.name} has a bias, which peft does not support on an output layer with trained "
-            "rows; set []"
-        )
-
-
 def _adapter_obstacle(layer: LayerSpec, settings: Train, tied_head: bool) -> str | None:
     """Return the reason why this layer cannot have the adapter of section train; None if it can."""
-    if layer.kind == "experts":
-        return _experts_obstacle(settings)
-    if layer.role in ("embedding", "head") and tied_head:
+    if layer.role in ("embedding", "head") and tied_head and layer.kind != "experts":
         return (
             "embedding and output layer of this model are one tensor, and an adapter on one of them could not be "
             "merged; remove it"
         )
-    if layer.kind == "embedding":
-        return _embedding_obstacle(settings)
-    return None
-
-
-def _experts_obstacle(settings: Train) -> str | None:
-    prefix = "is one tensor for all experts, which supports only plain LoRA in peft, "
-    if settings.adapter != "lora":
-        return f"{prefix}not {settings.adapter}; set adapter: lora, or target_modules: attention"
-    if settings.initialization != "zero":
-        return f"{prefix}initialized with zero; set initialization: zero, or target_modules: attention"
-    if settings.dropout:
-        return f"{prefix}without dropout; set dropout: 0, or target_modules: attention"
-    return None
-
-
-def _embedding_obstacle(settings: Train) -> str | None:
-    prefix = "is an embedding, which supports only plain LoRA here, "
-    if settings.adapter == "dora":
-        return f"{prefix}because DoRA's magnitude per column cannot be merged; set adapter: lora"
-    if settings.adapter == "adalora":
-        return f"{prefix}not adalora; set adapter: lora, or remove it"
-    if settings.initialization != "zero":
-        return f"{prefix}initialized with zero; set initialization: zero, or remove it"
-    return None
+    is_plain, is_zero = settings.adapter == "lora", settings.initialization == "zero"
+    if layer.kind == "experts":
+        prefix = "is one tensor for all experts, which supports only plain LoRA in peft, "
+        advice = "target_modules: attention"
+        obstacles = [
+            (not is_plain, f"not {settings.adapter}; set adapter: lora, or {advice}"),
+            (not is_zero, f"initialized with zero; set initialization: zero, or {advice}"),
+            (bool(settings.dropout), f"without dropout; set dropout: 0, or {advice}"),
+        ]
+    elif layer.kind == "embedding":
+        prefix = "is an embedding, which supports only plain LoRA here, "
+        dora = "because DoRA's magnitude per column cannot be merged; set adapter: lora"
+        obstacles = [
+            (settings.adapter == "dora", dora),
+            (not is_plain, f"not {settings.adapter}; set adapter: lora, or remove it"),
+            (not is_zero, "initialized with zero; set initialization: zero, or remove it"),
+        ]
+    else:
+        return None
+    return next((f"{prefix}{reason}" for is_obstacle, reason in obstacles if is_obstacle), None)

@@ -1,7 +1,7 @@
 """Validates and loads the teacher of a distillation, and computes its probabilities at every trained position."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ class TeacherCandidate:
     tokens: int
     """Number of token ids, which teacher and base share; further rows of the embedding are padding."""
     rows: int
-    """Rows of the teacher's embedding."""
 
     def weight_bytes(self, settings: DistillSettings, dtype: torch.dtype) -> int:
         """Estimate the memory of the weights."""
@@ -93,10 +92,8 @@ def inspect_teacher(path: Path, setting: str, tokenizer: Any, settings: DistillS
     """Validate a teacher without loading its weights.
 
     Args:
-        path: directory of the teacher.
         setting: value of train.distill.teacher, for messages.
         tokenizer: tokenizer of the base, with its added tokens.
-        settings: section train.distill, of which top_k is used.
 
     Raises:
         BaseModelError: the directory contains no model, or cannot be read.
@@ -162,8 +159,6 @@ def take_top_k(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tens
 
     Args:
         logits: [positions, tokens] in float32.
-        temperature: divisor of the logits.
-        k: number of tokens.
     """
     log_probabilities = functional.log_softmax(logits / temperature, dim=1)
     top = log_probabilities.topk(k, dim=1)
@@ -171,14 +166,14 @@ def take_top_k(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tens
     return top.indices, torch.cat([top.values, rest], dim=1).clamp_(min=MIN_LOG_PROBABILITY)
 
 
-def first_nonfinite_position(values: Tensor) -> int | None:
+def _first_nonfinite_position(values: Tensor) -> int | None:
     """Return the first index of `values` [positions, ...] with a number that is not finite; None if all are finite."""
     if math.isfinite(float(values.sum())):
         return None
     return int((~torch.isfinite(values)).any(dim=1).nonzero()[0])
 
 
-def nonfinite_answer_error(row: int, path: Path) -> DataError:
+def _nonfinite_output_error(row: int, path: Path) -> DataError:
     """Build the error for a teacher whose output for a training row is NaN."""
     return DataError(
         f"{KEY}: {path}: the output for training row {row} is not finite; set train.compute_dtype: float32, or use "
@@ -205,11 +200,7 @@ class TeacherModel:
             raise SettingsError(f"{KEY}: {text}") from None
 
     def predict(self, rows: TokenRows, row_indices: Sequence[int]) -> TeacherPredictions:
-        """Compute the outputs for these rows in one batch.
-
-        Raises:
-            DataError: an output is NaN.
-        """
+        """Compute the outputs for these rows in one batch. Raises DataError if an output is NaN."""
         batch = SequenceBatch.from_sequences(rows, [[row] for row in row_indices], self.device)
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
         positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
@@ -220,26 +211,21 @@ class TeacherModel:
             return TeacherPredictions(tokens[0], values[0], 0.0, 0.0)
         loss = left_out = 0.0
         with torch.no_grad():
-            for piece, logits in self._logits(batch, positions):
+            for start, all_logits in SelectedPositionsPass(self.model, batch.input_ids, positions, {}).pieces():
+                logits = all_logits[0, :, : self.candidate.tokens].float()  # without padding
+                piece = slice(start, start + len(logits))
                 piece_targets = targets[piece].unsqueeze(1)
                 loss += float(
                     (logits.logsumexp(dim=1) - logits.gather(1, piece_targets)[:, 0]).sum(dtype=torch.float64)
                 )
                 top_tokens, log_probabilities = take_top_k(logits, self.settings.temperature, k)
-                if (invalid := first_nonfinite_position(log_probabilities)) is not None:
-                    raise nonfinite_answer_error(
-                        row_indices[int(positions[piece][invalid]) // batch.input_ids.shape[1]], self.candidate.path
-                    )
+                if (invalid := _first_nonfinite_position(log_probabilities)) is not None:
+                    row = row_indices[int(positions[piece][invalid]) // batch.input_ids.shape[1]]
+                    raise _nonfinite_output_error(row, self.candidate.path)
                 left_out += float(log_probabilities[:, -1].exp().sum(dtype=torch.float64))
                 tokens.append(top_tokens.to(torch.int32).cpu())
                 values.append(log_probabilities.to(torch.float16).cpu())
         return TeacherPredictions(torch.cat(tokens), torch.cat(values), loss, left_out)
-
-    def _logits(self, batch: SequenceBatch, positions: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield ranges of the positions with their logits [range, tokens] in float32, without padding."""
-        forward_pass = SelectedPositionsPass(self.model, batch.input_ids, positions, {}, cache=None, make_cache=False)
-        for start, logits in forward_pass.pieces():
-            yield slice(start, start + logits.shape[1]), logits[0, :, : self.candidate.tokens].float()
 
 
 # A teacher that is evaluated during training.
@@ -261,14 +247,11 @@ class OnlineTeacher:
     """Number of token ids shared with the student; further rows of the embedding are padding."""
     settings: DistillSettings
     path: Path
-    """Directory of the teacher, for messages."""
 
     def compute_targets(self, batch: SequenceBatch, row_of: Callable[[int], int]) -> "OnlineTeacherTargets":
-        """Compute the distillation targets of a micro-batch.
+        """Compute the distillation targets of the student's micro-batch.
 
-        Args:
-            batch: the student's micro-batch.
-            row_of: returns the training row of a trained position, given the position's index in the micro-batch.
+        `row_of` returns the training row of a trained position, given the position's index in the micro-batch.
         """
         return OnlineTeacherTargets(self, batch, row_of)
 
@@ -278,19 +261,14 @@ class OnlineTeacherTargets:
 
     def __init__(self, teacher: OnlineTeacher, batch: SequenceBatch, row_of: Callable[[int], int]) -> None:
         self._teacher, self._row_of = teacher, row_of
-        trained_positions = (
-            (functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten() != IGNORE_INDEX)
-            .nonzero()
-            .squeeze(1)
-        )
+        targets = functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+        trained_positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
         forward_kwargs = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
         self._empty_logits = torch.empty((0, teacher.tokens), device=batch.labels.device)
         self._pass = None
         if len(trained_positions):
             with torch.no_grad():
-                self._pass = DeferredHeadPass(
-                    teacher.model, batch.input_ids, trained_positions, forward_kwargs, cache=None, make_cache=False
-                )
+                self._pass = DeferredHeadPass(teacher.model, batch.input_ids, trained_positions, forward_kwargs)
 
     @property
     def distributions(self) -> int:
@@ -298,11 +276,7 @@ class OnlineTeacherTargets:
         return FULL_TENSORS if self._teacher.settings.top_k is None else TOP_K_TENSORS
 
     def select(self, positions: slice) -> StoredTeacherTargets:
-        """Compute the targets of a range of trained positions.
-
-        Raises:
-            DataError: an output is NaN.
-        """
+        """Compute the targets of a range of trained positions. Raises DataError if an output is NaN."""
         settings, first = self._teacher.settings, int(positions.start)
         with torch.no_grad():
             logits = self._empty_logits
@@ -315,8 +289,8 @@ class OnlineTeacherTargets:
                 )
             else:
                 tokens, log_probabilities = take_top_k(logits, settings.temperature, settings.top_k)
-            if (invalid := first_nonfinite_position(log_probabilities)) is not None:
-                raise nonfinite_answer_error(self._row_of(first + invalid), self._teacher.path)
+            if (invalid := _first_nonfinite_position(log_probabilities)) is not None:
+                raise _nonfinite_output_error(self._row_of(first + invalid), self._teacher.path)
         return StoredTeacherTargets(
             tokens, log_probabilities, settings.weight, settings.temperature, settings.direction
         )

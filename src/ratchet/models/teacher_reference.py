@@ -18,11 +18,7 @@ Stamp = tuple[str, int, int, int]
 
 
 def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
-    """Return the directory of the configured teacher.
-
-    Raises:
-        BaseModelError: the directory does not exist.
-    """
+    """Return the directory of the configured teacher. Raises BaseModelError if the directory does not exist."""
     setting = str(train.distill.teacher)
     path = (layout.root / Path(setting).expanduser()).resolve()
     if not path.is_dir():
@@ -35,8 +31,7 @@ def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
 def digest_files(path: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of the teacher: weights, configuration, tokenizer.
 
-    Raises:
-        BaseModelError: config, weights or tokenizer are missing.
+    Raises BaseModelError if config, weights or tokenizer are missing.
     """
     stats = [(name, (path / name).stat()) for name in base_model.list_model_files(path)]
     stamps = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
@@ -52,8 +47,7 @@ def _digest_unchanged_files(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tupl
 def require_files(path: Path, expected: dict[str, str]) -> None:
     """Compare the teacher's files with the digests recorded at the start of the run.
 
-    Raises:
-        BaseModelError: a file differs, is missing, or is new.
+    Raises BaseModelError if a file differs, is missing, or is new.
     """
     actual = digest_files(path)
     if difference := digests.find_first_difference(expected, actual):
@@ -70,11 +64,6 @@ def resolve_teacher(train: Train, layout: ProjectLayout, data_digest: str) -> tu
     The second value is the digest of the teacher's files if the teacher is evaluated during training, otherwise that of
     the stored outputs; without a teacher, it is None. The teacher's path does not affect training, so the spec contains
     the first digits of the teacher's digest instead of the path.
-
-    Args:
-        train: section train.
-        layout: layout of the project.
-        data_digest: digest of the prepared data.
 
     Raises:
         DataError: the stored outputs are missing, or belong to other data or settings.

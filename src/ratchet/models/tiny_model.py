@@ -1,23 +1,21 @@
 """Builds the tiny base model: a small decoder, pre-trained from scratch on the project's own texts.
 
-Tests, demos and machines without a network need a base model that is real (an ordinary Hugging Face directory with
-tokenizer, chat template and weights) and that LoRA can fine-tune. LoRA adapts features that a model already extracts,
-so it cannot fine-tune random weights. The model is therefore trained on two tasks, neither of which needs labels:
+Tests, demos and machines without a network need a real base model (an ordinary Hugging Face directory) that LoRA can
+fine-tune. LoRA adapts features that a model already extracts, so the model is trained on two tasks without labels:
 
 - language: next-token prediction on packed documents;
 - topics: in the chat template, the user sends a text and the assistant names its topic, which is the few words with the
   largest weights (TF-IDF) in the text *and its nearest neighbours*. So the hidden state at the assistant's first
   position summarizes the user's turn. Fine-tuning relies on this summary.
 
-All random numbers come from one seed, so the same texts, settings, number of threads and library versions give the same
-bytes.
+The same texts, settings, number of threads and library versions give the same bytes.
 """
 
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -41,14 +39,11 @@ CHAT_TEMPLATE = (
 def build(texts: Sequence[str], output_dir: Path, settings: TinyModelSettings, progress: Callable[[str], None]) -> None:
     """Train tokenizer and model on `texts` and save both to `output_dir` in transformers' format.
 
+    Raises ValueError if all texts are empty.
+
     Args:
         texts: paragraphs or lines; empty ones are skipped.
         output_dir: receives config, generation config, weights and tokenizer; created if missing.
-        settings: shape and schedule.
-        progress: receives short progress messages.
-
-    Raises:
-        ValueError: all texts are empty.
     """
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
@@ -59,8 +54,22 @@ def build(texts: Sequence[str], output_dir: Path, settings: TinyModelSettings, p
     progress(f"pre-training: {documents.describe()}")
     with torch.random.fork_rng(devices=[]):  # the caller's random state is unchanged
         torch.manual_seed(settings.seed)
-        model = LlamaForCausalLM(_model_config(tokenizer, settings))
-        pretrain(model, documents, settings, progress)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=settings.hidden_size,
+            intermediate_size=settings.intermediate_size,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            num_key_value_heads=settings.heads,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
+        )
+        model = LlamaForCausalLM(config)
+        _pretrain(model, documents, settings, progress)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(output_dir)
@@ -94,7 +103,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> list[str]:
+def _name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> list[str]:
     """Return the topic of each text, such as "card, arrive, order": the `words` words with the largest weights.
 
     Weights are TF-IDF, summed over the text's nearest `neighbours` by cosine similarity, which include the text itself.
@@ -132,14 +141,16 @@ class PretrainingDocuments:
         self._length = settings.sequence_length
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        self.texts = [[*piece, end] for ids in encoded for piece in _split_into_pieces(ids, self._length)]
+        self.texts = [
+            [*ids[start : start + self._length], end] for ids in encoded for start in range(0, len(ids), self._length)
+        ]
         # The sample is limited because the search for neighbours takes quadratic time: 2 s for 7,500 texts.
         sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
             tokenizer(part)["input_ids"]
             for part in (f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n", f"{TURN_END}\n")
         )
-        topics = name_topics([texts[i] for i in sample])
+        topics = _name_topics([texts[i] for i in sample])
         self.conversations = [
             [*before, *encoded[i][: self._length // 2], *between, *tokenizer(topic)["input_ids"], *after]
             for i, topic in zip(sample, topics, strict=True)
@@ -152,22 +163,17 @@ class PretrainingDocuments:
 
     def draw_batch(self, sequences: int) -> Tensor:
         """Return the next batch [sequences, sequence_length + 1]; every row starts with the start of a document."""
-        return torch.tensor([self._draw_row() for _ in range(sequences)])
-
-    def _draw_row(self) -> list[int]:
-        row: list[int] = []
-        while len(row) <= self._length:
-            source = self.conversations if self.conversations and self._rng.random() < 0.7 else self.texts
-            row += self._rng.choice(source)
-        return row[: self._length + 1]
-
-
-def _split_into_pieces(ids: list[int], length: int) -> Iterator[list[int]]:
-    for start in range(0, len(ids), length):
-        yield ids[start : start + length]
+        rows = []
+        for _ in range(sequences):
+            row: list[int] = []
+            while len(row) <= self._length:
+                source = self.conversations if self.conversations and self._rng.random() < 0.7 else self.texts
+                row += self._rng.choice(source)
+            rows.append(row[: self._length + 1])
+        return torch.tensor(rows)
 
 
-def pretrain(
+def _pretrain(
     model: LlamaForCausalLM,
     documents: PretrainingDocuments,
     settings: TinyModelSettings,
@@ -180,10 +186,8 @@ def pretrain(
     """
     blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
     other_parameters = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
-    muon, adamw = (
-        MuonOptimizer(blocks),
-        torch.optim.AdamW(other_parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
-    )
+    muon = MuonOptimizer(blocks)
+    adamw = torch.optim.AdamW(other_parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     model.train()
     for step in range(settings.steps):
         ids_bt = documents.draw_batch(settings.batch_size)
@@ -191,7 +195,10 @@ def pretrain(
         loss = functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = settings.learning_rate * _learning_rate_factor(step, settings.steps)
+        # Linear warm-up over 1/20 of the steps, then cosine decay to 1/20.
+        warmup = max(1, settings.steps // 20)
+        decay = 1 + math.cos(math.pi * (step - warmup) / max(1, settings.steps - warmup))
+        rate = settings.learning_rate * ((step + 1) / warmup if step < warmup else 0.05 + 0.95 * 0.5 * decay)
         muon.step(rate)
         adamw.param_groups[0]["lr"] = 0.4 * rate
         adamw.step()
@@ -228,28 +235,3 @@ def _orthogonalize(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
-
-
-def _learning_rate_factor(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up over 1/20 of the steps, then cosine decay to 1/20."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def _model_config(tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )

@@ -27,10 +27,8 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[int, list[int]]:
     """Add tokens to a tokenizer; tokens that it already has are unchanged.
 
     New tokens are matched literally, without the tokenizer's normalization. They are not special tokens, because
-    special tokens are removed from decoded answers.
-
-    Returns:
-        By id of each new token: ids of the pieces into which its text was split before.
+    special tokens are removed from decoded answers. Returns, by id of each new token, the ids of the pieces into which
+    its text was split before.
     """
     vocabulary = tokenizer.get_vocab()
     new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
@@ -47,8 +45,7 @@ def required_rows(tokenizer: Any) -> int:
 def list_new_token_ids(tokenizer: Any, card: BaseCard, model: Model | None = None) -> list[int]:
     """Return the ids whose rows must be trained, ascending: base.added_tokens and rows added by `grow_embeddings`.
 
-    Raises:
-        BaseModelError: the tokenizer does not have a token of the base card.
+    Raises BaseModelError if the tokenizer does not have a token of the base card.
     """
     vocabulary = tokenizer.get_vocab()
     if missing := [token for token in card.added_tokens if token not in vocabulary]:
@@ -63,20 +60,21 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
     A new row is the mean of the rows of its token's pieces, or of all old rows if no pieces are known. So it starts in
     the range of existing rows, and the probabilities of other tokens hardly change (Hewitt 2021, "Initializing new
     word embeddings for pretrained language models"). Tied embeddings stay tied. The same model and tokenizer give the
-    same rows; random streams are unchanged.
+    same rows; random streams are unchanged. Returns ids of the added rows, ascending; empty if the model had enough
+    rows. Raises BaseModelError if the output embeddings are in 4 bits and cannot grow.
 
     Args:
         model: model without adapters, on any device; its linear layers may be in 4 bits.
         tokenizer_size: result of `required_rows`.
         pieces: result of `add_tokens`; rows of these tokens are initialized even if they were padding.
-
-    Returns:
-        Ids of the added rows, ascending; empty if the model had enough rows.
-
-    Raises:
-        BaseModelError: the output embeddings are in 4 bits and cannot grow.
     """
-    if not _can_resize(model, tokenizer_size, pieces or {}):
+    head = model.get_output_embeddings()
+    if isinstance(head, Linear4bit):
+        if pieces or tokenizer_size > head.out_features:
+            raise BaseModelError(
+                "base.added_tokens: the output layer of this model is stored in 4 bits, so it cannot have new rows; "
+                "use the model from before it was quantized"
+            )
         return []
     old_rows = [len(tensor) for tensor in _list_token_tensors(model)]
     if tokenizer_size > min(old_rows):
@@ -89,19 +87,6 @@ def grow_embeddings(model: Model, tokenizer_size: int, pieces: Pieces | None = N
     added = list(range(min(old_rows), tokenizer_size))
     setattr(model, _GROWN_ATTRIBUTE, added)
     return added
-
-
-def _can_resize(model: Model, tokenizer_size: int, pieces: Pieces) -> bool:
-    """Return True if rows can be added and set. Raises BaseModelError if this is necessary but impossible."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, Linear4bit):
-        return True
-    if pieces or tokenizer_size > head.out_features:
-        raise BaseModelError(
-            "base.added_tokens: the output layer of this model is stored in 4 bits, so it cannot have new rows; use "
-            "the model from before it was quantized"
-        )
-    return False
 
 
 def _list_token_tensors(model: Model) -> list[torch.Tensor]:

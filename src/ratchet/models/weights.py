@@ -10,8 +10,7 @@ import json
 import shutil
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +45,8 @@ def check_stored_tensors(path: Path, spec: ModelSpec, stored: StoredQuantization
     """Compare names and shapes of all stored tensors with the model's, from headers only.
 
     The loader of transformers makes the comparison, with tensors on the meta device. So the names of old and foreign
-    checkpoints are converted in the same way as when the weights are loaded.
-
-    Args:
-        path: directory of the weights.
-        spec: structure of the model.
-        stored: quantization of the stored weights.
-
-    Returns:
-        Stored tensors that the model does not use.
-
-    Raises:
-        BaseModelError: a file is damaged, or a tensor is missing or has another shape.
+    checkpoints are converted in the same way as when the weights are loaded. Returns stored tensors that the model does
+    not use. Raises BaseModelError if a file is damaged, or a tensor is missing or has another shape.
     """
     shapes = plain_shapes(path, spec, stored)
     meta_model = spec.model(torch.float32)
@@ -83,22 +72,24 @@ def check_stored_tensors(path: Path, spec: ModelSpec, stored: StoredQuantization
 
 
 def loading_report(meta_model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the report of transformers' loader for tensors of these names and shapes (missing_keys, ...).
-
-    Args:
-        meta_model: model with the class and the config to use.
-        shapes: shapes of the tensors by name.
-    """
-    with _suppress_loading_report():
+    """Return the report of transformers' loader for tensors of these names and shapes (missing_keys, ...)."""
+    config = meta_model.config
+    if hasattr(config, "quantization_config"):  # unquantized shapes are compared
+        del config.quantization_config
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # Ratchet's error message has the content of transformers' report
+    try:
         _, report = type(meta_model).from_pretrained(
             None,
-            config=_without_quantization_config(meta_model.config),
+            config=config,
             state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
             dtype=torch.float32,
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,  # the report names the tensor; an error would not
             output_loading_info=True,
         )
+    finally:
+        logging.set_verbosity(verbosity)
     result: dict[str, Any] = report
     return result
 
@@ -108,18 +99,10 @@ def tied_names(spec: ModelSpec) -> frozenset[str]:
     return frozenset(spec.model(torch.float32).all_tied_weights_keys)
 
 
-def _without_quantization_config(config: Any) -> Any:
-    """Remove the quantization config, so that unquantized shapes are compared."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
-
-
 def plain_shapes(path: Path, spec: ModelSpec, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all stored tensors by name; for 4-bit weights the unquantized shape, without constants.
 
-    Raises:
-        BaseModelError: a file is damaged.
+    Raises BaseModelError if a file is damaged.
     """
     shapes = base_model.read_tensor_shapes(path)
     if stored is None:
@@ -159,22 +142,10 @@ def _count_suffix(count: int) -> str:
     return f" (and {count - 1} more)" if count > 1 else ""
 
 
-@contextmanager
-def _suppress_loading_report() -> Iterator[None]:
-    """Suppress the message with transformers' report, because Ratchet's error message has the same content."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def require_finite(path: Path) -> None:
     """Check that all weights are finite. Call this once, when the base is pinned; later its digest is sufficient.
 
-    Raises:
-        BaseModelError: a number is NaN or infinite.
+    Raises BaseModelError if a number is NaN or infinite.
     """
     for name, stored in WeightReader(path).tensors().items():
         tensor = stored[...]
@@ -202,31 +173,30 @@ class WeightReader:
         """Return all tensors by name, without reading them."""
         return {name: LazyTensor(file.get_slice(name), self) for file in self._files for name in file.keys()}  # noqa: SIM118
 
-    def count_read(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of a tensor as read. Concurrent threads may lose counts, which is harmless."""
+    def read(self, stored: Any, index: Any) -> Tensor:
+        """Read a part of a stored tensor. Concurrent threads may lose counts, which is harmless."""
+        tensor: Tensor = stored[index]
         self._read_bytes += tensor.nbytes
         if self._read_bytes >= TRIM_EVERY_BYTES:
             self._read_bytes = 0
             trim_heap()
+        return tensor
 
 
 class LazyTensor:
-    """A stored tensor that is read with `[...]`; before that, transformers can query its shape and dtype."""
+    """A stored tensor that is read with `[...]`; it has the interface of safetensors' slices, for transformers."""
 
     def __init__(self, stored: Any, reader: WeightReader) -> None:
         self._stored = stored
         self._reader = reader
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        self._reader.count_read(tensor := self._stored[index])
-        return tensor
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._reader.read(self._stored, index)
 
     def get_shape(self) -> list[int]:
-        """Return the shape, in the interface of safetensors' slices."""
         return list(self._stored.get_shape())
 
     def get_dtype(self) -> str:
-        """Return the dtype, in the interface of safetensors' slices."""
         return str(self._stored.get_dtype())
 
 
@@ -245,10 +215,7 @@ def dense_weight(module: Any) -> Tensor:
 
     A 4-bit weight is dequantized to the compute dtype, as in bitsandbytes' matrix product, even if it was quantized
     from another dtype. The part that PiSSA subtracted is added back. A float32 weight is not copied. A sharded weight
-    is gathered, so every rank must call this.
-
-    Raises:
-        BaseModelError: the weight is quantized by an unknown method.
+    is gathered, so every rank must call this. Raises BaseModelError if the weight is quantized by an unknown method.
     """
     layer = unwrap_to_base(module)
     if isinstance(layer, Linear4bit):
@@ -296,17 +263,20 @@ def wrapped_module(module: Any) -> Any:
 def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), include_code: bool = False) -> None:
     """Convert a model directory with pickles to one with safetensors; the same weights give the same bytes.
 
+    Raises BaseModelError if there are no pickles, or a shard is missing, damaged, or contains more than tensors.
+
     Args:
-        directory: the model with pickles.
-        target: a new directory.
         tied: names of tied weights. A tied weight is omitted if another weight in the file is the same tensor; all
             other weights that share memory are written separately.
-        include_code: copy the model's Python code too.
-
-    Raises:
-        BaseModelError: there are no pickles, or a shard is missing, damaged, or contains more than tensors.
     """
-    pickles = _list_pickles(directory)
+    if (directory / base_model.PICKLE_INDEX).exists():
+        pickles = base_model.list_shards(directory / base_model.PICKLE_INDEX)
+    elif (directory / _SINGLE_PICKLE).exists():
+        pickles = [_SINGLE_PICKLE]
+    else:
+        raise BaseModelError(
+            f"{directory}: no weights: found neither {base_model.WEIGHTS} nor {_SINGLE_PICKLE}, nor an index of shards"
+        )
     target.mkdir()
     for name in base_model.list_companion_files(directory, include_code):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -325,17 +295,6 @@ def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), i
         (target / base_model.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _list_pickles(directory: Path) -> list[str]:
-    """Return the names of the pickles with the model's weights, in order."""
-    if (directory / base_model.PICKLE_INDEX).exists():
-        return base_model.list_shards(directory / base_model.PICKLE_INDEX)
-    if (directory / _SINGLE_PICKLE).exists():
-        return [_SINGLE_PICKLE]
-    raise BaseModelError(
-        f"{directory}: no weights: found neither {base_model.WEIGHTS} nor {_SINGLE_PICKLE}, nor an index of shards"
-    )
-
-
 def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
@@ -350,21 +309,21 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file}: refused: it holds more than tensors, and its code is not run ({refusal[0]}); use a source that "
             "publishes the model as safetensors"
         ) from None
-    invalid = (
-        [key for key, value in content.items() if not isinstance(value, Tensor)] if isinstance(content, dict) else [""]
-    )
-    if invalid:
+    found = None
+    if not isinstance(content, dict):
+        found = type(content).__name__
+    elif invalid := [key for key, value in content.items() if not isinstance(value, Tensor)]:
+        found = f"{type(content).__name__} with {invalid[0]}: {type(content[invalid[0]]).__name__}"
+    if found is not None:
         raise BaseModelError(
-            f"{file}: expected tensors by name, found {type(content).__name__}"
-            + (f" with {invalid[0]}: {type(content[invalid[0]]).__name__}" if invalid[0] else "")
-            + "; use the file as written by transformers"
+            f"{file}: expected tensors by name, found {found}; use the file as written by transformers"
         )
     return {str(key): value for key, value in content.items()}
 
 
 def _separate_shared_tensors(tensors: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tensor]:
     """Copy tensors that share memory, because safetensors does not support sharing; omit tied copies."""
-    storages: dict[int, str] = {}
+    storages: set[int] = set()
     views: set[tuple[Any, ...]] = set()
     separate: dict[str, Tensor] = {}
     for name in sorted(tensors, key=lambda name: (name in tied, name)):  # tied names come last
@@ -375,5 +334,5 @@ def _separate_shared_tensors(tensors: dict[str, Tensor], tied: Collection[str]) 
         views.add(view)
         memory = tensor.untyped_storage().data_ptr()
         separate[name] = (tensor.clone() if memory in storages and tensor.numel() else tensor).contiguous()
-        storages.setdefault(memory, name)
+        storages.add(memory)
     return separate

@@ -37,10 +37,18 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
     It is INVALID if the comparisons are meaningless, else REJECT if a rule clearly fails, else HOLD if the samples
     cannot decide a rule. Bad models and bad scores raise no error. The same evidence gives byte-identical verdicts.
     """
-    reasons = rules.find_problems(evidence) or (
-        *_apply_rules(RuleContext(evidence, gate)),
-        *_check_test_set_uses(evidence, gate),
-    )
+    reasons = rules.find_problems(evidence)
+    if not reasons:
+        context = RuleContext(evidence, gate)
+        improvements = rules.apply_must_improve_rules(context)
+        reasons = tuple(improvements.get(i) or _apply_rule(context, rule) for i, rule in enumerate(gate.rules))
+        if evidence.test_set_uses > gate.max_test_set_uses:
+            text = (
+                f"{evidence.test_set_uses} models were evaluated on these test rows, more than gate.max_test_set_uses "
+                f"= {gate.max_test_set_uses}: the best of so many models looks better than it is. Draw new test rows "
+                "(other data, or another prepare.split.seed) and train again"
+            )
+            reasons += (RuleResult(rule="test_set_uses", metric="-", outcome="undecided", text=text),)
     return Verdict(
         decision=DECISIONS[rules.worst_outcome([reason.outcome for reason in reasons])],
         model_digest=evidence.bundle.model_digest,
@@ -58,59 +66,29 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
     )
 
 
-def _apply_rules(context: RuleContext) -> tuple[RuleResult, ...]:
-    """Apply the rules; the results are in the order of the rules."""
-    improvements = rules.apply_must_improve_rules(context)
-    return tuple(
-        improvements.get(index) or _apply_or_invalidate(context, rule) for index, rule in enumerate(context.gate.rules)
-    )
-
-
-def _apply_or_invalidate(context: RuleContext, rule: Rule) -> RuleResult:
-    try:
-        return _apply_rule(context, rule)
-    except IncomparableError as error:
-        return RuleResult(rule=rule.rule, metric=_rule_metric(rule), outcome="invalid", text=str(error))
-
-
 def _apply_rule(context: RuleContext, rule: Rule) -> RuleResult:
-    match rule:
-        case MustNotRegressRule():
-            return rules.apply_must_not_regress(context, rule)
-        case AtLeastRule():
-            return rules.apply_at_least(context, rule)
-        case AboveChanceRule():
-            return rules.apply_above_chance(context, rule)
-        case ForgettingRule():
-            return rules.apply_forgetting(context, rule)
-        case BudgetRule():
-            return rules.apply_budget(context, rule)
-        case ExportParityRule():
-            return rules.apply_export_parity(context, rule)
-        case MustImproveRule():
-            raise TypeError("must_improve rules are applied together by rules.apply_must_improve_rules")
-
-
-def _rule_metric(rule: Rule) -> str:
-    """Return the name of the metric that a rule tests, for the verdict."""
-    if isinstance(rule, ForgettingRule):
-        return GENERAL_PERPLEXITY
-    if isinstance(rule, BudgetRule):
-        return rule.resource
-    metric = getattr(rule, "metric", rule.rule)
-    return metric if isinstance(metric, str) else ", ".join(metric)
-
-
-def _check_test_set_uses(evidence: GateEvidence, gate: Gate) -> tuple[RuleResult, ...]:
-    """Return a reason for HOLD if too many models were evaluated on these test rows."""
-    if evidence.test_set_uses <= gate.max_test_set_uses:
-        return ()
-    text = (
-        f"{evidence.test_set_uses} models were evaluated on these test rows, more than gate.max_test_set_uses = "
-        f"{gate.max_test_set_uses}: the best of so many models looks better than it is. Draw new test rows (other "
-        "data, or another prepare.split.seed) and train again"
-    )
-    return (RuleResult(rule="test_set_uses", metric="-", outcome="undecided", text=text),)
+    """Apply a rule other than must_improve. Scores that cannot be compared make its outcome `invalid`."""
+    metric: str = rule.rule
+    try:
+        match rule:
+            case MustNotRegressRule(metric=metric):
+                result = rules.apply_must_not_regress(context, rule)
+            case AtLeastRule(metric=metric):
+                result = rules.apply_at_least(context, rule)
+            case AboveChanceRule(metric=metric):
+                result = rules.apply_above_chance(context, rule)
+            case ForgettingRule():
+                metric = GENERAL_PERPLEXITY
+                result = rules.apply_forgetting(context, rule)
+            case BudgetRule(resource=metric):
+                result = rules.apply_budget(context, rule)
+            case ExportParityRule():
+                result = rules.apply_export_parity(context, rule)
+            case MustImproveRule():
+                raise TypeError("must_improve rules are applied together by rules.apply_must_improve_rules")
+    except IncomparableError as error:
+        return RuleResult(rule=rule.rule, metric=metric, outcome="invalid", text=str(error))
+    return result
 
 
 def confirm_verdict(
@@ -128,25 +106,21 @@ def confirm_verdict(
         GateError: The decision or the outcome of a rule differs from the stored verdict.
         DataError, DamagedFileError: The evidence is missing or damaged.
     """
+
+    def summarize(reason: RuleResult) -> tuple[str, str, str]:
+        # The text is not compared: its numbers (test set uses, thresholds) may change without any effect.
+        return reason.rule, reason.metric, reason.outcome
+
     current = decide_verdict(read_evidence(layout, settings, current_task_digests), settings.gate)
-    if current.decision == verdict.decision and _summarize_reasons(current) == _summarize_reasons(verdict):
+    stored = [summarize(reason) for reason in verdict.reasons]
+    if current.decision == verdict.decision and stored == [summarize(reason) for reason in current.reasons]:
         return
-    stored = _summarize_reasons(verdict)
-    changed = next((reason for reason in current.reasons if _summarize_reason(reason) not in stored), None)
+    changed = next((reason for reason in current.reasons if summarize(reason) not in stored), None)
     detail = f" ({changed.rule}: {changed.text})" if changed else ""
     raise GateError(
         f"{layout.verdict}: has {verdict.decision}, but the current rules, tasks and test set uses give "
         f"{current.decision}{detail}; run `dvc repro`, or `dvc repro -f gate` if that changes nothing"
     )
-
-
-def _summarize_reasons(verdict: Verdict) -> list[tuple[str, str, str]]:
-    return [_summarize_reason(reason) for reason in verdict.reasons]
-
-
-def _summarize_reason(reason: RuleResult) -> tuple[str, str, str]:
-    # The text is not compared: its numbers (test set uses, thresholds) may change without any effect.
-    return reason.rule, reason.metric, reason.outcome
 
 
 # Noise of an evaluation: the difference between two scorings of the same model.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ratchet.config.evaluate import ModelFormat
 from ratchet.config.gate import Gate, Reference
@@ -123,7 +123,12 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
             samples.setdefault(role, {})[metric] = by_id
             if duplicate is not None:
                 duplicate_samples.setdefault(role, {})[metric] = duplicate
-    noise, noise_samples = _read_noise(layout)
+    noise, noise_samples = None, {}
+    if (path := layout.noise / "noise.json").exists():  # the last result of `ratchet gate --aa`
+        files.verify_sealed(layout.noise, "noise")
+        noise = EvaluationNoise.load(path)
+        noise_samples = {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
+    rules = rules_digest(settings.gate)
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have used these rows for model selection since the evaluation counted the overlaps.
@@ -139,8 +144,12 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         noise_samples=noise_samples,
         current_task_digests=current_task_digests,
         model_formats=settings.evaluate.formats,
-        earlier_decisions=list_earlier_decisions(
-            layout, report.test_set_digest, report.adapter_digest, rules_digest(settings.gate)
+        earlier_decisions=tuple(
+            use.decision
+            for use in read_test_set_uses(layout.test_set_uses)
+            if (use.test_set_digest, use.model) == (report.test_set_digest, report.adapter_digest)
+            and use.decision
+            and use.rules != rules
         ),
         duplicate_samples=duplicate_samples,
     )
@@ -178,16 +187,6 @@ def _parse_record(kind: type[T], row: dict[str, Any], path: Path, number: int) -
         raise DamagedFileError(
             f"{path}:{number}: not a valid {kind.__name__} ({first_line(error)}); create the file again"
         ) from None
-
-
-def _read_noise(layout: ProjectLayout) -> tuple[EvaluationNoise | None, dict[str, Samples]]:
-    """Read the last result of `ratchet gate --aa`, if there is one."""
-    path = layout.noise / "noise.json"
-    if not path.exists():
-        return None, {}
-    files.verify_sealed(layout.noise, "noise")
-    noise = EvaluationNoise.load(path)
-    return noise, {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
 
 
 # Selecting and pairing the scores that a rule compares.
@@ -294,13 +293,9 @@ def _check_samples(metric: MetricValue | None, samples: Samples, name: str, role
         raise IncomparableError(f"{label} has no samples")
     if not math.isfinite(metric.value):
         raise IncomparableError(f"{label} is {metric.value}, not a finite number")
-    not_binary = [
-        sample for sample in samples.values() if metric.unit == "proportion" and sample.value not in (0.0, 1.0)
-    ]
-    if not_binary:
-        raise IncomparableError(
-            f"{label}: the score of sample {not_binary[0].id} is {not_binary[0].value:g}; expected 0 or 1"
-        )
+    for sample in samples.values():
+        if metric.unit == "proportion" and sample.value not in (0.0, 1.0):
+            raise IncomparableError(f"{label}: the score of sample {sample.id} is {sample.value:g}; expected 0 or 1")
     total, weight = (math.fsum(values) for values in zip(*((s.value, s.weight) for s in samples.values()), strict=True))
     recomputed = total / len(samples)
     if metric.kind == "perplexity":
@@ -325,25 +320,22 @@ def compute_difference(pairs: PairedScores) -> float:
     return sign * (new - old) / len(pairs.new)
 
 
-def build_pairs(
-    metric: MetricValue, new: Sequence[SampleScore], old: Sequence[SampleScore], groups: Mapping[str, str | None]
-) -> PairedScores:
-    """Build the input of a paired test from samples in the same order."""
-    kind: Literal["mean", "perplexity"] = "perplexity" if metric.kind == "perplexity" else "mean"
-    sample_groups = [groups.get(sample.id) for sample in new]
+def build_pairs(metric: MetricValue, new: Samples, old: Samples, groups: Mapping[str, str | None]) -> PairedScores:
+    """Build the input of a paired test from two models' scores of the same samples.
+
+    The pairs are sorted by id, because the order of samples in a file has no meaning.
+    """
+    ids = sorted(new)
+    is_perplexity = metric.kind == "perplexity"
+    sample_groups = [groups.get(id) for id in ids]
     return PairedScores(
-        new=[sample.value for sample in new],
-        old=[sample.value for sample in old],
+        new=[new[id].value for id in ids],
+        old=[old[id].value for id in ids],
         better="lower" if metric.better == "lower" else "higher",
-        kind=kind,
-        weights=[sample.weight for sample in new] if kind == "perplexity" else None,
+        kind="perplexity" if is_perplexity else "mean",
+        weights=[new[id].weight for id in ids] if is_perplexity else None,
         groups=sample_groups if any(group is not None for group in sample_groups) else None,
     )
-
-
-def sort_samples(samples: Samples) -> list[SampleScore]:
-    """Sort samples by id, because their order in a file has no meaning."""
-    return [samples[key] for key in sorted(samples)]
 
 
 def _resolve_reference(evidence: GateEvidence, reference: Reference) -> ModelRole:
@@ -369,14 +361,13 @@ def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: M
         # If all scores of one model are 0 or 1, its unit is proportion; the other model may have a mean of this scale.
         if a != b and not (attribute == "unit" and "proportion" in (a, b)):
             raise IncomparableError(f"{name}: {attribute} is {a!r} for {role} and {b!r} for {reference}")
-    first, second = sort_samples(new), sort_samples(old)
-    if metric.kind == "perplexity":
-        for a, b in zip(first, second, strict=True):
-            if a.weight != b.weight or a.weight <= 0:
-                raise IncomparableError(
-                    f"{name}: sample {a.id} has {a.weight:g} tokens for {role} and {b.weight:g} for {reference}"
-                )
-    return MatchedScores(role, metric, build_pairs(metric, first, second, evidence.groups))
+    for id in sorted(new) if metric.kind == "perplexity" else ():
+        tokens, reference_tokens = new[id].weight, old[id].weight
+        if tokens != reference_tokens or tokens <= 0:
+            raise IncomparableError(
+                f"{name}: sample {id} has {tokens:g} tokens for {role} and {reference_tokens:g} for {reference}"
+            )
+    return MatchedScores(role, metric, build_pairs(metric, new, old, evidence.groups))
 
 
 def _list_scored_metrics(evidence: GateEvidence, role: ModelRole) -> str:
@@ -390,19 +381,11 @@ def _describe_contract_differences(evidence: GateEvidence, role: ModelRole, refe
     for side, terms in zip((role, reference), sides, strict=True):
         if terms is None:
             return f"the report does not contain the contract of {side} ({scores[side].contract[:SHORT]})"
-    first, second = (dict(_iterate_leaves(terms)) for terms in sides)
+    first, second = (base.flatten(terms or {}) for terms in sides)
     keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
     listed = [f"{key}: {_format_term(first, key)} and {_format_term(second, key)}" for key in keys[:MAX_TERMS]]
     more = [f"and {len(keys) - MAX_TERMS} more"] if len(keys) > MAX_TERMS else []
     return ", ".join([*listed, *more]) or "the contracts have different digests and the same terms"
-
-
-def _iterate_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _iterate_leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def _format_term(terms: Mapping[str, Any], key: str) -> str:
@@ -450,25 +433,15 @@ def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
 
 
 def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
+    def key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
+        return use.test_set_digest, use.model, use.rules, use.decision
+
     with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
         uses = read_test_set_uses(layout.test_set_uses)
-        if any(_use_key(earlier) == _use_key(use) for earlier in uses):
+        if any(key(earlier) == key(use) for earlier in uses):
             return
         rows = (earlier.model_dump(mode="json", exclude={"format"}, exclude_none=True) for earlier in (*uses, use))
         files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
-
-
-def _use_key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
-    return use.test_set_digest, use.model, use.rules, use.decision
-
-
-def list_earlier_decisions(layout: ProjectLayout, test_set_digest: str, model: str, rules: str) -> tuple[Decision, ...]:
-    """List the decisions about this model on this test set under different rules, oldest first."""
-    return tuple(
-        use.decision
-        for use in read_test_set_uses(layout.test_set_uses)
-        if (use.test_set_digest, use.model) == (test_set_digest, model) and use.decision and use.rules != rules
-    )
 
 
 def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:

@@ -11,7 +11,7 @@ from scipy import optimize, special, stats
 
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
-from ratchet.quality_gate.statistics import Numbers, adjust_p_values
+from ratchet.quality_gate.statistics import Numbers, adjust_p_values, number_groups
 from ratchet.storage.records.sweep import Finalist, FinalistComparison, FinalRound, SweepObjective, TrainingCost
 
 RESAMPLES = 9999
@@ -63,13 +63,7 @@ class FinalistComparator:
         """Sum the values of each group; a row without a group is its own group."""
         if self.groups is None:
             return values
-        # A row without a group is named by its index (an int), so it cannot collide with a group name (a str).
-        group_numbers: dict[str | int, int] = {}
-        group_of_row = [
-            group_numbers.setdefault(row if name is None else name, len(group_numbers))
-            for row, name in enumerate(self.groups)
-        ]
-        return np.bincount(group_of_row, weights=values).astype(np.float64)
+        return np.bincount(number_groups(self.groups), weights=values).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -107,10 +101,6 @@ class FinalistScores:
         """Return the mean of each seed."""
         return tuple(comparator.mean(seed_scores) for seed_scores in self.matrix)
 
-    def seed_variance(self, comparator: FinalistComparator) -> float | None:
-        """Return the variance between the means of the seeds; None for a single seed."""
-        return float(np.var(self.means(comparator), ddof=1)) if self.seed_count > 1 else None
-
 
 def choose_winner(comparator: FinalistComparator, finalists: Sequence[FinalistScores]) -> FinalRound:
     """Compare the leader with every other finalist and choose the winner.
@@ -131,14 +121,28 @@ def choose_winner(comparator: FinalistComparator, finalists: Sequence[FinalistSc
     worse = {comparison.other for comparison in comparisons if comparison.better}
     equals = [leader, *(other for other in others if other.number not in worse and not other.dropped)]
     winner = min(equals, key=_cost_order)
+    seed_doubt = ""
+    if others and all(finalist.seed_count == 1 for finalist in finalists):
+        seed_doubt = "; each was trained with one seed, so the variation between seeds is unknown"
     return FinalRound(
         metric=comparator.objective.metric,
         direction=comparator.objective.direction,
         rows=leader.matrix.shape[1],
-        finalists=tuple(_build_record(comparator, finalist) for finalist in (leader, *others)),
+        finalists=tuple(
+            Finalist(
+                number=finalist.number,
+                values=dict(finalist.values),
+                run_ids=finalist.run_ids,
+                means=finalist.means(comparator),
+                mean=comparator.mean(finalist.row_means),
+                cost=finalist.cost,
+                dropped=finalist.dropped,
+            )
+            for finalist in (leader, *others)
+        ),
         comparisons=tuple(comparisons),
         winner=winner.number,
-        reason=_explain_winner(comparator, winner, equals, comparisons) + _describe_seed_doubt([leader, *others]),
+        reason=_explain_winner(comparator, winner, equals, comparisons) + seed_doubt,
     )
 
 
@@ -235,18 +239,6 @@ def _compare_with_leader(
     return comparisons
 
 
-def _build_record(comparator: FinalistComparator, finalist: FinalistScores) -> Finalist:
-    return Finalist(
-        number=finalist.number,
-        values=dict(finalist.values),
-        run_ids=finalist.run_ids,
-        means=finalist.means(comparator),
-        mean=comparator.mean(finalist.row_means),
-        cost=finalist.cost,
-        dropped=finalist.dropped,
-    )
-
-
 def _cost_order(finalist: FinalistScores) -> tuple[float, float, float, int]:
     """Return a sort key with one item for each of _COST_NAMES; an unknown cost is infinite."""
     cost = finalist.cost
@@ -277,12 +269,6 @@ def _explain_winner(
         f"trials {numbers} do not differ significantly at confidence {comparator.confidence:g}, and trial "
         f"{winner.number} is the cheapest of them ({_COST_NAMES[deciding]})"
     )
-
-
-def _describe_seed_doubt(finalists: Sequence[FinalistScores]) -> str:
-    if len(finalists) < 2 or any(finalist.seed_count > 1 for finalist in finalists):
-        return ""
-    return "; each was trained with one seed, so the variation between seeds is unknown"
 
 
 # Comparison of two finalists, each trained with several seeds.
@@ -335,9 +321,17 @@ def compare_pair(
     """
     leader, other = pair
     plan = PairedTestPlan(1 - level, POWER, DISCORDANCE, comparator.resamples, comparator.seed)
-    result = paired_test.compare(_build_pairs(comparator, leader, other), 0.0, plan)
+    new, old = leader.row_means.tolist(), other.row_means.tolist()
+    if comparator.weights is None:
+        pairs = PairedScores(new, old, "higher" if comparator.sign > 0 else "lower", groups=comparator.groups)
+    else:  # The paired test requires that a lower loss is better: swap the sides to maximize a loss.
+        sides = (old, new) if comparator.sign > 0 else (new, old)
+        pairs = PairedScores(*sides, "lower", "perplexity", list(comparator.weights), comparator.groups)
+    result = paired_test.compare(pairs, 0.0, plan)
     value = comparator.sign * (comparator.mean(leader.row_means) - comparator.mean(other.row_means))
-    low = result.low if comparator.weights is None else _fraction_to_nats(result.low)
+    low = result.low
+    if comparator.weights is not None:  # the bound is the relative decrease of a perplexity
+        low = -math.log1p(-min(low, 1 - 1e-15))
     row_error = max(0.0, (value - low) / float(special.ndtri(1 - level)))
     seed_error, freedom = _estimate_seed_error(comparator, pair, everyone)
     if not seed_error:
@@ -352,20 +346,6 @@ def compare_pair(
         row_error=row_error,
         method=f"{result.method}, plus seeds (t with {freedom:.1f} degrees of freedom)",
     )
-
-
-def _build_pairs(comparator: FinalistComparator, leader: FinalistScores, other: FinalistScores) -> PairedScores:
-    new, old = leader.row_means.tolist(), other.row_means.tolist()
-    if comparator.weights is None:
-        return PairedScores(new, old, "higher" if comparator.sign > 0 else "lower", groups=comparator.groups)
-    if comparator.sign > 0:  # The paired test requires that a lower loss is better: swap the sides to maximize a loss.
-        new, old = old, new
-    return PairedScores(new, old, "lower", "perplexity", list(comparator.weights), comparator.groups)
-
-
-def _fraction_to_nats(fraction: float) -> float:
-    """Convert the relative decrease of a perplexity to a difference of losses."""
-    return -math.log1p(-min(fraction, 1 - 1e-15))
 
 
 def _bound_distance(errors: Sequence[StandardError], level: float) -> float:
@@ -394,7 +374,7 @@ def _estimate_seed_error(
     spreads = {
         finalist.number: (variance, finalist.seed_count - 1)
         for finalist in everyone
-        if (variance := finalist.seed_variance(comparator))
+        if finalist.seed_count > 1 and (variance := float(np.var(finalist.means(comparator), ddof=1)))
     }
     most_varying = max(spreads, key=lambda number: spreads[number], default=None)
     squares: dict[int, float] = {}

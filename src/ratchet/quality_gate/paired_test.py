@@ -175,12 +175,8 @@ def _build_resampling_units(changes: Numbers, pairs: PairedScores) -> tuple[Resa
     weights = np.ones(len(changes)) if pairs.weights is None else np.asarray(pairs.weights, dtype=np.float64)
     if pairs.groups is None:
         return ResamplingUnits(changes, weights), False
-    # A sample without a group is named by its index (an int), so it cannot collide with a group name (a str).
-    numbers: dict[str | int, int] = {}
-    unit_of_sample = [
-        numbers.setdefault(index if name is None else name, len(numbers)) for index, name in enumerate(pairs.groups)
-    ]
-    if len(numbers) == len(changes):
+    unit_of_sample = statistics.number_groups(pairs.groups)
+    if max(unit_of_sample) + 1 == len(changes):
         return ResamplingUnits(changes, weights), False
     top, bottom = np.bincount(unit_of_sample, weights=changes), np.bincount(unit_of_sample, weights=weights)
     return ResamplingUnits(top.astype(np.float64), bottom.astype(np.float64)), True

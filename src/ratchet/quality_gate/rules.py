@@ -31,7 +31,6 @@ from ratchet.quality_gate.evidence import (
     build_pairs,
     compute_difference,
     select_scores,
-    sort_samples,
 )
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan, PairedTestResult
 from ratchet.storage.digests import SHORT
@@ -226,8 +225,7 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
 
 def pair_with_itself(context: RuleContext, metric: MetricValue, samples: Samples) -> PairedScores:
     """Pair the samples of a model with themselves."""
-    ordered = evidence.sort_samples(samples)
-    return evidence.build_pairs(metric, ordered, ordered, context.evidence.groups)
+    return build_pairs(metric, samples, samples, context.evidence.groups)
 
 
 def is_binary(pairs: PairedScores) -> bool:
@@ -237,10 +235,7 @@ def is_binary(pairs: PairedScores) -> bool:
 
 def count_independent_samples(pairs: PairedScores) -> int:
     """Count the independent samples conservatively: all rows of one group count as one."""
-    groups = pairs.groups
-    if groups is None:
-        return len(pairs.new)
-    return len({group for group in groups if group is not None}) + sum(group is None for group in groups)
+    return len(pairs.new) if pairs.groups is None else max(statistics.number_groups(pairs.groups)) + 1
 
 
 # forgetting.
@@ -276,13 +271,8 @@ def apply_forgetting(context: RuleContext, rule: ForgettingRule) -> RuleResult:
 
 # must_improve: all rules are applied together.
 
-
-@dataclass(frozen=True)
-class ImprovementClaim:
-    """Comparison of one metric of a must_improve rule."""
-
-    metric: MetricValue
-    comparison: ModelComparison
+ImprovementClaim = tuple[MetricValue, ModelComparison]
+"""One metric of a must_improve rule, and its comparison."""
 
 
 def apply_must_improve_rules(context: RuleContext) -> dict[int, RuleResult]:
@@ -293,18 +283,16 @@ def apply_must_improve_rules(context: RuleContext) -> dict[int, RuleResult]:
     """
     rules = {index: rule for index, rule in enumerate(context.gate.rules) if isinstance(rule, MustImproveRule)}
     results = {index: _compare_claims(context, rule) for index, rule in rules.items()}
-    p = [claim.comparison.p for claims in results.values() if isinstance(claims, list) for claim in claims]
+    p = [comparison.p for claims in results.values() if isinstance(claims, list) for _, comparison in claims]
     adjusted = iter(statistics.adjust_p_values(p) if len(p) > 1 else [None] * len(p))
-    return {
-        index: claims
-        if isinstance(claims, RuleResult)
-        else _apply_must_improve(context, rules[index], [_with_adjusted_p(claim, next(adjusted)) for claim in claims])
-        for index, claims in results.items()
-    }
-
-
-def _with_adjusted_p(claim: ImprovementClaim, p: float | None) -> ImprovementClaim:
-    return ImprovementClaim(claim.metric, claim.comparison.model_copy(update={"p_adjusted": p}))
+    applied: dict[int, RuleResult] = {}
+    for index, claims in results.items():
+        if isinstance(claims, RuleResult):
+            applied[index] = claims
+        else:
+            with_p = [(metric, c.model_copy(update={"p_adjusted": next(adjusted)})) for metric, c in claims]
+            applied[index] = _apply_must_improve(context, rules[index], with_p)
+    return applied
 
 
 def _compare_claims(context: RuleContext, rule: MustImproveRule) -> list[ImprovementClaim] | RuleResult:
@@ -314,40 +302,39 @@ def _compare_claims(context: RuleContext, rule: MustImproveRule) -> list[Improve
     if reason is not None:
         text = f"{names}: {reason}, so there is no comparison"
         return RuleResult(rule=rule.rule, metric=names, outcome="pass", text=text)
+    plan, claims = context.build_plan(rule.confidence), []
     try:
-        return [_compare_claim(context, rule, name) for name in dict.fromkeys(rule.metric)]
+        if rule.by < 0:
+            raise IncomparableError(
+                f"by is {rule.by:g}: a loss is not an improvement; use must_not_regress with margin {-rule.by:g}"
+            )
+        for name in dict.fromkeys(rule.metric):
+            check_noise(context.evidence, name, rule.by)
+            matched = evidence.match_scores(context.evidence, name, rule.over)
+            check_bound(rule.by, "by", matched.metric, matched.pairs)
+            claims.append((matched.metric, compare_matched(matched, rule.over, name, rule.by, plan)))
     except IncomparableError as error:
         return RuleResult(rule=rule.rule, metric=names, outcome="invalid", text=str(error))
-
-
-def _compare_claim(context: RuleContext, rule: MustImproveRule, name: str) -> ImprovementClaim:
-    if rule.by < 0:
-        raise IncomparableError(
-            f"by is {rule.by:g}: a loss is not an improvement; use must_not_regress with margin {-rule.by:g}"
-        )
-    check_noise(context.evidence, name, rule.by)
-    matched = evidence.match_scores(context.evidence, name, rule.over)
-    check_bound(rule.by, "by", matched.metric, matched.pairs)
-    comparison = compare_matched(matched, rule.over, name, rule.by, context.build_plan(rule.confidence))
-    return ImprovementClaim(matched.metric, comparison)
+    return claims
 
 
 def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Sequence[ImprovementClaim]) -> RuleResult:
     """Pass if at least one metric is significantly better; fail if no upper bound exceeds the claimed improvement."""
     alpha = 1 - (rule.confidence or context.gate.confidence)
-    has_won = any(_finite_p_value(claim) < alpha and not has_too_few_samples(claim.comparison) for claim in claims)
-    has_lost = all(claim.comparison.high <= claim.comparison.bound for claim in claims)
+    has_won, texts = False, []
+    for metric, comparison in claims:
+        adjusted = comparison.p_adjusted
+        # A p-value that is NaN is not below alpha.
+        is_better = (comparison.p if adjusted is None else adjusted) < alpha
+        has_won = has_won or (is_better and not has_too_few_samples(comparison))
+        required = f"more than {format_change(rule.by, metric)} better" if rule.by else "better"
+        p = f"p = {comparison.p:.2g}" + ("" if adjusted is None else f", {adjusted:.2g} adjusted for all claims")
+        texts.append(f"{describe_comparison(comparison, metric)}; must be {required} ({p})")
+    has_lost = all(comparison.high <= comparison.bound for _, comparison in claims)
     outcome: Outcome = "pass" if has_won else "fail" if has_lost else "undecided"
-    texts = []
-    for claim in claims:
-        required = f"more than {format_change(rule.by, claim.metric)} better" if rule.by else "better"
-        p = f"p = {claim.comparison.p:.2g}"
-        if claim.comparison.p_adjusted is not None:
-            p += f", {claim.comparison.p_adjusted:.2g} adjusted for all claims"
-        texts.append(f"{describe_comparison(claim.comparison, claim.metric)}; must be {required} ({p})")
     text = "; or: ".join(texts)
     if outcome == "undecided":
-        counts = [count for claim in claims if (count := count_samples_to_decide(claim.comparison))]
+        counts = [count for _, comparison in claims if (count := count_samples_to_decide(comparison))]
         text += ": these samples cannot decide it; "
         text += _describe_required_rows(min(counts) if counts else None)
         text += " if the difference stays the same" if counts else ""
@@ -356,14 +343,8 @@ def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Seq
         metric=", ".join(rule.metric),
         outcome=outcome,
         text=text,
-        comparisons=tuple(clear_required_samples(claim.comparison, outcome) for claim in claims),
+        comparisons=tuple(clear_required_samples(comparison, outcome) for _, comparison in claims),
     )
-
-
-def _finite_p_value(claim: ImprovementClaim) -> float:
-    adjusted = claim.comparison.p_adjusted
-    p = claim.comparison.p if adjusted is None else adjusted
-    return p if math.isfinite(p) else 1.0
 
 
 # at_least and above_chance: rules about the candidate alone.
@@ -567,11 +548,17 @@ def _find_artifact_faults(artifact: ExportArtifact, rule: ExportParityRule) -> I
 
 def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
     """Return the reasons for INVALID that do not depend on the rules."""
-    problems = [
-        *(("identity", text) for text in _find_identity_problems(evidence)),
-        *(("selection", text) for text in _find_selection_overlaps(evidence)),
-        *(("tasks", text) for text in _find_changed_tasks(evidence)),
+    problems = [("identity", text) for text in _find_identity_problems(evidence)]
+    problems += [
+        (
+            "selection",
+            f"{count} test rows or tasks also belong to {name}, a set by which models are selected, so they cannot "
+            "be used to judge a selected model; select models by the validation rows, or use other test rows",
+        )
+        for name, count in sorted(evidence.report.selection_overlaps.items())
+        if count
     ]
+    problems += [("tasks", text) for text in _find_changed_tasks(evidence)]
     return tuple(RuleResult(rule=rule, metric="-", outcome="invalid", text=text) for rule, text in problems)
 
 
@@ -604,15 +591,6 @@ def _find_identity_problems(evidence: GateEvidence) -> Iterator[str]:
             yield (
                 f"the {reference} was {(evaluated or 'none')[:SHORT]} at the evaluation and is now "
                 f"{(current or 'none')[:SHORT]}; run `dvc repro evaluate`"
-            )
-
-
-def _find_selection_overlaps(evidence: GateEvidence) -> Iterator[str]:
-    for name, count in sorted(evidence.report.selection_overlaps.items()):
-        if count:
-            yield (
-                f"{count} test rows or tasks also belong to {name}, a set by which models are selected, so they cannot "
-                "be used to judge a selected model; select models by the validation rows, or use other test rows"
             )
 
 
@@ -673,7 +651,7 @@ def pair_rescored_samples(evidence: GateEvidence, name: str) -> tuple[ModelRole,
         raise IncomparableError(
             f"{name}: the second scoring of {role} has other samples; run `ratchet gate --aa` again"
         )
-    return role, metric, build_pairs(metric, sort_samples(second), sort_samples(first), evidence.groups)
+    return role, metric, build_pairs(metric, second, first, evidence.groups)
 
 
 def check_noise(evidence: GateEvidence, name: str, bound: float) -> None:
@@ -743,7 +721,7 @@ def format_value(value: float, metric: MetricValue) -> str:
     """Format a value of a metric: `84.5 %`, `1.234 nats`, `12.3`."""
     if is_share(metric):
         return f"{100 * value:.1f} %"
-    return f"{value:.4g}{_unit_suffix(metric)}"
+    return f"{value:.4g}{' nats' if metric.unit.startswith('nats') else ''}"
 
 
 def format_change(difference: float, metric: MetricValue) -> str:
@@ -753,7 +731,7 @@ def format_change(difference: float, metric: MetricValue) -> str:
     if is_share(metric):
         number = format_number(100 * abs(difference))
         return f"{number} point{'' if number == '1' else 's'}"
-    return f"{abs(difference):.3g}{_unit_suffix(metric)}"
+    return f"{abs(difference):.3g}{' nats' if metric.unit.startswith('nats') else ''}"
 
 
 def format_signed_change(difference: float, metric: MetricValue) -> str:
@@ -771,7 +749,3 @@ def format_number(value: float) -> str:
     if value == 0 or abs(value) >= 0.01:
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return f"{value:.1g}"
-
-
-def _unit_suffix(metric: MetricValue) -> str:
-    return " nats" if metric.unit.startswith("nats") else ""

@@ -49,6 +49,13 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
+def number_groups(groups: Sequence[str | None]) -> list[int]:
+    """Return the number of each row's group, from 0, in order of first occurrence. A row with None is its own group."""
+    # A row without a group is named by its index (an int), so it cannot collide with a group name (a str).
+    numbers: dict[str | int, int] = {}
+    return [numbers.setdefault(row if name is None else name, len(numbers)) for row, name in enumerate(groups)]
+
+
 def adjust_p_values(p: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple claims by Holm's method; the order is kept.
 
@@ -124,19 +131,13 @@ def tango_p_value(better: float, worse: float, n: float, bound: float) -> float:
     return 1.0 if bound >= 1 else float(special.ndtr(-tango_statistic(better, worse, n, bound)))
 
 
-def mcnemar_exact_p(better: int, worse: int) -> float:
-    """Compute the one-sided p-value of McNemar's exact test of `difference <= 0` (Q. McNemar, 1947).
-
-    Under the hypothesis, each discordant pair is a fair coin toss.
-    """
-    return float(stats.binom.sf(better - 1, better + worse, 0.5))
-
-
 def mcnemar_mid_p(better: int, worse: int) -> float:
-    """Compute the mid-p variant of `mcnemar_exact_p`: the exact p-value minus half the probability of the observation.
+    """Compute the one-sided mid-p value of McNemar's test of `difference <= 0` (Q. McNemar, 1947).
 
-    The exact test rejects far less often than its level allows. The mid-p test keeps its level in practice and is as
-    powerful as the asymptotic test (Fagerland, Lydersen, Laake, BMC Medical Research Methodology 13:91, 2013).
+    Under the hypothesis, each discordant pair is a fair coin toss. The mid-p value is the exact p-value minus half the
+    probability of the observation. The exact test rejects far less often than its level allows. The mid-p test keeps
+    its level in practice and is as powerful as the asymptotic test (Fagerland, Lydersen, Laake, BMC Medical Research
+    Methodology 13:91, 2013).
     """
     discordant = better + worse
     return float(stats.binom.sf(better, discordant, 0.5) + stats.binom.pmf(better, discordant, 0.5) / 2)

@@ -64,12 +64,27 @@ def read_entries(path: Path) -> list[Promotion]:
     """Read all entries, oldest first. Raises DamagedFileError with the line that breaks the chain."""
     if not path.exists():
         return []
-    text = path.read_bytes()
     entries: list[Promotion] = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if problem := _find_problem(line, entries):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            entry = Promotion.model_validate(json.loads(line))
+        except ValueError as error:
+            reason = " ".join(str(error).splitlines()[:2])
+            raise DamagedFileError(f"{path}:{number}: not an entry of the ledger ({reason}); {_RESTORE}") from None
+        digest, expected = entry_digest(entry), entries[-1].digest if entries else None
+        problem = None
+        if _encode_entry(entry) != line:
+            problem = "not in the ledger's JSON layout, so it was edited"
+        elif entry.digest != digest:
+            problem = f"changed: its content has digest {digest[:12]}, but it names {entry.digest[:12] or 'none'}"
+        elif entry.previous != expected:
+            named, last = (entry.previous or "none")[:12], (expected or "none")[:12]
+            problem = f"the chain is broken: it names previous entry {named}; expected {last}"
+        elif any(entry.id == other.id for other in entries):
+            problem = f"event {entry.id} is in the ledger twice"
+        if problem is not None:
             raise DamagedFileError(f"{path}:{number}: {problem}; {_RESTORE}")
-        entries.append(Promotion.model_validate_json(line))
+        entries.append(entry)
     return entries
 
 
@@ -134,25 +149,6 @@ def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile)
 
 def _encode_entry(entry: Promotion) -> bytes:
     return (digests.canonical_json(entry.model_dump(mode="json")) + "\n").encode()
-
-
-def _find_problem(line: bytes, previous: Sequence[Promotion]) -> str | None:
-    """Describe the problem of a line that follows these entries; None if the line is valid."""
-    try:
-        entry = Promotion.model_validate(json.loads(line))
-    except ValueError as error:
-        return f"not an entry of the ledger ({' '.join(str(error).splitlines()[:2])})"
-    if _encode_entry(entry) != line:
-        return "not in the ledger's JSON layout, so it was edited"
-    if entry.digest != entry_digest(entry):
-        return f"changed: its content has digest {entry_digest(entry)[:12]}, but it names {entry.digest[:12] or 'none'}"
-    expected = previous[-1].digest if previous else None
-    if entry.previous != expected:
-        named = (entry.previous or "none")[:12]
-        return f"the chain is broken: it names previous entry {named}; expected {(expected or 'none')[:12]}"
-    if any(entry.id == other.id for other in previous):
-        return f"event {entry.id} is in the ledger twice"
-    return None
 
 
 def find_withdrawal(entries: Sequence[Promotion], model_digest: str) -> Promotion | None:

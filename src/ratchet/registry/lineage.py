@@ -10,7 +10,7 @@ import json
 import platform
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageMetadata, PackageNotFoundError, distribution
 from pathlib import Path
@@ -30,7 +30,6 @@ from ratchet.config.extras import DISTRIBUTION
 from ratchet.config.settings import Settings
 from ratchet.storage import digests, files
 from ratchet.storage.digests import code_version
-from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import BaseScan, ModelLineage
@@ -73,7 +72,7 @@ class ModelOrigin:
     """Digest of everything that identifies the run: RunSpec as canonical JSON."""
 
 
-def build_lineage(layout: ProjectLayout, settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
+def build_lineage(settings: Settings, origin: ModelOrigin, sbom_digest: str) -> ModelLineage:
     """Build the record. Values that look like secrets or absolute paths are masked, because bundles are published."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
     return ModelLineage(
@@ -113,66 +112,38 @@ def _mask_value(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- SBOM
 
 
-@dataclass(frozen=True)
-class SbomContents:
-    """Contents of the SBOM, apart from libraries."""
-
-    name: str
-    """Name of the exported model."""
-    model_digest: str
-    base: BaseCard
-    data_digest: str
-    data_rows: Mapping[str, int]
-    """Rows by split."""
-    data_licence: str | None
-
-
-@dataclass(frozen=True)
-class InstalledLibrary:
-    """Metadata of an installed library."""
-
-    name: str
-    version: str
-    metadata: PackageMetadata
-    requirements: tuple[Requirement, ...]
-
-    @property
-    def ref(self) -> str:
-        """Package URL of the library."""
-        url: str = PackageURL(type="pypi", name=self.name, version=self.version).to_string()
-        return url
-
-    def required(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
-        """Yield the name and extras of each library that this library requires on this machine.
-
-        Args:
-            extras: the requested extras of this library.
-        """
-        for requirement in self.requirements:
-            marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-                yield canonicalize_name(requirement.name), frozenset(requirement.extras)
-
-    def field(self, name: str) -> list[str]:
-        """Return all values of a metadata field."""
-        return self.metadata.get_all(name) or []
-
-
-def write_sbom(contents: SbomContents, target: Path) -> str:
-    """Write the SBOM, and return the SHA-256 of its bytes."""
+def write_sbom(
+    target: Path, name: str, model_digest: str, base: BaseCard, data: DatasetCard, data_licence: str | None
+) -> str:
+    """Write the SBOM of the exported model with this name and digest, and return the SHA-256 of its bytes."""
     libraries = installed_libraries()
-    components = {name: _library_component(library) for name, library in libraries.items()}
-    base, data, python = _base_component(contents.base), _data_component(contents), _python_component()
-    subject = Component(
-        type=ComponentType.MACHINE_LEARNING_MODEL, name=contents.name, version=contents.model_digest[: digests.SHORT],
-        bom_ref="model", properties=[Property(name="ratchet:digest", value=contents.model_digest)],
+    components = {}
+    for library, metadata in libraries.items():
+        url = PackageURL(type="pypi", name=library, version=metadata["Version"])
+        components[library] = Component(
+            type=ComponentType.LIBRARY, name=library, version=metadata["Version"], bom_ref=url.to_string(), purl=url,
+            licenses=_licences(metadata),
+        )  # fmt: skip
+    base_model = _base_component(base)
+    rows = [Property(name=f"ratchet:rows:{split}", value=str(rows)) for split, rows in data.splits.items()]
+    training_data = Component(
+        type=ComponentType.DATA, name="training data", version=data.digest[: digests.SHORT], bom_ref="data",
+        licenses=_parse_licence(data_licence), properties=[Property(name="ratchet:digest", value=data.digest), *rows],
     )  # fmt: skip
-    bom = Bom(components=[base, data, python, *components.values()])
+    version = platform.python_version()
+    python = Component(
+        type=ComponentType.PLATFORM, name=platform.python_implementation(), version=version, bom_ref=f"python@{version}"
+    )
+    subject = Component(
+        type=ComponentType.MACHINE_LEARNING_MODEL, name=name, version=model_digest[: digests.SHORT],
+        bom_ref="model", properties=[Property(name="ratchet:digest", value=model_digest)],
+    )  # fmt: skip
+    bom = Bom(components=[base_model, training_data, python, *components.values()])
     bom.metadata.component = subject
-    bom.register_dependency(subject, [base, data, components[DISTRIBUTION]])
-    for name, component in components.items():
-        required = sorted({library for library, _ in libraries[name].required() if library in components})
-        bom.register_dependency(component, [components[library] for library in required])
+    bom.register_dependency(subject, [base_model, training_data, components[DISTRIBUTION]])
+    for library, component in components.items():
+        required = sorted({other for other, _ in _required_libraries(libraries[library]) if other in components})
+        bom.register_dependency(component, [components[other] for other in required])
     document = json.loads(JsonV1Dot6(bom).output_as_string())
     del document["metadata"]["timestamp"], document["serialNumber"]
     document["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_OID, digests.hash_json(document)).urn
@@ -181,46 +152,42 @@ def write_sbom(contents: SbomContents, target: Path) -> str:
     return digests.hash_bytes(content)
 
 
-def installed_libraries() -> dict[str, InstalledLibrary]:
-    """List Ratchet and all installed libraries that it requires, directly or indirectly, by name."""
-    libraries: dict[str, InstalledLibrary] = {}
+def installed_libraries() -> dict[str, PackageMetadata]:
+    """Return the metadata of Ratchet and of all installed libraries that it requires, directly or indirectly."""
+    libraries: dict[str, PackageMetadata] = {}
     queue: list[tuple[str, frozenset[str]]] = [(DISTRIBUTION, frozenset())]
     seen = set(queue)
     while queue:
         name, extras = queue.pop()
         try:
-            library = libraries[name] if name in libraries else _read_library(name)
+            libraries[name] = distribution(name).metadata
         except PackageNotFoundError:
             continue  # many libraries work without some of their declared requirements
-        libraries[name] = library
-        new = [requirement for requirement in library.required(extras) if requirement not in seen]
+        new = [required for required in _required_libraries(libraries[name], extras) if required not in seen]
         seen.update(new)
         queue += new
     return dict(sorted(libraries.items()))
 
 
-def _read_library(name: str) -> InstalledLibrary:
-    metadata = distribution(name).metadata
-    requirements = tuple(map(Requirement, metadata.get_all("Requires-Dist") or []))
-    return InstalledLibrary(name, metadata["Version"], metadata, requirements)
+def _required_libraries(
+    metadata: PackageMetadata, extras: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield name and extras of each library that a library, with these extras of its own, requires on this machine."""
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist") or []):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield canonicalize_name(requirement.name), frozenset(requirement.extras)
 
 
-def _library_component(library: InstalledLibrary) -> Component:
-    return Component(
-        type=ComponentType.LIBRARY, name=library.name, version=library.version, bom_ref=library.ref,
-        purl=PackageURL.from_string(library.ref), licenses=_licences(library),
-    )  # fmt: skip
-
-
-def _licences(library: InstalledLibrary) -> list[Any]:
+def _licences(metadata: PackageMetadata) -> list[Any]:
     """Return the declared licences: an SPDX expression (PEP 639), else classifiers, else the field `License`."""
     factory = LicenseFactory()
-    if expressions := library.field("License-Expression"):
+    if expressions := metadata.get_all("License-Expression"):
         return [factory.make_from_string(expressions[0])]
-    classifiers = [text for text in library.field("Classifier") if text.startswith("License :: ")]
+    classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License :: ")]
     if names := sorted({text.rpartition(" :: ")[2] for text in classifiers} - {"OSI Approved"}):
         return [DisjunctiveLicense(name=name) for name in names]
-    text = "".join(library.field("License")).strip()
+    text = "".join(metadata.get_all("License") or []).strip()
     if text and text != "UNKNOWN" and len(text) <= MAX_LICENCE_CHARACTERS and "\n" not in text:
         return [factory.make_from_string(text)]
     return []
@@ -228,13 +195,6 @@ def _licences(library: InstalledLibrary) -> list[Any]:
 
 def _parse_licence(licence: str | None) -> list[Any]:
     return [LicenseFactory().make_from_string(licence)] if licence else []
-
-
-def _python_component() -> Component:
-    version = platform.python_version()
-    return Component(
-        type=ComponentType.PLATFORM, name=platform.python_implementation(), version=version, bom_ref=f"python@{version}"
-    )
 
 
 def _base_component(card: BaseCard) -> Component:
@@ -251,14 +211,4 @@ def _base_component(card: BaseCard) -> Component:
             Property(name="ratchet:digest", value=card.digest),
             Property(name="ratchet:parameters", value=str(card.parameters)),
         ],
-    )  # fmt: skip
-
-
-def _data_component(contents: SbomContents) -> Component:
-    """Return the training data: numbers of rows and a digest, but no content."""
-    rows = [Property(name=f"ratchet:rows:{split}", value=str(rows)) for split, rows in contents.data_rows.items()]
-    return Component(
-        type=ComponentType.DATA, name="training data", version=contents.data_digest[: digests.SHORT], bom_ref="data",
-        licenses=_parse_licence(contents.data_licence),
-        properties=[Property(name="ratchet:digest", value=contents.data_digest), *rows],
     )  # fmt: skip

@@ -12,10 +12,11 @@ The formats and reports of an export or a promoted model must have the digests i
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from ratchet.errors import ChampionError, DamagedFileError, DataError
+from ratchet.registry import keys
 from ratchet.registry.promotion import version_label
+from ratchet.registry.signature import SIGNATURE, Signer, sign_folder, verify_folder
 from ratchet.storage import digests, files
 from ratchet.storage.files import Manifest
 from ratchet.storage.layout import ProjectLayout
@@ -38,29 +39,12 @@ Content = Path | bytes
 """Content of a file: a file to copy, or bytes."""
 
 
-class FolderSigner(Protocol):
-    """Signer and verifier of folders."""
-
-    @property
-    def signature_name(self) -> str:
-        """Name of the signature file."""
-        ...
-
-    def sign(self, folder: Path) -> None:
-        """Write a signature over all other files."""
-        ...
-
-    def is_signed(self, folder: Path) -> bool:
-        """Return whether the folder has a trusted signature."""
-        ...
-
-
 def store_model(
     layout: ProjectLayout,
     bundle: ModelBundle,
     exported: files.Manifest,
     extra: Mapping[str, bytes],
-    signer: FolderSigner,
+    signer: Signer,
 ) -> None:
     """Store a model. A complete and signed folder with the same content is left unchanged.
 
@@ -80,17 +64,22 @@ def store_model(
     folder = layout.promoted_model(bundle.model_digest)
     contents = {**collect_sources(layout, bundle, exported), **extra}
     files.remove_partials(layout.models)
-    _store_gate_page(layout, bundle)
+    page, page_content = gate_page_path(layout, bundle.model_digest), layout.gate_page.read_bytes()
+    if not page.exists() or page.read_bytes() != page_content:
+        files.make_directory(page.parent)
+        files.write_atomic(page, page_content)
     if folder.exists():
         with suppress(DamagedFileError):  # a damaged folder is written again
-            stored = dict(files.verify_sealed(folder, KIND).files)
-            stored.pop(signer.signature_name, None)
-            is_same = stored.keys() == contents.keys() and all(
-                stored[name][0] == _content_digest(content) for name, content in contents.items()
+            stored = files.verify_sealed(folder, KIND).file_digests
+            is_same = stored.keys() - {SIGNATURE} == contents.keys() and all(
+                stored[name]
+                == (digests.hash_file(content) if isinstance(content, Path) else digests.hash_bytes(content))
+                for name, content in contents.items()
             )
-            if is_same and signer.is_signed(folder):
+            if is_same and verify_folder(folder, keys.read_keyring(layout.keyring), stored).state == "trusted":
                 return
-    files.require_space(layout.mlruns, sum(_content_size(content) for content in contents.values()))
+    sizes = (content.stat().st_size if isinstance(content, Path) else len(content) for content in contents.values())
+    files.require_space(layout.mlruns, sum(sizes))
     with files.sealed_directory(folder, KIND) as scratch:
         for file, content in contents.items():
             files.make_directory((scratch / file).parent)
@@ -98,9 +87,9 @@ def store_model(
                 files.write_blocks(scratch / file, _read_blocks(content))
             else:
                 files.write_atomic(scratch / file, content)
-        signer.sign(scratch)
-    stored = dict(files.read_manifest(folder).files)
-    changed = [file for file in exported.files if file != BUNDLE and stored[file] != exported.files[file]]
+        sign_folder(scratch, signer)
+    written = files.read_manifest(folder).files
+    changed = [file for file in exported.files if file != BUNDLE and written[file] != exported.files[file]]
     if changed:
         raise DamagedFileError(
             f"{layout.export / changed[0]}: changed during the promotion; run `dvc repro`, and promote again"
@@ -140,26 +129,11 @@ def gate_page_path(layout: ProjectLayout, model_digest: str) -> Path:
     return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
 
 
-def _store_gate_page(layout: ProjectLayout, bundle: ModelBundle) -> None:
-    target, content = gate_page_path(layout, bundle.model_digest), layout.gate_page.read_bytes()
-    if not target.exists() or target.read_bytes() != content:
-        files.make_directory(target.parent)
-        files.write_atomic(target, content)
-
-
 def _read_blocks(path: Path) -> Iterator[list[bytes]]:
     """Read a file in blocks for a copy. A link instead would let a later stage change the promoted model."""
     with path.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             yield [block]
-
-
-def _content_size(content: Content) -> int:
-    return content.stat().st_size if isinstance(content, Path) else len(content)
-
-
-def _content_digest(content: Content) -> str:
-    return digests.hash_file(content) if isinstance(content, Path) else digests.hash_bytes(content)
 
 
 def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
@@ -181,7 +155,7 @@ def verify_version(layout: ProjectLayout, champion: Champion) -> Path:
 def verify_export(layout: ProjectLayout) -> Manifest:
     """Verify the seal of the export and bundle.json. Raises DamagedFileError with the first file that differs."""
     manifest = files.verify_sealed(layout.export, "export")
-    require_match(layout.export, {name: entry[0] for name, entry in manifest.files.items()})
+    require_match(layout.export, manifest.file_digests)
     return manifest
 
 

@@ -17,7 +17,8 @@ A webhook request has these headers (times in Unix seconds; the key comes from t
     X-Ratchet-Event       promote | rollback
     X-Ratchet-Delivery    id of the event, the same for every attempt, so that a receiver recognizes repetitions
     X-Ratchet-Timestamp   time of this attempt
-    X-Ratchet-Signature   sha256=HMAC-SHA256(key, timestamp + "." + body), hexadecimal; only if there is a key
+    X-Ratchet-Signature   sha256=HMAC-SHA256(key, timestamp + "." + body), hexadecimal; only if there is a key.
+                          Receivers should compare it in constant time, and reject old timestamps.
 
 A request is retried after connection errors, 5xx and 429 (Retry-After is obeyed), but not after other answers, which
 would be the same again. Redirects are not followed, because they would send the signature elsewhere. A command is
@@ -52,9 +53,6 @@ LOCK_WAIT_S = 3600.0
 
 WAIT_S = 60.0
 """Maximum wait of a promotion for its hooks; after that, delivery continues in the background."""
-
-Wait = Callable[[float], None]
-"""Waits for a number of seconds."""
 
 
 class HookDelivery(Record):
@@ -154,7 +152,8 @@ def main(arguments: Sequence[str]) -> int:
     with acquire_lock(outbox):
         for delivery in read_deliveries(outbox):
             for hook in delivery.waiting:
-                record_result(delivery, hook, send_event(hook, delivery.folder / "event.json", root))
+                result = send_event(hook, delivery.folder / "event.json", root)
+                result.save(delivery.folder / f"{hook_key(hook)}.json")
     return 0
 
 
@@ -194,24 +193,6 @@ def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
 def acquire_lock(outbox: Path) -> FileLock:
     """Wait for the delivery lock and take it; one process delivers at a time, so that hooks receive events in order."""
     return FileLock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
-
-
-@dataclass(frozen=True)
-class HookResult:
-    """Result of sending an event to a hook."""
-
-    is_delivered: bool
-    detail: str
-    attempts: int
-
-
-def record_result(delivery: EventDelivery, hook: HookSettings, result: HookResult) -> HookDelivery:
-    """Store a hook's result durably."""
-    record = HookDelivery(
-        hook=hook_label(hook), is_delivered=result.is_delivered, detail=result.detail, attempts=result.attempts
-    )
-    record.save(delivery.folder / f"{hook_key(hook)}.json")
-    return record
 
 
 def _subscribed_hooks(candidates: Sequence[HookSettings], action: str) -> tuple[HookSettings, ...]:
@@ -276,7 +257,7 @@ def hook_label(hook: HookSettings) -> str:
     return f"webhook {parts.scheme}://{parts.netloc}"
 
 
-def send_event(hook: HookSettings, event: Path, root: Path, wait: Wait = time.sleep) -> HookResult:
+def send_event(hook: HookSettings, event: Path, root: Path, wait: Callable[[float], None] = time.sleep) -> HookDelivery:
     """Send an event to a hook until it succeeds or no retry is left. Failures of the receiver are not raised.
 
     Args:
@@ -285,19 +266,15 @@ def send_event(hook: HookSettings, event: Path, root: Path, wait: Wait = time.sl
         root: directory of the project, in which a command runs.
         wait: called with the seconds between two attempts.
     """
-    answer = PostResult(False, "no attempt was made")
-    for number in range(hook.retries + 1):
-        if number:
-            wait(http_client.compute_retry_delay_s(number, answer))
+    attempts = 0
+    while True:
         answer = _post_event(hook, event) if hook.webhook is not None else _run_command(hook, event, root)
-        if answer.is_delivered or not answer.is_retryable:
-            return HookResult(answer.is_delivered, answer.detail, number + 1)
-    return HookResult(False, answer.detail, hook.retries + 1)
-
-
-def compute_signature(secret: str, timestamp: str, body: bytes) -> str:
-    """Compute a request's signature. Receivers should compare it in constant time, and reject old timestamps."""
-    return "sha256=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+        attempts += 1
+        if answer.is_delivered or not answer.is_retryable or attempts > hook.retries:
+            return HookDelivery(
+                hook=hook_label(hook), is_delivered=answer.is_delivered, detail=answer.detail, attempts=attempts
+            )
+        wait(http_client.compute_retry_delay_s(attempts, answer))
 
 
 def _post_event(hook: HookSettings, event: Path) -> PostResult:
@@ -310,7 +287,8 @@ def _post_event(hook: HookSettings, event: Path) -> PostResult:
         "X-Ratchet-Timestamp": timestamp,
     }
     if secret := os.environ.get(hook.key_variable):
-        headers["X-Ratchet-Signature"] = compute_signature(secret, timestamp, body)
+        digest = hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+        headers["X-Ratchet-Signature"] = f"sha256={digest}"
     answer = http_client.post(str(hook.webhook), body, headers, hook.timeout_s)
     if answer.is_delivered and not secret:
         return PostResult(True, f"{answer.detail}; unsigned: {hook.key_variable} is not set")

@@ -86,7 +86,13 @@ def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
         BaseModelError: a file contains a pickle that would import a dangerous function.
     """
     logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it logs each finding, which the record contains
-    scans = [_scan_file(path, directory) for path in sorted(directory.rglob("*")) if path.is_file()]
+    scans = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            scan = _FileScan(path.relative_to(directory).as_posix())
+            with path.open("rb") as stream:
+                _scan_stream(scan, scan.name, stream, 0)
+            scans.append(scan)
     dangerous = [text for scan in scans for text in sorted(scan.dangerous)]
     if dangerous:
         others = f" and {len(dangerous) - 1} similar functions" if len(dangerous) > 1 else ""
@@ -108,13 +114,6 @@ def load_scan(base_output: Path) -> BaseScan | None:
     return BaseScan.load(path) if path.exists() else None
 
 
-def _scan_file(path: Path, directory: Path) -> _FileScan:
-    scan = _FileScan(path.relative_to(directory).as_posix())
-    with path.open("rb") as stream:
-        _scan_stream(scan, scan.name, stream, 0)
-    return scan
-
-
 def _scan_stream(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:
     """Scan a stream according to its content and name."""
     head = stream.read(_HEAD_BYTES)
@@ -130,34 +129,25 @@ def _scan_stream(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> 
         elif head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + len(_TAR_MAGIC)] == _TAR_MAGIC:
             _scan_tar(scan, where, stream, depth)
         elif head.startswith(_NUMPY_MAGIC):
-            _scan_array(scan, where, stream)
+            stream.seek(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for headers from Python 2
+                result = scanner.scan_numpy(stream, where)
+            scan.has_pickles |= bool(result.globals)
+            scan.add(where, result)
         elif head.startswith(_OTHER_COMPRESSION_MAGIC):
             scan.suspicious.add(f"{where}: compressed; its content was not scanned")
         elif head[:2] in _WINDOW_BITS and (content := _decompress_head(head[:2], stream)) is not None:
             _scan_member(scan, f"{where}!unpacked", content, depth)
         elif head.startswith(_PICKLE_MAGIC) or suffix in _PICKLE_SUFFIXES:
-            _scan_pickle(scan, where, stream, suffix)
+            stream.seek(0)
+            result = scanner.scan_bytes(stream, where, suffix if suffix in _TORCH_SUFFIXES else None)
+            scan.has_pickles |= bool(result.globals) or head.startswith(_PICKLE_MAGIC)
+            scan.add(where, result)
         else:
             _scan_unmarked(scan, where, stream)
     except _READ_ERRORS as error:
         scan.suspicious.add(f"{where}: cannot be read as the format of its first bytes ({type(error).__name__})")
-
-
-def _scan_pickle(scan: _FileScan, where: str, stream: IO[bytes], suffix: str) -> None:
-    stream.seek(0)
-    result = scanner.scan_bytes(stream, where, suffix if suffix in _TORCH_SUFFIXES else None)
-    stream.seek(0)
-    scan.has_pickles |= bool(result.globals) or stream.read(2).startswith(_PICKLE_MAGIC)
-    scan.add(where, result)
-
-
-def _scan_array(scan: _FileScan, where: str, stream: IO[bytes]) -> None:
-    stream.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for headers from Python 2
-        result = scanner.scan_numpy(stream, where)
-    scan.has_pickles |= bool(result.globals)
-    scan.add(where, result)
 
 
 def _scan_zip(scan: _FileScan, where: str, stream: IO[bytes], depth: int) -> None:

@@ -330,7 +330,12 @@ def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, 
         DECISION: verdict.decision,
         "ratchet.gate_page": page,
     }
-    return tags | {_key(name): repr(metric.value) for name, metric in _metrics(report).items()}
+    for name, metric in _metrics(report).items():
+        # A valid tag name has only some characters, and no path components like `..`.
+        first, *others = re.sub(r"[^/\w.\-: ]", "_", name).split("/")
+        key = "/".join(["ratchet.metric." + first, *("_" if part in ("", ".", "..") else part for part in others)])
+        tags[key[:MAX_TAG_CHARACTERS].rstrip("/")] = repr(metric.value)
+    return tags
 
 
 def promotion_tags(intent: PromotionIntent) -> dict[str, str]:
@@ -378,10 +383,3 @@ def _metrics(report: EvaluationReport) -> dict[str, MetricValue]:
     """Return the metrics of the exported model if it was scored, otherwise of the adapter."""
     scores = report.scores.get("merged") or report.scores.get("candidate")
     return scores.metrics if scores else {}
-
-
-def _key(metric: str) -> str:
-    """Convert a metric's name to a valid tag name: only allowed characters, and no path components like `..`."""
-    parts = re.sub(r"[^/\w.\-: ]", "_", metric).split("/")
-    safe = ["ratchet.metric." + parts[0], *("_" if part in ("", ".", "..") else part for part in parts[1:])]
-    return "/".join(safe)[:MAX_TAG_CHARACTERS].rstrip("/")

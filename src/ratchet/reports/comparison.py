@@ -4,17 +4,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 from ratchet.config.gate import Gate
 from ratchet.errors import DamagedFileError, DataError, SettingsError
+from ratchet.inference.model_reference import find_promoted_versions
 from ratchet.quality_gate import evidence, finalists, paired_test, statistics
 from ratchet.quality_gate.evidence import Samples, read_rows, read_samples
 from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.quality_gate.paired_test import PairedTestPlan
-from ratchet.registry import ledger
 from ratchet.reports import run_history
-from ratchet.reports.run_history import STEP_VALUES, VALIDATION_VALUES, HistoryCurve, RunSummary
+from ratchet.reports.run_history import STEP_VALUES, VALIDATION_VALUES, BucketedSeries, HistoryCurve, RunSummary
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths
 from ratchet.storage import files
@@ -29,7 +29,7 @@ from ratchet.storage.records.evaluation import (
     ModelScores,
     ValidationScores,
 )
-from ratchet.storage.records.gate import Champion, ChampionFile, read_champion
+from ratchet.storage.records.gate import Champion, read_champion
 from ratchet.storage.records.sweep import SweepObjective, SweepReport, Trial
 
 JOINED = "+"
@@ -50,7 +50,6 @@ CURRENT = "experiments/evaluate"
 """Description of the current evaluation."""
 OWN_ROLES: tuple[ModelRole, ...] = ("candidate", "merged")
 """Roles under which the evaluated model itself may be scored."""
-T = TypeVar("T")
 MAX_METRICS = 24
 """Maximum number of metrics compared per pair. With more metrics, Holm's correction requires stronger evidence for each
 metric."""
@@ -72,8 +71,6 @@ class ComparisonRun:
     run_id: str
     about: str
     """Meaning of the name that the user gave: `version 3`, `trial 7 of lora`. Empty if the name is a run id."""
-    model_digest: str | None = None
-    """Model digest of the promoted version, if the name is a version."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class ComparisonIndex:
         self._layout = layout
         self.runs = [run.root.name for run in directory.list_runs(layout.runs)]
         self._file = read_champion(layout.champion)
-        self.versions = _promoted_versions(layout, self._file)
+        self.versions = find_promoted_versions(layout)
         self._reports: dict[str, SweepReport] = {}
 
     def subjects(self, names: Sequence[str]) -> list[ComparisonSubject]:
@@ -165,17 +162,15 @@ class ComparisonIndex:
         if number not in self.versions:
             known = _join_names([f"v{version}" for version in self.versions]) or "none"
             raise DataError(f"{name}: this project has no such promoted version; versions: {known}")
-        run_id, model_digest = self.versions[number]
-        return ComparisonRun(run_id, f"version {number:,}", model_digest)
+        return ComparisonRun(self.versions[number].run_id, f"version {number:,}")
 
     def _trial(self, name: str) -> ComparisonRun:
         study, _, number = name.rpartition("/")
         trials = {str(trial.number): trial for trial in self.trials(study)}
         if number not in trials:
-            raise DataError(
-                f"{name}: sweep {study} has no trial {number!r}; "
-                f"it has {_format_trial_range([int(trial_number) for trial_number in trials])}"
-            )
+            numbers = [trial.number for trial in trials.values()]
+            known = f"trials {min(numbers)} to {max(numbers)}" if numbers else "none"
+            raise DataError(f"{name}: sweep {study} has no trial {number!r}; it has {known}")
         run_id = trials[number].run_id
         if run_id is None:
             raise DataError(f"{name}: this trial was rejected before training ({trials[number].reason})")
@@ -211,7 +206,7 @@ class ComparisonIndex:
 
     def versions_of(self, run_id: str) -> list[int]:
         """Return the promoted versions of this run."""
-        return [number for number, (run, _) in self.versions.items() if run == run_id]
+        return [number for number, version in self.versions.items() if version.run_id == run_id]
 
     def _suggest(self, name: str) -> str:
         """Return similar names and the known runs as text for an error message."""
@@ -222,14 +217,6 @@ class ComparisonIndex:
         return f"{_suggest_names([by_beginning[beginning] for beginning in near])}{runs}"
 
 
-def _promoted_versions(layout: ProjectLayout, file: ChampionFile) -> dict[int, tuple[str, str]]:
-    """Return run id and model digest of each promoted version, from the ledger and the champion file."""
-    champions = [champion for champion in (*file.previous, file.anchor, file.champion) if champion is not None]
-    versions = {champion.version: (champion.run_id, champion.model_digest) for champion in champions}
-    versions |= {entry.version: (entry.run_id, entry.model_digest) for entry in ledger.read_entries(layout.promotions)}
-    return dict(sorted(versions.items()))
-
-
 def _suggest_names(near: Sequence[str]) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
@@ -237,10 +224,6 @@ def _suggest_names(near: Sequence[str]) -> str:
 def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
-
-
-def _format_trial_range(numbers: Sequence[int]) -> str:
-    return f"trials {min(numbers)} to {max(numbers)}" if numbers else "none"
 
 
 # Measured scores of runs: stage evaluate scores test rows, the final round of a sweep scores validation rows.
@@ -292,8 +275,17 @@ class EvaluationIndex:
 
     def for_run(self, run_id: str) -> list[ModelEvaluation]:
         """Return a run's scores from the current evaluation, else from evaluations kept with its promoted versions."""
-        digests = [self._names.versions[number][1] for number in self._names.versions_of(run_id)]
-        evaluations = self._current(run_id, digests)
+        digests = [self._names.versions[number].model_digest for number in self._names.versions_of(run_id)]
+        roles: tuple[ModelRole, ...] = ()
+        if self.current is not None:
+            if self.current.run_id == run_id:
+                roles = OWN_ROLES
+            elif self.current.champion_digest in digests:
+                roles = ("champion",)
+            elif self.current.anchor_digest in digests:
+                roles = ("anchor",)
+            roles = tuple(role for role in roles if role in self.current.scores)
+        evaluations = [self.role_scores(role, run_id) for role in roles]
         for model_digest in digests if not evaluations else ():
             path = self._layout.promoted_model(model_digest) / "eval.json"
             if path.exists():
@@ -304,31 +296,17 @@ class EvaluationIndex:
                 ]
         return evaluations
 
-    def _current(self, run_id: str, digests: list[str]) -> list[ModelEvaluation]:
-        report = self.current
-        if report is None:
-            return []
-        names: list[ModelRole] = list(OWN_ROLES) if report.run_id == run_id else []
-        if not names and report.champion_digest in digests:
-            names.append("champion")
-        if not names and report.anchor_digest in digests:
-            names.append("anchor")
-        return [self.role_scores(role, run_id) for role in names if role in report.scores]
-
     def role_scores(self, role: ModelRole, run_id: str = "") -> ModelEvaluation:
         """Return one model's scores from the current evaluation, which must exist. `run_id` is empty for the base."""
         report = self.current
         if report is None:
             raise ValueError("no evaluation found")
-        return ModelEvaluation(run_id, role, CURRENT, report, self._samples(report.scores[role]), self.groups)
-
-    def _samples(self, scores: ModelScores) -> dict[str, Samples]:
         samples: dict[str, Samples] = {}
-        for metric, name in scores.samples.items():
-            by_id, twice = read_samples(self._layout.evaluate / name)
-            if twice is None:
+        for metric, name in report.scores[role].samples.items():
+            by_id, duplicate = read_samples(self._layout.evaluate / name)
+            if duplicate is None:
                 samples[metric] = by_id
-        return samples
+        return ModelEvaluation(run_id, role, CURRENT, report, samples, self.groups)
 
 
 def read_validation_scores(summary: RunSummary) -> dict[str, ValidationScores]:
@@ -390,18 +368,10 @@ class PairwiseTestResult:
     """Whether the leader is significantly better: `p_adjusted` is below 1 - gate.confidence, and `low` is above 0."""
 
 
-@dataclass(frozen=True)
-class IncomparablePair:
-    """Two subjects that cannot be compared, and the reason."""
-
-    pair: tuple[str, str]
-    reason: str
-
-
 def compare_pairs(
     scored: Sequence[SubjectScores], gate: Gate, only: str | None = None
-) -> tuple[list[PairwiseTestResult], list[IncomparablePair]]:
-    """Compare all pairs that can be compared, and list the pairs that cannot.
+) -> tuple[list[PairwiseTestResult], dict[str, str]]:
+    """Compare all pairs that can be compared, and list the pairs that cannot, by reason.
 
     Args:
         scored: Scores of the subjects.
@@ -409,7 +379,7 @@ def compare_pairs(
         only: Name of the subject with which all other subjects are compared. None compares all pairs.
     """
     results: list[PairwiseTestResult] = []
-    incomparable: list[IncomparablePair] = []
+    incomparable: dict[str, list[str]] = {}
     pairs = (pair for pair in combinations(scored, 2) if only is None or only in (pair[0].name, pair[1].name))
     for first, second in pairs:
         pair_results = [
@@ -418,19 +388,21 @@ def compare_pairs(
         ]
         results += pair_results
         if not pair_results:
-            incomparable.append(IncomparablePair((first.name, second.name), _explain_incomparable(first, second)))
+            reason = _explain_incomparable(first, second)
+            incomparable.setdefault(reason, []).append(f"{first.name} and {second.name}")
     level = 1 - gate.confidence
     adjusted = statistics.adjust_p_values([result.p for result in results])
     return [
         replace(result, p_adjusted=p, is_significant=p < level and result.low > 0)
         for result, p in zip(results, adjusted, strict=True)
-    ], incomparable
+    ], {reason: "; ".join(names) for reason, names in incomparable.items()}
 
 
 def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gate) -> Iterator[PairwiseTestResult]:
     pair = _comparable_evaluations(first, second)
     if pair is None:
         return
+    plan = PairedTestPlan((1 + gate.confidence) / 2, gate.power, gate.expected_discordance, gate.resamples, gate.seed)
     names = [name for name in sorted(pair[0].samples) if name in pair[1].samples]
     for name in names[:MAX_METRICS]:
         metrics = [evaluation.scores.metrics.get(name) for evaluation in pair]
@@ -438,19 +410,19 @@ def _compare_on_test_rows(first: SubjectScores, second: SubjectScores, gate: Gat
             continue
         if pair[0].samples[name].keys() != pair[1].samples[name].keys():
             continue
-        samples = [evidence.sort_samples(evaluation.samples[name]) for evaluation in pair]
-        pairs = evidence.build_pairs(metrics[0], samples[0], samples[1], pair[0].groups)
-        order = (0, 1) if evidence.compute_difference(pairs) >= 0 else (1, 0)
-        if order == (1, 0):
+        pairs = evidence.build_pairs(metrics[0], pair[0].samples[name], pair[1].samples[name], pair[0].groups)
+        leader, other = first.name, second.name
+        values = metrics[0].value, metrics[1].value
+        if evidence.compute_difference(pairs) < 0:
             pairs = replace(pairs, new=pairs.old, old=pairs.new)
+            leader, other, values = other, leader, (values[1], values[0])
         try:
-            test = paired_test.compare(pairs, 0.0, _test_plan(gate))
+            test = paired_test.compare(pairs, 0.0, plan)
         except ValueError:  # a score that is not a number, or rows without tokens: no test is possible
             continue
-        figures = (metrics[0].value, metrics[1].value)
         yield PairwiseTestResult(
-            name, TEST, *_order_pair(order, (first.name, second.name)), _order_pair(order, figures), metrics[0],
-            test.difference, test.low, test.n, min(1.0, 2 * test.p), test.method,
+            name, TEST, leader, other, values, metrics[0], test.difference, test.low, test.n, min(1.0, 2 * test.p),
+            test.method,
         )  # fmt: skip
 
 
@@ -517,14 +489,6 @@ def _shared_questions(first: SubjectScores, second: SubjectScores) -> set[str]:
     return {
         question for question in shared if all(run[question].numerics == runs[0][question].numerics for run in runs)
     }
-
-
-def _test_plan(gate: Gate) -> PairedTestPlan:
-    return PairedTestPlan((1 + gate.confidence) / 2, gate.power, gate.expected_discordance, gate.resamples, gate.seed)
-
-
-def _order_pair(order: tuple[int, int], pair: tuple[T, T]) -> tuple[T, T]:
-    return pair[order[0]], pair[order[1]]
 
 
 def _explain_incomparable(first: SubjectScores, second: SubjectScores) -> str:
@@ -600,7 +564,8 @@ class RunComparison:
     execution: tuple[ComparisonRow, ...]
     """Settings of execution, which do not affect learning."""
     test_results: tuple[PairwiseTestResult, ...]
-    incomparable_pairs: tuple[IncomparablePair, ...]
+    not_tested: Mapping[str, str]
+    """Pairs that cannot be compared, by reason."""
     notes: tuple[str, ...]
     """Warnings shown before the metrics."""
 
@@ -625,7 +590,7 @@ def compare_subjects(
         comparison_rows([[run.settings for run in side.runs] for side in sides]),
         comparison_rows([[run.execution for run in side.runs] for side in sides]),
         tuple(test_results),
-        tuple(incomparable),
+        incomparable,
         tuple(_collect_notes(sides)),
     )
 
@@ -655,12 +620,10 @@ def read_side(
 def _mean_curve(lines: Sequence[HistoryCurve], names: Sequence[str], points: int) -> HistoryCurve:
     nonempty = [line for line in lines if len(line)]
     if not nonempty:
-        return run_history.empty_curve(names)
-    return (
-        nonempty[0]
-        if len(nonempty) == 1
-        else run_history.average_curves(nonempty, min(points, max(map(len, nonempty))))
-    )
+        return BucketedSeries(names).line()
+    if len(nonempty) == 1:
+        return nonempty[0]
+    return run_history.average_curves(nonempty, min(points, max(map(len, nonempty))))
 
 
 def comparison_rows(values_by_side: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[ComparisonRow, ...]:

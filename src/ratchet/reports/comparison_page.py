@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.units import format_bytes
+from ratchet.config.units import format_bytes, format_duration
 from ratchet.quality_gate import rules
 from ratchet.reports import curves, pages
 from ratchet.reports.comparison import (
     ComparisonSide,
-    IncomparablePair,
     ModelEvaluation,
     PairwiseTestResult,
     RunComparison,
@@ -20,7 +19,6 @@ from ratchet.reports.pages import MINUS, format_significant
 from ratchet.reports.run_history import RunSummary
 from ratchet.storage import html
 from ratchet.storage.html import NONE, format_count
-from ratchet.tuning.trial_summary import format_duration
 
 LABELS_SHOWN, SLICES_SHOWN, EVENTS_SHOWN = 200, 400, 200
 """Maximum numbers of labels, of slice scores, and of events."""
@@ -57,7 +55,6 @@ def render(comparison: RunComparison) -> str:
         slices=_compare_slices(models),
         costs=_compare_costs(models),
         test_results=format_test_results(comparison.test_results),
-        untested=group_incomparable_pairs(comparison.incomparable_pairs),
         events=summarize_events(sides),
     )
 
@@ -122,36 +119,24 @@ def _format_cell(runs: Sequence[RunSummary], formatter: Callable[[RunSummary], s
     return ", ".join(dict.fromkeys(formatter(run) for run in runs))
 
 
-def group_incomparable_pairs(incomparable: Sequence[IncomparablePair]) -> dict[str, str]:
-    """Group pairs that cannot be compared by the reason."""
-    groups: dict[str, list[str]] = {}
-    for incomparable_pair in incomparable:
-        groups.setdefault(incomparable_pair.reason, []).append(" and ".join(incomparable_pair.pair))
-    return {reason: "; ".join(pairs) for reason, pairs in groups.items()}
-
-
 def format_test_results(results: Sequence[PairwiseTestResult]) -> list[tuple[PairwiseTestResult | str, ...]]:
     """Return each tested difference with both values, the difference and its bound as text."""
+
+    def signed(result: PairwiseTestResult, amount: float) -> str:
+        if result.measured:
+            return rules.format_signed_change(amount, result.measured).replace("-", MINUS)
+        return ("+" if amount >= 0 else MINUS) + format_significant(abs(amount))
+
     return [
-        (
-            result,
-            *(format_value(result, value) for value in result.values),
-            *(format_difference(result, amount) for amount in (result.difference, result.low)),
-        )
+        (result, *(format_value(result, value) for value in result.values),
+         signed(result, result.difference), signed(result, result.low))
         for result in results
-    ]
+    ]  # fmt: skip
 
 
 def format_value(result: PairwiseTestResult, value: float) -> str:
     """Format a value of the tested metric."""
     return rules.format_value(value, result.measured) if result.measured else format_significant(value)
-
-
-def format_difference(result: PairwiseTestResult, amount: float) -> str:
-    """Format a difference of the tested metric, with its sign."""
-    if result.measured:
-        return rules.format_signed_change(amount, result.measured).replace("-", MINUS)
-    return ("+" if amount >= 0 else MINUS) + format_significant(abs(amount))
 
 
 def _compare_labels(models: Sequence[ModelEvaluation]) -> list[tuple[object, ...]]:

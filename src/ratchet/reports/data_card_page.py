@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.prepare import DropLimitSettings
+from ratchet.config.prepare import DROP_REASONS
 from ratchet.reports import pages
 from ratchet.storage import digests, files
 from ratchet.storage.html import NONE, format_count, format_percentage
@@ -29,7 +29,7 @@ BARS_PX, MIN_BAR_PX, TICKS = 76, 2, 5
 """Maximum and minimum height of a bar of a histogram in pixels, and approximate number of ticks."""
 SPLITS = ("train", "validation", "test")
 NO_LENGTHS = LengthDistribution(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
-DROP_MEANINGS = DropLimitSettings.descriptions() | OTHER_DROP_MEANINGS
+DROP_MEANINGS = {reason: rule.meaning for reason, rule in DROP_REASONS.items()} | OTHER_DROP_MEANINGS
 SECTIONS = (
     "Sources", "Row flow", "Lengths", "Splits", "Class balance", "Near-duplicates", "Leaks", "Truncation", "Packing",
     "Tokens per epoch", "Template", "Notes",

@@ -26,7 +26,7 @@ from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent, parse_line
 from ratchet.runs.status import RunProgress
 from ratchet.storage import digests
-from ratchet.storage.records.base import Record
+from ratchet.storage.records.base import Record, flatten
 from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast, TrainReport
 
 BLOCK_BYTES = 1 << 23
@@ -394,13 +394,6 @@ def average_curves(curves: Sequence[HistoryCurve], points: int) -> HistoryCurve:
     return HistoryCurve(max(curve.width for curve in curves), grid, axes["tokens"], axes["seconds"], mean, low, high)
 
 
-def empty_curve(names: Sequence[str]) -> HistoryCurve:
-    """Return a curve without points."""
-    empty = np.zeros(0)
-    values: Mapping[str, Numbers] = dict.fromkeys(names, empty)
-    return HistoryCurve(1, empty, empty, empty, values, values, values)
-
-
 # History of a run: curves, events and totals, from one pass over its journal.
 
 
@@ -601,9 +594,7 @@ class RunSummary:
         """Settings that affect learning, by dotted key."""
         if self.spec is None:
             return {}
-        flat = {
-            f"train.{key}": value for key, value in _flatten_settings(self.spec.train.model_dump(mode="json")).items()
-        }
+        flat = flatten(self.spec.train.model_dump(mode="json"), "train.")
         flat |= {"data": self.spec.data_digest[: digests.SHORT], "base": self.spec.base_digest[: digests.SHORT]}
         return flat | {"recipe version": self.spec.recipe_version}
 
@@ -674,10 +665,3 @@ def read_run_summary(paths: RunPaths) -> RunSummary:
 
 def _load_record(kind: type[T], path: Path) -> T | None:
     return kind.load(path) if path.exists() else None
-
-
-def _flatten_settings(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= _flatten_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

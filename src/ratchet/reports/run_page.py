@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ratchet.config.units import format_bytes
+from ratchet.config.units import format_bytes, format_duration
 from ratchet.quality_gate.evidence import Samples
 from ratchet.reports import comparison_page, curves, pages, verdict_page
 from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult
@@ -16,7 +16,6 @@ from ratchet.reports.training_page import summarize_memory
 from ratchet.storage import html
 from ratchet.storage.html import NONE, format_count, format_percentage
 from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, ModelRole
-from ratchet.tuning.trial_summary import format_duration
 
 WORST_SHOWN, TEXT_SHOWN = 20, 600
 """Maximum numbers of worst samples, and of characters of a text."""

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
+from ratchet.config.units import format_duration
 from ratchet.reports.plots import INK, QUIET, RULE, Figure, axis, build_figure, plain
 from ratchet.storage.records.sweep import ParameterAxis, SweepReport, Trial, TrialExecution, TrialState
 from ratchet.tuning.trial_summary import (
@@ -19,7 +20,6 @@ from ratchet.tuning.trial_summary import (
     best_values_so_far,
     break_lines,
     counted_trials,
-    format_duration,
     format_number,
     format_parameter_value,
     objective_label,

@@ -3,10 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.units import format_duration
 from ratchet.reports import pages, sweep_charts
 from ratchet.reports.pages import MINUS, format_p_value, format_significant
 from ratchet.reports.sweep_charts import STATES
@@ -15,7 +17,6 @@ from ratchet.storage.html import NONE, format_count, format_percentage
 from ratchet.storage.records.sweep import (
     Finalist,
     FinalistComparison,
-    SweepObjective,
     SweepReport,
     Trial,
     TrialState,
@@ -24,7 +25,6 @@ from ratchet.tuning.trial_summary import (
     CauseSavings,
     SweepSavings,
     compute_savings,
-    format_duration,
     format_number,
     format_objective,
     format_parameter_value,
@@ -39,9 +39,6 @@ REASON_SHOWN, NAME_SHOWN = 160, 40
 
 SIGNS: Mapping[TrialState, str] = {"complete": "●", "pruned": "×", "infeasible": "▲", "failed": "✚", "running": "□"}  # noqa: RUF001
 """Symbol of each state, as in the plots, so that every state is recognizable without its colour."""
-
-Figure = tuple[str, str, str]
-"""Name, value and note."""
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 PICTURES = {
     "history": ("Optimization history.", "Objective of each trial, and the best so far."),
@@ -75,7 +72,8 @@ def write(report: SweepReport, target: Path) -> None:
 def render(report: SweepReport) -> str:
     """Return the page as text."""
     saved = compute_savings(report)
-    measured = " × ".join(objective.metric.replace("_", " ") for objective in report.objectives)  # noqa: RUF001
+    metrics = [objective.metric.replace("_", " ") for objective in report.objectives]
+    counts = {state: sum(trial.state == state for trial in report.trials) for state in STATES}
     finals = report.final_round
     seeds = max((len(finalist.means) for finalist in finals.finalists), default=0) if finals else 0
     has_front = len(report.objectives) > 1
@@ -86,29 +84,28 @@ def render(report: SweepReport) -> str:
         sections=["Adopt", "Course", "Hyperparameters", *(["Front"] if has_front else []), "Finalists", "Workers",
                   "Cost", "Trials", "Reproduce"],
         report=report,
-        measured=f"{measured}, {report.sampler.partition(',')[0]}",
-        figures=list(_key_figures(report, saved)),
+        measured=f"{' × '.join(metrics)}, {report.sampler.partition(',')[0]}",  # noqa: RUF001
+        figures=list(_key_figures(report, saved, counts)),
         adopt=_recommend(report),
         charts=sweep_charts.build_charts(report),
         pictures=PICTURES,
         signs=SIGNS,
-        front=_list_front(report),
+        front=_list_front(report, metrics),
         seeds=[f"seed {place + 1}" for place in range(seeds)],
         finalists=[_finalist_row(finalist, seeds, finals.winner) for finalist in finals.finalists] if finals else [],
         comparisons=[_comparison_cells(comparison) for comparison in finals.comparisons] if finals else [],
         workers=_summarize_workers(report),
         costs=_list_costs(saved),
-        counts={state: sum(trial.state == state for trial in report.trials) for state in STATES},
-        trials=_list_trials(report),
+        counts=counts,
+        trials=_list_trials(report, metrics),
         facts=_describe_reproduction(report),
     )  # fmt: skip
 
 
-def _list_trials(report: SweepReport) -> dict[str, Any]:
+def _list_trials(report: SweepReport, metrics: Sequence[str]) -> dict[str, Any]:
     """Return the table of all trials. The script sorts and filters it."""
     names = shorten_names(axis.name for axis in report.axes)
     continued_by = {trial.continues: trial.number for trial in report.trials if trial.continues is not None}
-    metrics = [objective.metric.replace("_", " ") for objective in report.objectives]
     heads = ["trial", "state", *metrics, *(names[axis.name] for axis in report.axes), "tokens", "seconds", "attempts",
              "run", "workers", "why"]  # fmt: skip
     kinds = "tt" + "n" * len(report.objectives) + "".join("t" if axis.kind == "choice" else "n" for axis in report.axes)
@@ -121,7 +118,11 @@ def _trial_cells(report: SweepReport, trial: Trial, continued_by: Mapping[int, i
     bdi, digest = pages.macros().bdi, pages.macros().digest
     for index, objective in enumerate(report.objectives):
         value = trial_value(trial, report.objectives, index)
-        yield NONE if value is None or trial.state in ("failed", "infeasible") else sortable_number(objective, value)
+        if value is None or trial.state in ("failed", "infeasible"):
+            yield NONE
+        else:  # in the metric's own unit, so that the column can be sorted
+            is_count = objective.metric.endswith(("_bytes", "_tokens", "_seconds"))
+            yield f"{value:,.0f}" if is_count else f"{value:.4f}"
     for axis in report.axes:
         yield format_parameter_value(trial.values[axis.name]) if axis.name in trial.values else NONE
     yield trial.cost.trained_tokens
@@ -130,33 +131,22 @@ def _trial_cells(report: SweepReport, trial: Trial, continued_by: Mapping[int, i
     yield digest(trial.run_id)
     workers = ", ".join(dict.fromkeys(execution.worker for execution in trial.executions))
     yield bdi(_truncate(workers, NAME_SHOWN))
-    yield bdi(_truncate(_explain_outcome(trial, continued_by), REASON_SHOWN))
-
-
-def _explain_outcome(trial: Trial, continued_by: Mapping[int, int]) -> str:
-    """Explain the outcome of a trial and its relation to other trials."""
     sentences = [trial.reason] if trial.reason else []
     if trial.continues is not None:
         sentences.append(f"continues trial {trial.continues}")
     if trial.number in continued_by:
         sentences.append(f"continued by trial {continued_by[trial.number]}")
-    return "; ".join(sentences)
+    yield bdi(_truncate("; ".join(sentences), REASON_SHOWN))
 
 
 def _truncate(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def sortable_number(objective: SweepObjective, value: float) -> str:
-    """Format a number in the metric's own unit, so that the column can be sorted."""
-    return f"{value:,.0f}" if objective.metric.endswith(("_bytes", "_tokens", "_seconds")) else f"{value:.4f}"
-
-
-def _list_front(report: SweepReport) -> dict[str, Any]:
+def _list_front(report: SweepReport, metrics: Sequence[str]) -> dict[str, Any]:
     """Return the trials of the Pareto front."""
     hyperparameters = [axis.name for axis in report.axes if axis.kind != "tie"]
     names = shorten_names(hyperparameters)
-    metrics = [objective.metric.replace("_", " ") for objective in report.objectives]
 
     def cells(trial: Trial) -> Iterator[str]:
         for index, objective in enumerate(report.objectives):
@@ -196,20 +186,18 @@ def _comparison_cells(comparison: FinalistComparison) -> tuple[object, ...]:
 
 def _list_costs(savings: SweepSavings) -> list[tuple[object, ...]]:
     """Return trained and saved tokens."""
-    full_tokens = savings.full_tokens
-
-    def row(name: str, part: CauseSavings) -> tuple[object, ...]:
-        if not part.trials:
-            return name, NONE, NONE, NONE, NONE
-        share = format_percentage(part.tokens, full_tokens)
-        return name, part.trials, part.tokens, format_duration(part.seconds), share
-
-    return [
-        row("trained", CauseSavings(savings.trials, savings.trained_tokens, savings.trained_seconds)),
-        row("saved by pruning", savings.pruned),
-        row("rejected before training", savings.refused),
-        ("full training of all", NONE, full_tokens, format_duration(savings.full_seconds), NONE),
-    ]
+    parts = {
+        "trained": CauseSavings(savings.trials, savings.trained_tokens, savings.trained_seconds),
+        "saved by pruning": savings.pruned,
+        "rejected before training": savings.refused,
+    }
+    rows = [
+        (name, part.trials, part.tokens, format_duration(part.seconds),
+         format_percentage(part.tokens, savings.full_tokens))
+        if part.trials else (name, NONE, NONE, NONE, NONE)
+        for name, part in parts.items()
+    ]  # fmt: skip
+    return [*rows, ("full training of all", NONE, savings.full_tokens, format_duration(savings.full_seconds), NONE)]
 
 
 def format_parameters(trial: Trial) -> str:
@@ -221,43 +209,33 @@ def format_parameters(trial: Trial) -> str:
 def format_first_objective(report: SweepReport, trial: Trial) -> str:
     """Format the first objective of a trial."""
     value = trial_value(trial, report.objectives)
-    return (
-        NONE
-        if value is None
-        else format_objective(report.objectives[0], value)
-        if report.objectives
-        else format_number(value)
-    )
+    if value is None:
+        return NONE
+    return format_objective(report.objectives[0], value) if report.objectives else format_number(value)
 
 
-def _key_figures(report: SweepReport, saved: SweepSavings) -> Iterator[Figure]:
-    counts = {state: sum(trial.state == state for trial in report.trials) for state in STATES}
+def _key_figures(
+    report: SweepReport, saved: SweepSavings, counts: Mapping[TrialState, int]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and note of each key figure."""
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count) or "none started"
     continued = len(superseded_numbers(report))
     states += f"; {continued:,} pruned trials were continued later" if continued else ""
     started = sum(trial.continues is None for trial in report.trials)
     yield "Trials", f"{started:,} of {report.planned_trials:,}", states
-    yield _best_figure(report)
+    best = next((trial for trial in report.trials if trial.number in report.best[:1]), None)
+    if len(report.objectives) > 1:
+        numbers = ", ".join(map(str, report.best)) or NONE
+        yield "Front", format_count(len(report.best), "trial"), f"trials {numbers} (Pareto front)"
+    elif best is None:
+        yield "Best", NONE, "no trial is complete"
+    else:
+        yield "Best", format_first_objective(report, best), f"trial {best.number}: {format_parameters(best)}"
     if report.final_round is not None:
         yield "Winner", f"trial {report.final_round.winner}", report.final_round.reason
     share = format_percentage(saved.tokens, saved.full_tokens)
     of_all = f"{saved.tokens:,} of {saved.full_tokens:,} answer tokens, {format_duration(saved.seconds)}"
     yield "Saved", share, of_all if saved.tokens else "nothing saved"
-
-
-def _best_figure(report: SweepReport) -> Figure:
-    by_number = {trial.number: trial for trial in report.trials}
-    if len(report.objectives) > 1:
-        numbers = ", ".join(map(str, report.best)) or NONE
-        return "Front", format_count(len(report.best), "trial"), f"trials {numbers} (Pareto front)"
-    best_trial = by_number.get(report.best[0]) if report.best else None
-    if best_trial is None:
-        return "Best", NONE, "no trial is complete"
-    return (
-        "Best",
-        format_first_objective(report, best_trial),
-        f"trial {best_trial.number}: {format_parameters(best_trial)}",
-    )
 
 
 def _recommend(report: SweepReport) -> dict[str, Any]:
@@ -277,31 +255,18 @@ def _recommend(report: SweepReport) -> dict[str, Any]:
 
 def format_yaml(values: Mapping[str, Any]) -> str:
     """Format values by dotted key as YAML that versions 1.1 and 1.2 parse equally, with all digits."""
-    tree: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for parameter, item in values.items():
-        *sections, leaf = parameter.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = _YamlLeaf(item)
-    return "\n".join(_yaml_lines(tree, ""))
-
-
-class _YamlLeaf:
-    """Value in a tree of sections."""
-
-    def __init__(self, item: Any) -> None:
-        self.item = item
-
-
-def _yaml_lines(node: Mapping[str, Any], pad: str) -> Iterator[str]:
-    for key, item in node.items():
-        name = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
-        if isinstance(item, _YamlLeaf):
-            yield f"{pad}{name}: {_format_scalar(item.item)}"
+        section, _, rest = parameter.partition(".")
+        sections.setdefault(section, {})[rest] = item
+    lines = []
+    for section, items in sections.items():
+        name = section if _PLAIN_KEY.fullmatch(section) else json.dumps(section)
+        if "" in items:
+            lines.append(f"{name}: {_format_scalar(items[''])}")
         else:
-            yield f"{pad}{name}:"
-            yield from _yaml_lines(item, f"{pad}  ")
+            lines += [f"{name}:", textwrap.indent(format_yaml(items), "  ")]
+    return "\n".join(lines)
 
 
 def _format_scalar(item: Any) -> str:

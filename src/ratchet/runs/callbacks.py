@@ -6,7 +6,6 @@ A callback that is slow or fails delays neither training nor the other callbacks
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, Protocol
 
 from ratchet.runs.journal import Journal, JournalEvent, JournalReader
@@ -59,11 +58,10 @@ class RunPruner(Protocol):
 class _CallbackThread(threading.Thread):
     """Thread that passes the events of the journal to one callback, until `end` is called and all events are passed."""
 
-    def __init__(self, callback: RunCallback, journal: Path, notices: Journal) -> None:
+    def __init__(self, callback: RunCallback, journal: Journal) -> None:
         super().__init__(name=f"callback-{callback.name}", daemon=True)
-        self._callback = callback
-        self._reader = JournalReader(journal, getattr(callback, "offset", 0))
-        self._notices = notices
+        self._callback, self._notices = callback, journal
+        self._reader = JournalReader(journal.path, getattr(callback, "offset", 0))
         self._status: Status | None = None
         self._ended = threading.Event()
         self._pending: list[JournalEvent] = []
@@ -89,25 +87,22 @@ class _CallbackThread(threading.Thread):
                     self._callback.on_end(self._status or "FAILED")
                     return
             except Exception as error:  # the failure of a callback is reported and must never end the run
-                self._report(error)
+                if not self._is_failure_reported:
+                    self._is_failure_reported = True
+                    cause = " ".join(str(error).splitlines()[:2])
+                    failure = f"{self._callback.name} failed ({type(error).__name__}: {cause})"
+                    self._notices.append("notice", text=f"{failure}; retrying, training continues")
                 self._ended.wait(RETRY_S)
                 if is_last_round:
                     return
             self._ended.wait(self._poll_s if not self._waits else POLL_S)
-
-    def _report(self, error: Exception) -> None:
-        if not self._is_failure_reported:
-            self._is_failure_reported = True
-            cause = " ".join(str(error).splitlines()[:2])
-            failure = f"{self._callback.name} failed ({type(error).__name__}: {cause})"
-            self._notices.append("notice", text=f"{failure}; retrying, training continues")
 
 
 class CallbackList:
     """The callbacks of a run, each with its thread."""
 
     def __init__(self, callbacks: Sequence[RunCallback], journal: Journal) -> None:
-        self._threads = [_CallbackThread(callback, journal.path, journal) for callback in callbacks]
+        self._threads = [_CallbackThread(callback, journal) for callback in callbacks]
 
     def start(self) -> None:
         """Start passing events, from the beginning of the journal."""

@@ -40,8 +40,7 @@ LOCK_WAIT_S = 5.0
 """Time to wait for the lock. The kernel kills the worker of a killed supervisor, but the worker needs a moment to
 end."""
 
-MAX_LISTED = 6
-"""Number of ids that an error message lists."""
+MAX_LISTED = 6  # ids in an error message
 
 CHECKPOINT = "checkpoint"
 RESULT = "result"
@@ -128,11 +127,8 @@ class TrainingLaunchSpec(LaunchSpec):
     base_path: str
     data_path: str
     distillation_path: str | None = None
-    """Directory of the teacher outputs, if they were computed before training."""
     teacher_path: str | None = None
-    """Directory of the teacher model, if the teacher runs during training."""
     teacher_files: dict[str, str] | None = None
-    """SHA-256 of the teacher's files, which the worker verifies."""
     base: BaseCard
     """Card of the base model; the worker verifies the files that it lists."""
     profile_steps: int | None = None
@@ -140,8 +136,7 @@ class TrainingLaunchSpec(LaunchSpec):
 
     @property
     def max_restarts(self) -> int | None:
-        """See `LaunchSpec.max_restarts`. None for a profile, because a restart would be measured as part of the
-        profile."""
+        """See `LaunchSpec.max_restarts`. None for a profile, because a restart would be measured, too."""
         return self.machine.max_restarts if self.profile_steps is None else None
 
 
@@ -247,14 +242,14 @@ class RunPaths:
         return True
 
 
+@dataclass(frozen=True)
 class RunDirectory:
     """Run directory that this process may write, because it holds the lock."""
 
-    def __init__(self, paths: RunPaths, spec: BaseRunSpec, lock: FileLock, journal: Journal) -> None:
-        self.paths = paths
-        self.spec = spec
-        self.lock = lock
-        self.journal = journal
+    paths: RunPaths
+    spec: BaseRunSpec
+    lock: FileLock
+    journal: Journal
 
     @classmethod
     def open(cls, runs: Path, spec: BaseRunSpec) -> "RunDirectory":
@@ -330,7 +325,11 @@ def _require_same(path: Path, spec: BaseRunSpec) -> None:
         recorded = type(spec).load(path)
     except DamagedFileError as error:
         reset = f"`ratchet reset {path.parent.name}`"
-        if unknown := _unknown_keys(path, spec):
+        raw: Any = None
+        with suppress(ValueError):
+            raw = json.loads(path.read_bytes())
+        known = flatten(spec.model_dump(mode="json"))
+        if isinstance(raw, dict) and (unknown := sorted(flatten(raw).keys() - known.keys())):
             raise DamagedFileError(
                 f"{path}: unknown settings: {', '.join(unknown)}; a newer version of ratchet probably wrote the run: "
                 f"use that version, or run {reset}"
@@ -342,14 +341,6 @@ def _require_same(path: Path, spec: BaseRunSpec) -> None:
     if recorded.run_id != spec.run_id:  # settings that do not affect the result may differ
         names = find_differing_keys(recorded.model_dump(mode="json"), spec.model_dump(mode="json"))
         raise DamagedFileError(f"{path}: differs in {', '.join(names)}; move the directory away")
-
-
-def _unknown_keys(path: Path, spec: BaseRunSpec) -> list[str]:
-    try:
-        raw = json.loads(path.read_bytes())
-    except ValueError:
-        return []
-    return sorted(flatten(raw).keys() - flatten(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
 
 
 _ADVICE = {

@@ -12,14 +12,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 QUERY = (sys.executable, "-m", "ratchet.runs.gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY_TIMEOUT_S = 60.0
-"""Timeout of the process that asks the driver, in seconds."""
+KILL_TIMEOUT_S = 1.0
+"""Longest wait for the end of a query that was killed."""
 T = TypeVar("T")
 
 
@@ -47,30 +49,30 @@ class GpuInventory:
     cuda: str = ""
     """Newest CUDA version that the driver supports; empty without a driver."""
     driver: str = ""
-    """Version of the driver; empty if it is not known."""
     problem: str = ""
     """Reason why there are no devices; empty if there are."""
 
 
 def parse_inventory(text: str) -> GpuInventory:
     """Parse the output of QUERY. Raises ValueError."""
-    inventory = json.loads(text)
-    try:
-        devices = tuple(GpuReading(**device) for device in inventory.pop("devices"))
-        return GpuInventory(devices, **inventory)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(str(error)) from None
+    from pydantic import TypeAdapter  # imported late, because the process of QUERY must start quickly
+
+    return TypeAdapter(GpuInventory).validate_json(text)
 
 
 def query_gpus(timeout_s: float = QUERY_TIMEOUT_S) -> GpuInventory:
     """List the GPUs with a separate process. If the process fails, `GpuInventory.problem` has the cause."""
+    process = subprocess.Popen(QUERY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=timeout_s, check=False)
-        return parse_inventory(done.stdout)
+        output, errors = process.communicate(timeout=timeout_s)
+        return parse_inventory(output)
     except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver cannot be killed
+            process.communicate(timeout=KILL_TIMEOUT_S)
         return GpuInventory(problem=f"the driver did not answer within {timeout_s:g} s")
     except ValueError:
-        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        last_line = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return GpuInventory(problem=f"the query of the driver failed ({last_line[:200]})")
 
 
@@ -92,7 +94,10 @@ def read_inventory(visible: str | None) -> GpuInventory:
         return GpuInventory(problem=f"the driver does not work: {error}")
     finally:
         pynvml.nvmlShutdown()
-    devices = tuple(reading for reading in readings if is_visible(reading, visible))
+    if visible is not None:  # CUDA_VISIBLE_DEVICES has indices, or beginnings of UUIDs
+        names = _split_names(visible)
+        readings = [r for r in readings if any(n == str(r.index) or (r.uuid or "").startswith(n) for n in names)]
+    devices = tuple(readings)
     return GpuInventory(devices, f"{number // 1000}.{number % 1000 // 10}", driver, "" if devices else "no usable GPU")
 
 
@@ -105,32 +110,24 @@ def _read_gpu(index: int) -> GpuReading:
         except pynvml.NVMLError:  # not supported by this GPU, or the GPU is lost
             return None
 
-    reading = GpuReading(index=index)
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError:  # the GPU is lost
-        return reading
-    if (capability := ask(pynvml.nvmlDeviceGetCudaComputeCapability)) is not None:
-        reading = replace(reading, compute_capability=".".join(map(str, capability)))
-    if (memory := ask(pynvml.nvmlDeviceGetMemoryInfo)) is not None:
-        reading = replace(reading, total_bytes=memory.total, free_bytes=memory.free, used_bytes=memory.used)
-    if (rates := ask(pynvml.nvmlDeviceGetUtilizationRates)) is not None:
-        reading = replace(reading, utilization_percent=rates.gpu)
-    if (milliwatts := ask(pynvml.nvmlDeviceGetPowerUsage)) is not None:
-        reading = replace(reading, power_w=milliwatts / 1000)
-    return replace(
-        reading,
+        return GpuReading(index=index)
+    capability, milliwatts = ask(pynvml.nvmlDeviceGetCudaComputeCapability), ask(pynvml.nvmlDeviceGetPowerUsage)
+    memory, rates = ask(pynvml.nvmlDeviceGetMemoryInfo), ask(pynvml.nvmlDeviceGetUtilizationRates)
+    return GpuReading(
         name=ask(pynvml.nvmlDeviceGetName),
+        compute_capability=None if capability is None else ".".join(map(str, capability)),
+        total_bytes=None if memory is None else memory.total,
+        free_bytes=None if memory is None else memory.free,
+        index=index,
         uuid=ask(pynvml.nvmlDeviceGetUUID),
+        utilization_percent=None if rates is None else rates.gpu,
+        used_bytes=None if memory is None else memory.used,
+        power_w=None if milliwatts is None else milliwatts / 1000,
         temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
     )
-
-
-def is_visible(reading: GpuReading, visible: str | None) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES has a GPU, by its index or the beginning of its UUID."""
-    if visible is None:
-        return True
-    return any(name == str(reading.index) or (reading.uuid or "").startswith(name) for name in _split_names(visible))
 
 
 def count_visible_gpus(devices: Path = Path("/dev")) -> int:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+import psutil
+
 Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -39,10 +41,10 @@ DUMP_WAIT_S = 2.0
 DUMP_POLL_S = 0.05
 
 _STATES = {
-    "T": "it was stopped by a signal",
-    "t": "it is held by a debugger",
-    "D": "it waits for a disk or a device",
-    "Z": "it had ended",
+    psutil.STATUS_STOPPED: "it was stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "it is held by a debugger",
+    psutil.STATUS_DISK_SLEEP: "it waits for a disk or a device",
+    psutil.STATUS_ZOMBIE: "it had ended",
 }
 
 _RECORD = struct.Struct("<QddQ")  # number, beat_s, deadline_s, phase
@@ -56,7 +58,6 @@ class HeartbeatReading:
     """The last heartbeat of a worker."""
 
     number: int
-    """Number of the beat."""
     phase: Phase
     """Phase of the unit of work that began with the beat."""
     age_s: float
@@ -68,7 +69,8 @@ class Heartbeat:
     """A heartbeat page. The worker beats at the start of every unit of work; the unit ends at the next beat.
 
     Args:
-        fd: descriptor of the shared memory; None for a private page.
+        fd: descriptor of the shared memory, such as a worker inherits; None for a private page. An invalid descriptor
+            raises OSError or ValueError.
         stall_timeout_s: shortest deadline in seconds, for a unit of a phase that has occurred before; 0: no unit has
             a deadline.
         first_stall_timeout_s: deadline of the first unit of each phase (which may compile) and of every unit of
@@ -94,26 +96,9 @@ class Heartbeat:
         return page
 
     @classmethod
-    def attach(cls, fd: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
-        """Open the supervisor's page in a worker that inherited `fd`. Raises OSError or ValueError if it is invalid."""
-        return cls(fd, stall_timeout_s, first_stall_timeout_s)
-
-    @classmethod
-    def private(cls) -> "Heartbeat":
-        """Return a page that no process watches, for work without a supervisor."""
-        return cls(None, 0.0, 0.0)
-
-    @classmethod
     def attach_at(cls, address: str, index: int, stall_timeout_s: float, first_stall_timeout_s: float) -> "Heartbeat":
-        """Open the page of one of several workers through /proc, because their parent, the elastic agent, did not
-        inherit the descriptors.
-
-        Args:
-            address: result of `address_of`.
-            index: number of the worker, from 0.
-            stall_timeout_s: see the class.
-            first_stall_timeout_s: see the class.
-        """
+        """Open the page of worker `index` through /proc, by the `address_of` the pages of all workers, because their
+        parent, the elastic agent, did not inherit the descriptors."""
         pid, descriptors = address.split(":")
         fd = os.open(f"/proc/{pid}/fd/{descriptors.split(',')[index]}", os.O_RDWR | os.O_CLOEXEC)
         return cls(fd, stall_timeout_s, first_stall_timeout_s)
@@ -179,13 +164,7 @@ class Heartbeat:
 
 
 class HangDetector:
-    """Detector of a stall of one worker, by its heartbeat.
-
-    Args:
-        heartbeat: page of the worker.
-        grace_s: `machine.grace_period_s`.
-        clock: returns monotonic time in seconds.
-    """
+    """Detector of a stall of one worker, by its heartbeat."""
 
     def __init__(self, heartbeat: Heartbeat, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._heartbeat = heartbeat
@@ -238,33 +217,35 @@ def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: in
     pid = worker.pid if rank is None else _find_child(worker.pid, rank)
     state = read_process_state(pid) if pid else ""
     size = _file_size(stacks)
-    if state and state != "Z":
+    if state and state != psutil.STATUS_ZOMBIE:
         os.kill(pid, signal.SIGUSR1)
-        if state == "T":
+        if state == psutil.STATUS_STOPPED:
             os.kill(pid, signal.SIGCONT)
-    has_stacks = _wait_for_growth(worker, stacks, size)
+    deadline_s, last_size, current = time.monotonic() + DUMP_WAIT_S, size, size
+    while time.monotonic() < deadline_s and worker.poll() is None and (current == size or current != last_size):
+        time.sleep(DUMP_POLL_S)  # until the file has grown and stopped growing
+        last_size, current = current, _file_size(stacks)
     worker.kill()
     findings = [_STATES[state]] if state in _STATES else []
-    findings.append(f"stacks in {stacks}" if has_stacks else "it wrote no stacks")
+    findings.append(f"stacks in {stacks}" if _file_size(stacks) > size else "it wrote no stacks")
     return "; ".join(findings)
 
 
 def read_process_state(pid: int) -> str:
-    """Return the letter of the process state in /proc/PID/stat (proc_pid_stat(5)); empty if the process is gone."""
+    """Return psutil's name of the state of a process, such as `stopped`; empty if the process is gone."""
     try:
-        # The process name is in parentheses and may contain parentheses; the state follows the last parenthesis.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
         return ""
 
 
 def _find_child(parent: int, rank: int) -> int:
     """Return the process id of the child with this LOCAL_RANK in its environment; 0 if there is none."""
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        for pid in map(int, children.read_text(encoding="ascii").split()):
-            with contextlib.suppress(OSError):
-                if f"LOCAL_RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    return pid
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(parent).children():
+            with contextlib.suppress(psutil.Error):
+                if child.environ().get("LOCAL_RANK") == str(rank):
+                    return int(child.pid)
     return 0
 
 
@@ -273,16 +254,3 @@ def _file_size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _wait_for_growth(worker: subprocess.Popen[bytes], path: Path, size: int) -> bool:
-    """Wait until the file has grown and stopped growing, at most DUMP_WAIT_S; return whether it has grown."""
-    deadline_s = time.monotonic() + DUMP_WAIT_S
-    last_size = size
-    while time.monotonic() < deadline_s and worker.poll() is None:
-        time.sleep(DUMP_POLL_S)
-        current = _file_size(path)
-        if current > size and current == last_size:
-            break
-        last_size = current
-    return _file_size(path) > size

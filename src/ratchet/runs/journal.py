@@ -242,7 +242,14 @@ def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
     event = _parse_event(line)
     if event is not None or not line.strip():
         return event, False
-    return _salvage(line), True
+    start = 0
+    for _ in range(_SALVAGE_TRIES):  # another process wrote its event after a line that was cut off
+        start = line.find(b'{"', start + 1)
+        if start < 0:
+            break
+        if event := _parse_event(line[start:]):
+            return event, True
+    return None, True
 
 
 def _parse_event(line: bytes) -> JournalEvent | None:
@@ -257,18 +264,6 @@ def _parse_event(line: bytes) -> JournalEvent | None:
         return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-
-
-def _salvage(line: bytes) -> JournalEvent | None:
-    """Return the intact event at the end of a damaged line: another process wrote it after a line that was cut off."""
-    start = 0
-    for _ in range(_SALVAGE_TRIES):
-        start = line.find(b'{"', start + 1)
-        if start < 0:
-            return None
-        if event := _parse_event(line[start:]):
-            return event
-    return None
 
 
 class ReplayFilter:
@@ -302,7 +297,6 @@ class RunDecisions:
     budgets: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     """Last `microbatch_budget` event by (phase, step). It includes all changes of that step."""
     skipped_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The `step_skipped` event by step."""
 
 
 def read_decisions(path: Path, checkpoint_step: int) -> RunDecisions:
@@ -320,12 +314,8 @@ def read_decisions(path: Path, checkpoint_step: int) -> RunDecisions:
             continue
         if event.kind == "step_skipped" and step > checkpoint_step:
             decisions.skipped_steps[step] = event.data
-        elif event.kind == "microbatch_budget" and _is_budget(event) and step >= checkpoint_step:
-            phase = str(event.data["phase"])
-            if phase == "validation" or step > checkpoint_step:
+        elif event.kind == "microbatch_budget" and isinstance(event.data.get("budget"), dict):
+            phase = event.data.get("phase")
+            if (phase == "train" and step > checkpoint_step) or (phase == "validation" and step >= checkpoint_step):
                 decisions.budgets[phase, step] = event.data
     return decisions
-
-
-def _is_budget(event: JournalEvent) -> bool:
-    return event.data.get("phase") in ("train", "validation") and isinstance(event.data.get("budget"), dict)

@@ -47,7 +47,6 @@ MAX_WAITING = 2_000
 MAX_ITEMS = 32
 """Maximum number of items of a list in a record."""
 CHECK_EVERY_S = 0.25
-"""Interval at which a LogTrimmer checks the size of its file."""
 BLOCK_BYTES = 1 << 20
 MAX_LINE = 1 << 16
 """Maximum number of characters that are buffered while a printed line has no end."""
@@ -57,14 +56,8 @@ truncates the file when it exceeds machine.log_max_bytes, but checks its size on
 
 
 class JsonLog:
-    """A log of this process. Any thread and any signal handler may write to it.
-
-    Args:
-        path: NAME.jsonl; older files are NAME.1.jsonl, NAME.2.jsonl, ...
-        machine: settings for the level, the size of a file, and the number of files.
-        context: returns the fields that every record has, such as the attempt.
-        complain: called with a message when records are lost for the first time.
-    """
+    """A log of this process, NAME.jsonl; older files are NAME.1.jsonl, NAME.2.jsonl, ... Any thread and any signal
+    handler may write to it. `complain` gets a message when records are lost for the first time."""
 
     def __init__(
         self, path: Path, machine: Machine, context: Callable[[], Mapping[str, Any]], complain: Callable[[str], None]
@@ -75,18 +68,11 @@ class JsonLog:
         self._context, self._complain = context, complain
         self._waiting: deque[bytes] = deque()
         self._mutex = threading.Lock()
-        self._fd, self._is_torn, self._is_closed = -1, False, False
+        self._fd, self._is_closed = -1, False
         self._lost, self._cause, self._has_complained = 0, "", False
 
     def write(self, level: Level, source: str, text: str, **fields: Any) -> None:
-        """Write a record if its level is enabled. Never raises. Waits for the disk only if no other thread does.
-
-        Args:
-            level: severity.
-            source: component that reports the message.
-            text: message.
-            fields: further fields, such as `reason`; None values are omitted.
-        """
+        """Write a record if its level is enabled. Never raises. Waits for the disk only if no other thread does."""
         if LEVELS[level] < self._min_level or self._is_closed:
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -122,12 +108,12 @@ class JsonLog:
             return line
         if len(_encode_record({**head, "text": "", "cut_bytes": 0, **extra})) > limit // 2:
             extra = {"omitted_fields": sorted(extra)[:MAX_ITEMS]}
-        encoded = text.encode(errors="backslashreplace")
-        available = limit - len(_encode_record({**head, "text": "", "cut_bytes": len(encoded), **extra}))
-        cut = encoded[: max(0, available)].decode(errors="ignore")
-        while cut and len(json.dumps(cut, ensure_ascii=False).encode(errors="backslashreplace")) - 2 > available:
+        size, cut = _count_bytes(text), text[:limit]
+        while True:
+            line = _encode_record({**head, "text": cut, "cut_bytes": size - _count_bytes(cut), **extra})
+            if len(line) <= limit or not cut:
+                return line
             cut = cut[: len(cut) * 3 // 4]
-        return _encode_record({**head, "text": cut, "cut_bytes": len(encoded) - len(cut.encode()), **extra})
 
     def _write_line(self, line: bytes) -> None:
         try:
@@ -138,6 +124,7 @@ class JsonLog:
                 self._lost = 0
             self._append(line, size)
         except OSError as error:
+            self._close_file()
             self._lost, self._cause = self._lost + 1, error.strerror or str(error)
             if not self._has_complained:
                 self._has_complained = True
@@ -153,7 +140,8 @@ class JsonLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
-        self._is_torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":  # a crash or a full disk has cut off the last line
+            size += os.write(self._fd, b"\n")
         for old in self.path.parent.glob(f"{self.path.stem}.*{self.path.suffix}"):  # machine.log_files was higher
             number = old.name[len(self.path.stem) + 1 : -len(self.path.suffix)]
             if number.isdecimal() and int(number) >= self._files:
@@ -162,17 +150,13 @@ class JsonLog:
 
     def _append(self, line: bytes, size: int) -> int:
         """Write a line, to the next file if the current one is full. Return the size of the file."""
-        line = b"\n" + line if self._is_torn else line
-        if size + len(line) > self._limit_bytes and size:
+        if size and size + len(line) > self._limit_bytes:
             self._rotate()
-            size, line = 0, line.lstrip(b"\n")
+            size = 0
         written = os.write(self._fd, line)
         if written < len(line):
-            self._is_torn = True
             os.ftruncate(self._fd, size)  # no other process writes this file
-            self._is_torn = False
             raise OSError(ENOSPC, os.strerror(ENOSPC))
-        self._is_torn = False
         return size + written
 
     def _rotate(self) -> None:
@@ -185,23 +169,23 @@ class JsonLog:
                     self._numbered(number - 1).replace(self._numbered(number))
             self._close_file()
             self._open_file()
-        self._is_torn = False
 
     def _numbered(self, number: int) -> Path:
         return self.path.with_suffix(f".{number}{self.path.suffix}") if number else self.path
 
     def _close_file(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 class LoggingBridge(logging.Handler):
-    """Handler that writes records of Python's `logging` to a log."""
+    """Handler that writes records of Python's `logging` to a log, and warnings and errors also to worker.log."""
 
-    def __init__(self, log: JsonLog) -> None:
+    def __init__(self, log: JsonLog, output: "WorkerLogStream | None" = None) -> None:
         super().__init__()
-        self._log = log
+        self._log, self._output = log, output
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record. `reason` and `event` from `extra` become fields, as does the traceback of an exception."""
@@ -210,8 +194,29 @@ class LoggingBridge(logging.Handler):
         except Exception as error:  # the arguments do not fit the format: log the format
             text = f"{record.msg} ({type(error).__name__}: {error})"
         trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else None
+        level = level_name(record.levelno)
         fields = {name: getattr(record, name, None) for name in ("reason", "event")}
-        self._log.write(level_name(record.levelno), record.name, text, traceback=trace, **fields)
+        self._log.write(level, record.name, text, traceback=trace, **fields)
+        if self._output is not None and record.levelno >= logging.WARNING:
+            self._output.write(
+                redact("\n".join(filter(None, (f"{level}: {record.name}: {text}", trace))).rstrip()) + "\n"
+            )
+
+
+def make_warning_hook(log: JsonLog, write: Callable[[str], object] | None = None) -> Callable[..., None]:
+    """Return a function for `warnings.showwarning` that logs a warning and writes it (None: to standard error), with
+    secrets redacted."""
+
+    def show_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:  # fmt: skip
+        log.write("warning", "warnings", str(message), reason=category.__name__, where=f"{filename}:{lineno}")
+        with contextlib.suppress(OSError):
+            output = file.write if file else write or sys.stderr.write
+            output(redact(warnings.formatwarning(message, category, filename, lineno, line)))
+
+    return show_warning
 
 
 def level_name(number: int) -> Level:
@@ -236,6 +241,10 @@ def _encode_record(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
+def _count_bytes(text: str) -> int:
+    return len(text.encode(errors="backslashreplace"))
+
+
 current: JsonLog | None = None
 """Log of the run that this process supervises; None if it supervises no run."""
 
@@ -254,10 +263,6 @@ class LogTrimmer(threading.Thread):
     blocked.
 
     Workers and their C code have the file open, so it is copied and truncated instead of renamed.
-
-    Args:
-        path: the file, which its writers open with O_APPEND. It need not exist.
-        limit_bytes: the file is truncated when it is larger. The end of its content becomes PATH.1.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -330,28 +335,18 @@ class WorkerLogStream:
             os.write(self._fd, text[: self._limit_bytes].encode(errors="backslashreplace"))
 
 
-class LoggedTextStream(io.TextIOBase):
-    """Replacement of sys.stdout or sys.stderr that writes a record for each printed text that ends with a line end.
+class _CapturedStream(io.RawIOBase):
+    """Bytes below sys.stdout or sys.stderr. A printed text with a line end becomes a record, so that no secret is ever
+    split into two parts.
 
     If a line is overwritten (`\\r`, progress bars), its last version is logged.
     """
 
     def __init__(self, output: WorkerLogStream, log: JsonLog, level: Level, original: TextIO) -> None:
         self._output, self._log, self._level, self._original = output, log, level, original
+        self.name = original.name
         self._text = ""
         self._mutex = threading.RLock()  # a signal handler may print
-
-    encoding = "utf-8"
-    errors = "backslashreplace"
-
-    @property
-    def name(self) -> str:
-        return self._original.name
-
-    @property
-    def buffer(self) -> io.RawIOBase:
-        """Stream for code that writes bytes."""
-        return _LoggedByteStream(self)
 
     def writable(self) -> bool:
         return True
@@ -359,79 +354,36 @@ class LoggedTextStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._original.fileno()
 
-    def write(self, text: str) -> int:
-        """Buffer text, and pass it on when its line is complete, so that a secret is never split into two parts."""
+    def write(self, data: Any, /) -> int:
+        content = bytes(data)
         with self._mutex:
-            content = self._text + text
-            if "\r" in content:
-                content = "\n".join(line.rpartition("\r")[2] for line in content.replace("\r\n", "\n").split("\n"))
-            if content.endswith("\n") or len(content) > MAX_LINE:
-                self._text = ""
-                self._write(content)
-            else:
-                self._text = content
-        return len(text)
-
-    def reconfigure(self, **options: object) -> None:
-        """Do nothing: some libraries request UTF-8 or line buffering."""
-
-    def flush(self) -> None:
-        """Do nothing: only an incomplete line is buffered, and it waits for its end."""
+            text = self._text + content.decode(errors="backslashreplace")
+            if "\r" in text:
+                text = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n"))
+            is_complete = text.endswith("\n") or len(text) > MAX_LINE
+            self._text = "" if is_complete else text
+            if is_complete:
+                self._pass_on(text)
+        return len(content)
 
     def end(self) -> None:
         """Write the incomplete line."""
         with self._mutex:
             line, self._text = self._text, ""
             if line:
-                self._write(f"{line}\n")
+                self._pass_on(f"{line}\n")
 
-    def _write(self, text: str) -> None:
+    def _pass_on(self, text: str) -> None:
         text = redact(text)
         self._output.write(text)
         if text.strip():
             self._log.write(self._level, "stdout" if self._level == "info" else "stderr", text.rstrip())
 
 
-class _LoggedByteStream(io.RawIOBase):
-    """Byte stream that decodes its input and passes it to a LoggedTextStream."""
-
-    def __init__(self, stream: LoggedTextStream) -> None:
-        self._stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        content = bytes(data)
-        self._stream.write(content.decode(errors="backslashreplace"))
-        return len(content)
-
-
-class _StderrEcho(logging.Handler):
-    """Handler that prints warnings and errors of `logging` on standard error, as Python does without handlers."""
-
-    def __init__(self, output: WorkerLogStream) -> None:
-        super().__init__(logging.WARNING)
-        self._output = output
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to worker.log, with its traceback."""
-        with contextlib.suppress(Exception):  # arguments that do not fit the format; LoggingBridge reports them
-            self._output.write(redact(f"{level_name(record.levelno)}: {record.name}: {self.format(record)}\n"))
-
-
 def capture_output(
     folder: Path, machine: Machine, attempt: int, rank: int | None, name: str = "worker"
 ) -> "OutputCapture":
-    """Capture the output of this process until it ends.
-
-    Args:
-        folder: folder of the run's logs.
-        machine: settings of the log.
-        attempt: number of the attempt.
-        rank: rank of this process; None if it is the only process.
-        name: name of the log; the rank is appended.
-    """
+    """Capture the output of this process until it ends."""
     context: dict[str, int] = {"attempt": attempt} if rank is None else {"attempt": attempt, "rank": rank}
     path = folder / (f"{name}.jsonl" if rank is None else f"{name}-{rank}.jsonl")
     output = WorkerLogStream(2, machine.log_max_bytes)
@@ -445,42 +397,34 @@ class OutputCapture:
     def __init__(self, log: JsonLog, output: WorkerLogStream, machine: Machine) -> None:
         self._log, self._output = log, output
         self._streams = (
-            LoggedTextStream(output, log, "info", sys.stdout),
-            LoggedTextStream(output, log, "warning", sys.stderr),
+            _CapturedStream(output, log, "info", sys.stdout),
+            _CapturedStream(output, log, "warning", sys.stderr),
         )
-        sys.stdout, sys.stderr = self._streams
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="", write_through=True)
+            for stream in self._streams
+        )
         root = logging.getLogger()
         root.setLevel(machine.log_level.upper())
-        root.addHandler(LoggingBridge(log))
-        root.addHandler(_StderrEcho(output))
-        warnings.showwarning = self._log_warning
+        root.addHandler(LoggingBridge(log, output))
+        warnings.showwarning = make_warning_hook(log, output.write)
         sys.excepthook = self._log_exception
         threading.excepthook = self._log_thread_exception
-        sys.unraisablehook = self._log_unraisable
+        sys.unraisablehook = lambda details: self._log_exception(
+            details.exc_type, details.exc_value, details.exc_traceback, "ignored by Python"
+        )
 
     def end(self) -> None:
         """Write incomplete lines before the process ends."""
         for stream in self._streams:
             stream.end()
 
-    def _log_warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:  # fmt: skip
-        text = warnings.formatwarning(message, category, filename, lineno, line)
-        if file is not None:
-            file.write(text)
-            return
-        self._output.write(redact(text))
-        self._log.write("warning", "warnings", str(message), reason=category.__name__, where=f"{filename}:{lineno}")
-
     def _log_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str = "uncaught"
+        self,
+        kind: type[BaseException],
+        error: BaseException | None,
+        trace: TracebackType | None,
+        where: str = "uncaught",
     ) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         self._output.write(redact(text))
@@ -490,6 +434,3 @@ class OutputCapture:
         if details.exc_type is not SystemExit:
             name = details.thread.name if details.thread else "a thread"
             self._log_exception(details.exc_type, details.exc_value, details.exc_traceback, f"uncaught in {name}")
-
-    def _log_unraisable(self, details: Any) -> None:
-        self._log_exception(details.exc_type, details.exc_value, details.exc_traceback, "ignored by Python")

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +30,9 @@ from ratchet.runs.restart_policy import describe_cause
 from ratchet.runs.status import RunProgress, describe_ranks
 from ratchet.storage import files
 
-POINTS = 256
-"""Maximum number of points of a curve."""
+POINTS = 256  # of a curve, at most
 
-MIN_STEPS = 3
-"""Minimum number of steps for an estimate of the time left."""
+MIN_STEPS = 3  # for an estimate of the time left
 RECENT_SHARE, MIN_RECENT = 0.5, 8
 """Share of the steps so far that the estimate uses, and minimum number of steps that it uses. It uses the latest
 steps."""
@@ -56,18 +55,14 @@ WINDOW_S = 60.0
 
 STRAGGLER_RATIO = 1.25
 """A rank that computes this many times as long as the median rank slows the others down."""
-NOTABLE_EVENTS = 20
-"""Number of recent notable events that are kept."""
+NOTABLE_EVENTS = 20  # that are kept
 
 STEP_ANOMALIES = ("step_skipped", "step_repeated", "gradient_spike", "microbatch_budget", "loss_scale")
-"""Events about a step that did not run as usual."""
 GENERATE_PHASE = "generate"
-"""Phase of the batch budgets of a generation."""
 EXTERNAL_DEVICES = {"server": "a server", "llama.cpp": "llama.cpp", "none": ""}
 """Devices of models that run outside torch and have their own number formats, with their descriptions."""
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError)
-"""Exceptions that a damaged event causes."""
 
 _UNITS = (("s", 90.0), ("min", 5400.0), ("h", 129_600.0))
 """Units of time, each with the number of seconds below which it is used; longer times are in days."""
@@ -165,9 +160,20 @@ class EtaEstimator:
         """Add one event."""
         data = event.data
         if event.kind == "step":
-            self._add_step(event)
+            # The cost of a step is its duration, and the wait since the previous step (for data, for checkpoints).
+            step_s, self._step = float(data["step_s"]), int(data["step"])
+            if self._last_t is not None:  # the first step of an attempt includes warm-up
+                idle_s = event.t - self._last_t - self._validated_s - step_s
+                self._costs.add(self._step, step_s + min(max(0.0, idle_s), MAX_IDLE_S + MAX_IDLE_STEPS * step_s))
+            self._last_t, self._validated_s = event.t, 0.0
         elif event.kind == "generation_progress":
-            self._add_answers(event)
+            # Answers are the steps of a generation. Answers that were saved together share their time evenly.
+            last_step, self._step = self._step, int(data["step"])
+            self._generated_s += float(data["seconds"])
+            if (count := self._step - last_step) > 0:
+                for step in range(last_step + 1, self._step + 1):
+                    self._costs.add(step, self._generated_s / count)
+                self._last_t, self._generated_s = event.t, 0.0
         elif event.kind == "step_skipped":
             self._step, self._last_t = int(data["step"]), event.t
         elif event.kind == "validation":
@@ -182,24 +188,6 @@ class EtaEstimator:
             if conditions != self._conditions:  # the earlier costs no longer apply
                 self._conditions, self._costs, self._validation_s = conditions, DownsampledCurve(), []
 
-    def _add_step(self, event: JournalEvent) -> None:
-        """Add the cost of a step: its duration, and the wait since the previous step (for data, for checkpoints)."""
-        step_s, self._step = float(event.data["step_s"]), int(event.data["step"])
-        if self._last_t is not None:  # the first step of an attempt includes warm-up
-            idle_s = event.t - self._last_t - self._validated_s - step_s
-            self._costs.add(self._step, step_s + min(max(0.0, idle_s), MAX_IDLE_S + MAX_IDLE_STEPS * step_s))
-        self._last_t, self._validated_s = event.t, 0.0
-
-    def _add_answers(self, event: JournalEvent) -> None:
-        """Add the costs of answers, which are the steps of a generation. Answers that were saved together share their
-        time evenly."""
-        last_step, self._step = self._step, int(event.data["step"])
-        self._generated_s += float(event.data["seconds"])
-        if (count := self._step - last_step) > 0:
-            for step in range(last_step + 1, self._step + 1):
-                self._costs.add(step, self._generated_s / count)
-            self._last_t, self._generated_s = event.t, 0.0
-
     def estimate(self, now: float) -> RemainingTime | None:
         """Estimate the time to the last step and validation; None while too little is known. `now` is Unix time.
 
@@ -213,22 +201,17 @@ class EtaEstimator:
         spread = _estimate_spread(costs, per_point, steps, step_s)
         begun_s = min(max(0.0, now - self._last_t - self._validated_s), step_s) if steps else 0.0
         steps_s = max(0.0, steps * step_s - begun_s)
-        validations_s = self._remaining_validations_s()
+        validations_s = 0.0
+        if self._validation_s and steps:
+            # One validation per interval is left, and one at the end. The interval is the number of steps between the
+            # last two validations, or before the only validation so far.
+            interval = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
+            count = math.ceil((self._planned - self._validations[-1]) / interval) if interval > 0 else 1
+            validations_s = max(0, count) * statistics.fmean(self._validation_s)
         factor = math.exp(min(spread, 5.0))
         return RemainingTime(
             steps_s / factor + validations_s, steps_s + validations_s, steps_s * factor + validations_s
         )
-
-    def _remaining_validations_s(self) -> float:
-        """Estimate the time of the validations left: one per interval, and one at the end.
-
-        The interval is the number of steps between the last two validations, or before the only validation so far.
-        """
-        if not self._validation_s or self._step >= self._planned:
-            return 0.0
-        interval = self._validations[-1] - (self._validations[-2] if len(self._validations) > 1 else 0)
-        count = math.ceil((self._planned - self._validations[-1]) / interval) if interval > 0 else 1
-        return max(0, count) * statistics.fmean(self._validation_s)
 
 
 def _recent_cost(costs: list[float], per_point: int) -> float:
@@ -238,14 +221,8 @@ def _recent_cost(costs: list[float], per_point: int) -> float:
 
 
 def _estimate_spread(costs: list[float], per_point: int, ahead: int, step_s: float) -> float:
-    """Return half the width of the range, on a logarithmic scale.
-
-    Args:
-        costs: mean costs of a step in seconds, each over `per_point` steps.
-        per_point: number of steps per cost.
-        ahead: steps left.
-        step_s: estimated cost of a step.
-    """
+    """Return half the width of the range, on a logarithmic scale, with `ahead` steps left of an estimated `step_s`.
+    `costs` are mean costs of a step in seconds, each over `per_point` steps."""
     steps = len(costs) * per_point
     errors = []
     for cut in (int(len(costs) * share) for share in CUTS):
@@ -270,7 +247,6 @@ class GenerationProgress:
     finish_counts: Counter[str] = field(default_factory=Counter)
     """Number of answers by the reason for their end. Answers saved just before a crash may be missing."""
     tokens: int = 0
-    """Number of tokens in all answers."""
     live: dict[str, Any] = field(default_factory=dict)
     """Data of the last event `generation_progress`. A value is None if the backend does not report it."""
     _step: int = 0
@@ -293,19 +269,17 @@ class GenerationProgress:
             while sum(entry[2] for entry in self._recent) - self._recent[0][2] > WINDOW_S:
                 self._recent.popleft()
 
-    def _rate(self, index: int) -> float | None:
-        seconds = sum(entry[2] for entry in self._recent)
-        return sum(entry[index] for entry in self._recent) / seconds if seconds > 0 else None
-
     @property
     def answers_per_s(self) -> float | None:
         """Recent speed of this attempt in answers/s; None before its first answers."""
-        return self._rate(0)
+        seconds = sum(entry[2] for entry in self._recent)
+        return sum(entry[0] for entry in self._recent) / seconds if seconds > 0 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Recent speed of this attempt in answer tokens/s."""
-        return self._rate(1)
+        """Recent speed of this attempt in answer tokens/s; None before its first answers."""
+        seconds = sum(entry[2] for entry in self._recent)
+        return sum(entry[1] for entry in self._recent) / seconds if seconds > 0 else None
 
     def describe_finishes(self) -> list[str]:
         """Describe the number of answers by the reason for their end, most frequent first: `120 stop`, `3 refused`."""
@@ -332,7 +306,6 @@ class NotableEvent:
     """An unusual event, as text."""
 
     t: float
-    """Unix time."""
     text: str
     is_urgent: bool
     """Whether a person should see it now."""
@@ -363,25 +336,19 @@ class ProgressView:
     progress: RunProgress = field(default_factory=RunProgress)
     eta: EtaEstimator = field(default_factory=EtaEstimator)
     generation: GenerationProgress | None = None
-    """Progress of a generation; None for a training."""
     train: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Training loss by step; each step counts once."""
     validation: DownsampledCurve = field(default_factory=DownsampledCurve)
-    """Validation loss by step."""
     gradient_norm: float | None = None
     state: str = "starting"
     """One of: starting, training or answering, waiting (for the next attempt), stopped, failed, finished."""
     device: str = ""
     compute_dtype: str = ""
     began_t: float | None = None
-    """Unix time of the first attempt."""
     is_ready: bool = False
     """Whether the current attempt has loaded everything."""
     available_bytes: int = 0
-    """Available memory at the time of the forecast."""
     ranks: tuple[RankUtilization, ...] = ()
     system: dict[str, Any] = field(default_factory=dict)
-    """Data of the last event `system_metrics`."""
     rollbacks: int = 0
     budget_shrinks: int = 0
     """Number of times that micro-batches were made smaller because memory ran out."""
@@ -394,30 +361,34 @@ class ProgressView:
     def update(self, event: JournalEvent) -> None:
         """Add one event. `progress` counts damaged events; the other parts skip them."""
         self.progress.update(event)
-        is_new = self._replay.is_new(event)
-        generation = self.generation.update if self.generation else _ignore_event
-        curves = self._add_to_curves if is_new else _ignore_event
-        for update in (self.eta.update, generation, curves, self._update_figures, self._add_notable):
-            try:
+        updates = [self.eta.update, self._update_figures, self._update_state, self._add_notable]
+        if self.generation is not None:
+            updates.append(self.generation.update)
+        if self._replay.is_new(event):
+            updates.append(self._add_to_curves)
+        for update in updates:
+            with suppress(*DAMAGE):
                 update(event)
-            except DAMAGE:
-                continue
 
     def _add_to_curves(self, event: JournalEvent) -> None:
-        data = event.data
-        if event.kind == "step":
-            self.train.add(int(data["step"]), _require_finite(data["loss"]))
-        elif event.kind == "validation":
-            self.validation.add(int(data["step"]), _require_finite(data["loss"]))
+        curve = {"step": self.train, "validation": self.validation}.get(event.kind)
+        if curve is not None:
+            curve.add(int(event.data["step"]), _require_finite(event.data["loss"]))
 
     def _update_figures(self, event: JournalEvent) -> None:
         data = event.data
         if event.kind == "step":
             self.gradient_norm = _require_finite(data["grad_norm"])
-        elif event.kind == "worker_ready":
-            self._begin_work(data)
         elif event.kind == "rank_timings":
-            self._compare_ranks(data)
+            busy = [float(busy_s) / float(data["seconds"]) for busy_s in data["busy_s"]]
+            # With two ranks, this is the share of the faster rank. The mean of both ranks would be a poor reference: no
+            # rank can be much slower than the mean.
+            median = statistics.median_low(busy)
+            hosts = (*self._hosts, *[""] * len(busy))
+            self.ranks = tuple(
+                RankUtilization(rank, host, share, share / median if median > 0 else 1.0)
+                for rank, (host, share) in enumerate(zip(hosts, busy, strict=False))
+            )
         elif event.kind == "system_metrics":
             self.system = dict(data)
         elif event.kind == "memory_forecast":
@@ -426,48 +397,34 @@ class ProgressView:
             self.budget_shrinks += data["action"] == "shrink"
         elif event.kind == "step_skipped":
             self.rollbacks += data["action"] == "roll_back"
-        else:
-            self._update_state(event)
 
     def _update_state(self, event: JournalEvent) -> None:
         """Follow the start and end of attempts."""
+        data = event.data
         if event.kind == "attempt_started":
             self.began_t = event.t if self.began_t is None else self.began_t
             self.state, self.is_ready, self.ranks = "starting", False, ()
-        elif event.kind == "worker_exited":
-            self.state = {"Retry": "waiting", "GiveUp": "failed"}.get(str(event.data["decision"]), "stopped")
-        elif event.kind in ("interrupted", "finished"):
-            self.state = "stopped" if event.kind == "interrupted" else "finished"
-        if event.kind in ("worker_exited", "interrupted", "finished"):
+        elif event.kind == "worker_ready":
+            self.state, self.is_ready = "answering" if self.generation else "training", True
+            self.device, self.compute_dtype = str(data.get("device", "")), str(data.get("compute_dtype", ""))
+            hosts = data.get("hosts") or ()
+            self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
+            self._flops_per_token, self._peak_flops_per_s = (
+                float(value) if isinstance(value, int | float) and value > 0 else None
+                for value in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
+            )
+        elif event.kind in ("worker_exited", "interrupted", "finished"):
             self.is_ready = False
-
-    def _begin_work(self, data: dict[str, Any]) -> None:
-        self.state, self.is_ready = "answering" if self.generation else "training", True
-        self.device, self.compute_dtype = str(data.get("device", "")), str(data.get("compute_dtype", ""))
-        hosts = data.get("hosts") or ()
-        self._hosts = tuple(map(str, hosts)) if isinstance(hosts, list | tuple) else ()
-        self._flops_per_token, self._peak_flops_per_s = (
-            float(value) if isinstance(value, int | float) and value > 0 else None
-            for value in (data.get("flops_per_token"), data.get("peak_flops_per_s"))
-        )
-
-    def _compare_ranks(self, data: dict[str, Any]) -> None:
-        busy = [float(busy_s) / float(data["seconds"]) for busy_s in data["busy_s"]]
-        # With two ranks, this is the share of the faster rank. The mean of both ranks would be a poor reference: no
-        # rank can be much slower than the mean.
-        median = statistics.median_low(busy)
-        hosts = (*self._hosts, *[""] * len(busy))
-        self.ranks = tuple(
-            RankUtilization(rank, host, share, share / median if median > 0 else 1.0)
-            for rank, (host, share) in enumerate(zip(hosts, busy, strict=False))
-        )
+            if event.kind == "worker_exited":
+                self.state = {"Retry": "waiting", "GiveUp": "failed"}.get(str(data["decision"]), "stopped")
+            else:
+                self.state = "stopped" if event.kind == "interrupted" else "finished"
 
     def _add_notable(self, event: JournalEvent) -> None:
         text = describe_notable_event(event)
         if text is not None:
-            self.notable_events.append(
-                NotableEvent(event.t, text, event.kind in ("alert", "worker_exited", "start_refused", "step_skipped"))
-            )
+            is_urgent = event.kind in ("alert", "worker_exited", "start_refused", "step_skipped")
+            self.notable_events.append(NotableEvent(event.t, text, is_urgent))
 
     @property
     def is_working(self) -> bool:
@@ -501,10 +458,6 @@ def _require_finite(value: Any) -> float:
     return number
 
 
-def _ignore_event(event: JournalEvent) -> None:
-    """Do nothing, in place of an update that does not apply."""
-
-
 @dataclass(frozen=True)
 class SidecarState:
     """State of a run directory at one moment, as far as it is not in the journal."""
@@ -525,7 +478,7 @@ def read_sidecar_state(paths: RunPaths) -> SidecarState:
         running = paths.lock().is_held()
         return SidecarState(
             running,
-            _find_saving_step(paths) if running else None,
+            _find_saving_step(paths.checkpoints) if running else None,
             replication_protocol.read_replication_state(paths),
             paths.result.is_dir(),
         )
@@ -533,12 +486,9 @@ def read_sidecar_state(paths: RunPaths) -> SidecarState:
         return SidecarState()
 
 
-def _find_saving_step(paths: RunPaths) -> int | None:
+def _find_saving_step(checkpoints: Path) -> int | None:
     """Return the step that a live process of this machine is saving. Leftovers of dead processes do not count."""
-    try:
-        names = [path.name for path in paths.checkpoints.iterdir()]
-    except FileNotFoundError:
-        return None
+    names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
     partial = [match for match in map(_SEALING.fullmatch, names) if match]
     return max((int(match[1]) for match in partial if Path(f"/proc/{match[2]}").exists()), default=None)
 
@@ -626,11 +576,8 @@ def describe_anomaly(event: JournalEvent) -> str:
 
 
 def describe_notable_event(event: JournalEvent) -> str | None:
-    """Describe an unusual event in one line; None for a usual event.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: the event lacks a key of its kind.
-    """
+    """Describe an unusual event in one line; None for a usual event. Raises KeyError, TypeError, ValueError,
+    AttributeError if the event lacks a key of its kind."""
     data = event.data
     if event.kind in ("notice", "alert"):
         return f"{event.kind}: {data['text']}"

@@ -4,6 +4,7 @@ Counters cover the whole run, on every machine and in all attempts. They are fol
 so a restart does not reset them. Units are base units; times are Unix seconds.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ratchet.config.machine import Machine
 from ratchet.runs.callbacks import Status
 from ratchet.runs.journal import JournalEvent
+from ratchet.runs.progress_view import ProgressView
 from ratchet.runs.restart_policy import FailureClass
 from ratchet.runs.status import RunProgress
 
@@ -37,103 +39,84 @@ VERDICTS = ("PROMOTE", "HOLD", "REJECT", "INVALID")
 STEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 STEP_SECONDS = "ratchet_step_duration_seconds"
 
+
+def _gauge(text: str, *labels: str) -> PrometheusMetric:
+    return PrometheusMetric("gauge", text, labels)
+
+
+def _counter(text: str, *labels: str) -> PrometheusMetric:
+    return PrometheusMetric("counter", text, labels)
+
+
 METRICS: dict[str, PrometheusMetric] = {
-    "ratchet_run_info": PrometheusMetric(
-        "gauge", "Always 1; its labels describe the run", ("project", "code_version", "device", "compute_dtype")
+    "ratchet_run_info": _gauge(
+        "Always 1; its labels describe the run", "project", "code_version", "device", "compute_dtype"
     ),
-    "ratchet_run_state": PrometheusMetric(
-        "gauge", f"1 for the current state of the run: {', '.join(STATES)}", ("state",)
-    ),
-    "ratchet_run_start_timestamp_seconds": PrometheusMetric("gauge", "When the first attempt began"),
-    "ratchet_last_event_timestamp_seconds": PrometheusMetric("gauge", "Time of the last event, such as a step"),
-    "ratchet_ranks": PrometheusMetric("gauge", "Processes that train the run together"),
-    "ratchet_planned_steps": PrometheusMetric("gauge", "Optimizer steps of the whole run"),
-    "ratchet_step": PrometheusMetric("gauge", "Current optimizer step; decreases when an attempt fails"),
-    "ratchet_remaining_seconds": PrometheusMetric("gauge", "Estimated time left, from the speed of recent steps"),
-    "ratchet_steps_total": PrometheusMetric("counter", "Optimizer steps computed, including repeated ones"),
-    "ratchet_lost_steps_total": PrometheusMetric(
-        "counter", "Steps after the last checkpoint when an attempt ended, which are computed again"
+    "ratchet_run_state": _gauge(f"1 for the current state of the run: {', '.join(STATES)}", "state"),
+    "ratchet_run_start_timestamp_seconds": _gauge("When the first attempt began"),
+    "ratchet_last_event_timestamp_seconds": _gauge("Time of the last event, such as a step"),
+    "ratchet_ranks": _gauge("Processes that train the run together"),
+    "ratchet_planned_steps": _gauge("Optimizer steps of the whole run"),
+    "ratchet_step": _gauge("Current optimizer step; decreases when an attempt fails"),
+    "ratchet_remaining_seconds": _gauge("Estimated time left, from the speed of recent steps"),
+    "ratchet_steps_total": _counter("Optimizer steps computed, including repeated ones"),
+    "ratchet_lost_steps_total": _counter(
+        "Steps after the last checkpoint when an attempt ended, which are computed again"
     ),
     STEP_SECONDS: PrometheusMetric("histogram", "Time of an optimizer step"),
-    "ratchet_validation_seconds_total": PrometheusMetric("counter", "Time spent in validations"),
-    "ratchet_trained_tokens_total": PrometheusMetric("counter", "Answer tokens trained on, in all steps computed"),
-    "ratchet_input_tokens_total": PrometheusMetric("counter", "Input tokens, in all steps computed"),
-    "ratchet_train_loss": PrometheusMetric("gauge", "Loss of the last step, in nats per answer token"),
-    "ratchet_learning_rate": PrometheusMetric("gauge", "Learning rate of the last step"),
-    "ratchet_gradient_norm": PrometheusMetric("gauge", "L2 norm of the last step's gradient, before clipping"),
-    "ratchet_validation_loss": PrometheusMetric("gauge", "Loss of the last validation, in nats per answer token"),
-    "ratchet_best_validation_loss": PrometheusMetric("gauge", "Lowest validation loss so far"),
-    "ratchet_memory_peak_bytes": PrometheusMetric("gauge", "Peak memory of a phase of training", ("phase",)),
-    "ratchet_memory_forecast_bytes": PrometheusMetric("gauge", "Forecast peak memory of a phase", ("phase",)),
-    "ratchet_memory_available_bytes": PrometheusMetric("gauge", "Available memory at the time of the forecast"),
-    "ratchet_memory_device_bytes": PrometheusMetric("gauge", "Memory of the device: of the GPU, or of the machine"),
-    "ratchet_worker_cpus_used": PrometheusMetric(
-        "gauge", "CPUs that the worker and its children used in the last sample"
+    "ratchet_validation_seconds_total": _counter("Time spent in validations"),
+    "ratchet_trained_tokens_total": _counter("Answer tokens trained on, in all steps computed"),
+    "ratchet_input_tokens_total": _counter("Input tokens, in all steps computed"),
+    "ratchet_train_loss": _gauge("Loss of the last step, in nats per answer token"),
+    "ratchet_learning_rate": _gauge("Learning rate of the last step"),
+    "ratchet_gradient_norm": _gauge("L2 norm of the last step's gradient, before clipping"),
+    "ratchet_validation_loss": _gauge("Loss of the last validation, in nats per answer token"),
+    "ratchet_best_validation_loss": _gauge("Lowest validation loss so far"),
+    "ratchet_memory_peak_bytes": _gauge("Peak memory of a phase of training", "phase"),
+    "ratchet_memory_forecast_bytes": _gauge("Forecast peak memory of a phase", "phase"),
+    "ratchet_memory_available_bytes": _gauge("Available memory at the time of the forecast"),
+    "ratchet_memory_device_bytes": _gauge("Memory of the device: of the GPU, or of the machine"),
+    "ratchet_worker_cpus_used": _gauge("CPUs that the worker and its children used in the last sample"),
+    "ratchet_worker_resident_memory_bytes": _gauge("Memory of the worker and its children"),
+    "ratchet_checkpoints_total": _counter("Checkpoints saved"),
+    "ratchet_checkpoint_step": _gauge("Step of the newest checkpoint"),
+    "ratchet_checkpoint_timestamp_seconds": _gauge("Time when the newest checkpoint was saved"),
+    "ratchet_checkpoint_size_bytes": _gauge("Size of the newest checkpoint"),
+    "ratchet_checkpoint_written_bytes_total": _counter("Bytes written for checkpoints, without hard-linked files"),
+    "ratchet_checkpoint_blocked_seconds_total": _counter("Time that training was blocked by checkpoints"),
+    "ratchet_replica_step": _gauge("Step of the newest checkpoint in the replica"),
+    "ratchet_replica_oldest_unsent_timestamp_seconds": _gauge(
+        "Time when the oldest checkpoint or result was saved that the replica lacks; absent if it is complete"
     ),
-    "ratchet_worker_resident_memory_bytes": PrometheusMetric("gauge", "Memory of the worker and its children"),
-    "ratchet_checkpoints_total": PrometheusMetric("counter", "Checkpoints saved"),
-    "ratchet_checkpoint_step": PrometheusMetric("gauge", "Step of the newest checkpoint"),
-    "ratchet_checkpoint_timestamp_seconds": PrometheusMetric("gauge", "Time when the newest checkpoint was saved"),
-    "ratchet_checkpoint_size_bytes": PrometheusMetric("gauge", "Size of the newest checkpoint"),
-    "ratchet_checkpoint_written_bytes_total": PrometheusMetric(
-        "counter", "Bytes written for checkpoints, without hard-linked files"
+    "ratchet_replica_sent_bytes_total": _counter("Bytes of checkpoints and the result sent to the replica"),
+    "ratchet_attempts_total": _counter("Attempts started"),
+    "ratchet_failures_total": _counter("Attempts that ended without a result, by failure class", "class"),
+    "ratchet_skipped_steps_total": _counter(
+        "Steps that were skipped (skip) or led back to earlier weights (roll_back)", "action"
     ),
-    "ratchet_checkpoint_blocked_seconds_total": PrometheusMetric(
-        "counter", "Time that training was blocked by checkpoints"
+    "ratchet_repeated_steps_total": _counter("Steps computed a second time because of their loss or gradient"),
+    "ratchet_gradient_spikes_total": _counter("Steps with an unusually large gradient that were trained on"),
+    "ratchet_memory_shrinks_total": _counter("Micro-batches made smaller because memory ran out", "phase"),
+    "ratchet_micro_batch_limit_tokens": _gauge(
+        "Largest micro-batch in tokens after memory ran out; absent without a limit", "phase"
     ),
-    "ratchet_replica_step": PrometheusMetric("gauge", "Step of the newest checkpoint in the replica"),
-    "ratchet_replica_oldest_unsent_timestamp_seconds": PrometheusMetric(
-        "gauge", "Time when the oldest checkpoint or result was saved that the replica lacks; absent if it is complete"
-    ),
-    "ratchet_replica_sent_bytes_total": PrometheusMetric(
-        "counter", "Bytes of checkpoints and the result sent to the replica"
-    ),
-    "ratchet_attempts_total": PrometheusMetric("counter", "Attempts started"),
-    "ratchet_failures_total": PrometheusMetric(
-        "counter", "Attempts that ended without a result, by failure class", ("class",)
-    ),
-    "ratchet_skipped_steps_total": PrometheusMetric(
-        "counter", "Steps that were skipped (skip) or led back to earlier weights (roll_back)", ("action",)
-    ),
-    "ratchet_repeated_steps_total": PrometheusMetric(
-        "counter", "Steps computed a second time because of their loss or gradient"
-    ),
-    "ratchet_gradient_spikes_total": PrometheusMetric(
-        "counter", "Steps with an unusually large gradient that were trained on"
-    ),
-    "ratchet_memory_shrinks_total": PrometheusMetric(
-        "counter", "Micro-batches made smaller because memory ran out", ("phase",)
-    ),
-    "ratchet_micro_batch_limit_tokens": PrometheusMetric(
-        "gauge", "Largest micro-batch in tokens after memory ran out; absent without a limit", ("phase",)
-    ),
-    "ratchet_alerts_total": PrometheusMetric(
-        "counter", "Alerts in the journal: storage, memory, stalls, preemption notices"
-    ),
-    "ratchet_gate_verdict": PrometheusMetric(
-        "gauge", f"1 for the gate's decision: {', '.join(VERDICTS)}", ("verdict",)
-    ),
-    "ratchet_gate_timestamp_seconds": PrometheusMetric("gauge", "When the gate decided"),
-}
+    "ratchet_alerts_total": _counter("Alerts in the journal: storage, memory, stalls, preemption notices"),
+    "ratchet_gate_verdict": _gauge(f"1 for the gate's decision: {', '.join(VERDICTS)}", "verdict"),
+    "ratchet_gate_timestamp_seconds": _gauge("When the gate decided"),
+}  # fmt: skip
 """All metrics. The values of the gate come from a file (tracking/prometheus.py), because another process decides."""
 
 
 class PrometheusSeries:
-    """Series of a run; `update` adds an event, `samples` returns the current values. Not thread-safe.
-
-    Args:
-        machine: settings, which define whether the run has a replica, and whether several machines train it.
-    """
+    """Series of a run; `update` adds an event, `samples` returns the current values. Not thread-safe."""
 
     def __init__(self, machine: Machine) -> None:
-        self.progress = RunProgress()
+        self._view = ProgressView()
         self._has_replica = machine.replica is not None
         self._is_sender = machine.node_range[1] == 1
         """Whether this machine sends to the replica. If several machines train the run, only one of them sends; its
         journal has `replicated` events."""
-        self._state = "starting"
-        self._info: dict[str, str] = {"code_version": "", "device": "", "compute_dtype": ""}
-        self._began_t: float | None = None
+        self._final_state = ""
         self._gauges: dict[str, float] = {}
         self._used: dict[str, float] = {}
         """Values that describe the current worker."""
@@ -146,9 +129,14 @@ class PrometheusSeries:
         self._unsent: dict[int, float] = {}
         """Time of each artifact that is not in the replica, by step."""
 
+    @property
+    def progress(self) -> RunProgress:
+        """Progress of the run."""
+        return self._view.progress
+
     def update(self, event: JournalEvent) -> None:
         """Add one event; an event that lacks a key of its kind is ignored."""
-        self.progress.update(event)
+        self._view.update(event)
         try:
             self._fold(event.kind, event.data, event.t)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -156,13 +144,25 @@ class PrometheusSeries:
 
     def end(self, status: Status) -> None:
         """Record the end of the supervision."""
-        self._state = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}[status]
+        self._final_state = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}[status]
 
     def _fold(self, kind: str, data: dict[str, Any], t: float) -> None:
+        if kind in ("attempt_started", "worker_exited", "interrupted", "finished"):  # no worker, or a new one
+            self._used = {}
         if kind == "step":
-            self._add_step(data)
-        elif kind in ("attempt_started", "worker_ready", "worker_exited", "interrupted", "finished"):
-            self._update_state(kind, data, t)
+            seconds = data["step_s"]
+            self._gauges["ratchet_gradient_norm"] = data["grad_norm"]
+            self._counts["ratchet_steps_total"] += 1
+            self._counts["ratchet_trained_tokens_total"] += data["trained_tokens"]
+            self._counts["ratchet_input_tokens_total"] += data["input_tokens"]
+            self._buckets[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+            self._step_s += seconds
+        elif kind == "worker_ready":
+            self._gauges["ratchet_ranks"] = data.get("ranks", 1)
+        elif kind == "worker_exited":
+            self._deaths[data["failure_class"]] += 1
+        elif kind == "finished":
+            self._unsent.setdefault(data["step"], t)
         elif kind == "validation":
             self._counts["ratchet_validation_seconds_total"] += data["seconds"]
         elif kind == "step_skipped":
@@ -186,35 +186,6 @@ class PrometheusSeries:
                 "ratchet_worker_resident_memory_bytes": data["worker_memory_bytes"],
             }
 
-    def _add_step(self, data: dict[str, Any]) -> None:
-        seconds = data["step_s"]
-        self._gauges["ratchet_gradient_norm"] = data["grad_norm"]
-        self._counts["ratchet_steps_total"] += 1
-        self._counts["ratchet_trained_tokens_total"] += data["trained_tokens"]
-        self._counts["ratchet_input_tokens_total"] += data["input_tokens"]
-        index = next((n for n, bound in enumerate(STEP_BOUNDS_S) if seconds <= bound), len(STEP_BOUNDS_S))
-        self._buckets[index] += 1
-        self._step_s += seconds
-
-    def _update_state(self, kind: str, data: dict[str, Any], t: float) -> None:
-        if kind != "worker_ready":  # there is no worker, or a new one
-            self._used = {}
-        if kind == "attempt_started":
-            self._began_t = t if self._began_t is None else self._began_t
-            self._state, self._info["code_version"] = "starting", str(data.get("code_version", ""))
-        elif kind == "worker_ready":
-            self._state = "training"
-            self._info |= {name: str(data.get(name, "")) for name in ("device", "compute_dtype")}
-            self._gauges["ratchet_ranks"] = data.get("ranks", 1)
-        elif kind == "worker_exited":
-            self._deaths[data["failure_class"]] += 1
-            self._state = {"Retry": "waiting", "GiveUp": "failed"}.get(data["decision"], "stopped")
-        elif kind == "interrupted":
-            self._state = "stopped"
-        else:
-            self._state = "finished"
-            self._unsent.setdefault(data["step"], t)
-
     def step_durations(self) -> tuple[list[tuple[str, float]], float]:
         """Return the histogram: upper bounds in seconds, the number of steps up to each, and the total in seconds."""
         cumulative, total = [], 0
@@ -225,9 +196,12 @@ class PrometheusSeries:
 
     def samples(self) -> Iterator[PrometheusSample]:
         """Yield every current value except the histogram."""
-        yield PrometheusSample("ratchet_run_info", self._info, 1.0)
+        view = self._view
+        info = {"code_version": self.progress.code_version, "device": view.device, "compute_dtype": view.compute_dtype}
+        yield PrometheusSample("ratchet_run_info", info, 1.0)
         for state in STATES:
-            yield PrometheusSample("ratchet_run_state", {"state": state}, float(state == self._state))
+            is_current = state == (self._final_state or view.state)
+            yield PrometheusSample("ratchet_run_state", {"state": state}, float(is_current))
         for name, value in self._unlabelled():
             if isinstance(value, int | float):  # a damaged journal may contain anything
                 yield PrometheusSample(name, {}, float(value))
@@ -237,7 +211,7 @@ class PrometheusSeries:
 
     def _unlabelled(self) -> Iterator[tuple[str, float | None]]:
         progress = self.progress
-        yield "ratchet_run_start_timestamp_seconds", self._began_t
+        yield "ratchet_run_start_timestamp_seconds", self._view.began_t
         yield "ratchet_last_event_timestamp_seconds", progress.last_t or None
         yield "ratchet_planned_steps", progress.planned_steps or None
         yield "ratchet_step", progress.step

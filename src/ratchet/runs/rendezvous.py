@@ -14,7 +14,7 @@ from typing import Any
 from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError
 from ratchet.runs.gpus import count_visible_gpus
-from ratchet.storage.records.base import find_differing_keys
+from ratchet.storage.records.base import find_differing_keys, flatten
 
 REQUIREMENT = "Every machine needs the same params.yaml, prepared data, base model and libraries"
 DISPLAY_NAMES = {
@@ -22,7 +22,6 @@ DISPLAY_NAMES = {
     "run.recipe_version": "training recipe of this version of Ratchet", "environment.compute_dtype": "compute dtype",
 }  # fmt: skip
 DIGEST_LENGTH = 12
-"""Number of characters of a digest that a message shows."""
 
 SERVER = (sys.executable, "-m", "ratchet.training.tcp_store")
 CONNECT_TIMEOUT_S = 5.0
@@ -33,31 +32,20 @@ GREETING_TIMEOUT_S = 0.5
 def describe_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Describe the differences between two machines; empty if there is none.
 
-    Args:
-        first: JSON object of a machine: `run` is the spec of the run, `environment` contains versions of libraries and
-            machine settings by name.
-        other: JSON object of the other machine.
+    In the JSON object of a machine, `run` is the spec of the run, and `environment` has versions of libraries and
+    machine settings by name.
     """
-    return "; ".join(
-        f"{_display_name(name)}: {_value_at(first, name)} and {_value_at(other, name)}"
-        for name in find_differing_keys(first, other)
-    )
-
-
-def _display_name(name: str) -> str:
-    """Return the name by which the user knows a property."""
-    section, _, key = name.partition(".")
-    if name in DISPLAY_NAMES:
-        return DISPLAY_NAMES[name]
-    if section == "run":
-        return key
-    return f"machine.{key}" if key in Machine.model_fields else f"version of {key}"
-
-
-def _value_at(value: Any, name: str) -> Any:
-    for part in name.split("."):
-        value = value.get(part, "nothing") if isinstance(value, dict) else value
-    return value[:DIGEST_LENGTH] if name.endswith("_digest") and isinstance(value, str) else value
+    texts = []
+    for name in find_differing_keys(first, other):
+        section, _, key = name.partition(".")
+        label = f"machine.{key}" if key in Machine.model_fields else f"version of {key}"
+        if section == "run":
+            label = key
+        values = [flatten(machine).get(name, "nothing") for machine in (first, other)]
+        if name.endswith("_digest"):
+            values = [str(value)[:DIGEST_LENGTH] for value in values]
+        texts.append(f"{DISPLAY_NAMES.get(name, label)}: {values[0]} and {values[1]}")
+    return "; ".join(texts)
 
 
 def count_local_ranks(machine: Machine) -> int:
@@ -81,7 +69,7 @@ class RendezvousServer:
 
     def ensure(self) -> None:
         """Start the server if this machine has the address and no process listens there."""
-        if self._address and is_local_address(self._address):
+        if self._address and _can_listen(self._address):
             self.close()
             command = [*SERVER, self._address, str(os.getpid())]
             self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -94,7 +82,7 @@ class RendezvousServer:
             self._server = None
 
 
-def is_local_address(address: str) -> bool:
+def _can_listen(address: str) -> bool:
     """Return whether this machine can listen at the address: this machine has it, and no process uses it."""
     host, port = address.rsplit(":", 1)
     with contextlib.closing(socket.socket()) as probe:
@@ -114,20 +102,14 @@ def explain_unreachable(address: str) -> str:
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
-            if _sends_data(connection):
-                raise SettingsError(f"machine.rendezvous: {address} is used by another service; set a free port")
+            # Another service greets or answers HTTP. A rendezvous server does neither.
+            connection.settimeout(GREETING_TIMEOUT_S)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                if connection.recv(1):
+                    raise SettingsError(f"machine.rendezvous: {address} is used by another service; set a free port")
     except socket.gaierror as error:
         return f"the host {host} cannot be resolved: {error.strerror}"
     except OSError as error:
         return f"no server answers: {error.strerror or error}"
     return ""
-
-
-def _sends_data(connection: socket.socket) -> bool:
-    """Return whether the service greets, or answers HTTP."""
-    connection.settimeout(GREETING_TIMEOUT_S)
-    try:
-        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        return bool(connection.recv(1))
-    except OSError:
-        return False

@@ -56,13 +56,7 @@ class ReplicatorProtocol(Protocol):
 
 
 class ReplicationSession:
-    """Replication of the run that a supervisor supervises. Without a replicator, the methods do nothing.
-
-    Args:
-        replicator: replicator of this run, or None.
-        run: the supervised run.
-        machine: settings with the time limits.
-    """
+    """Replication of the run that a supervisor supervises. Without a replicator, the methods do nothing."""
 
     def __init__(self, replicator: ReplicatorProtocol | None, run: RunDirectory, machine: Machine) -> None:
         self._replicator, self._run, self._machine = replicator, run, machine
@@ -77,7 +71,13 @@ class ReplicationSession:
             return
         try:
             with StopSignal().installed() as stop:
-                self._acquire(self._replicator, stop)
+                try:
+                    self._replicator.acquire(lambda: stop.is_requested)
+                except InterruptedRunError:
+                    raise
+                except RatchetError as error:  # for `ratchet status`
+                    self._run.journal.append("start_refused", text=str(error))
+                    raise
             try:
                 yield
             except (InterruptedRunError, LeaseHeldError):
@@ -87,16 +87,6 @@ class ReplicationSession:
                 raise
         finally:
             self._replicator.release()
-
-    def _acquire(self, replicator: ReplicatorProtocol, stop: StopSignal) -> None:
-        """Acquire the lease. A refusal is recorded in the journal, for `ratchet status`."""
-        try:
-            replicator.acquire(lambda: stop.is_requested)
-        except InterruptedRunError:
-            raise
-        except RatchetError as error:
-            self._run.journal.append("start_refused", text=str(error))
-            raise
 
     def check_lease(self, stop: StopSignal) -> None:
         """Ask the run to stop if another machine has taken it over."""
@@ -171,12 +161,7 @@ class ReplicationState(Record):
     journal_sha256: str = ""
 
     def describe(self, newest_step: int, now: float | None = None) -> str:
-        """Describe the state in one line.
-
-        Args:
-            newest_step: step of the newest sealed checkpoint.
-            now: Unix time; None: the current time.
-        """
+        """Describe the state in one line."""
         newest = max(self.durable_steps, default=0)
         behind = max(0, newest_step - newest)
         text = f"step {newest} durable, {behind} step{'s' * (behind != 1)} behind" if newest else "no step durable yet"

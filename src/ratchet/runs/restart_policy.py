@@ -9,20 +9,9 @@ from typing import Literal
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
 
 FailureClass = Literal[
-    "out_of_memory",
-    "too_large",
-    "diverged",
-    "preempted",
-    "hardware",
-    "stalled",
-    "storage",
-    "data",
-    "killed",
-    "bug",
-    "peers",
-    "rendezvous",
-    "endpoint",
-]
+    "out_of_memory", "too_large", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug",
+    "peers", "rendezvous", "endpoint",
+]  # fmt: skip
 """`peers`: other ranks are gone. `rendezvous`: the machines did not connect to each other. `too_large`: the memory
 forecast refused the run before anything was loaded. `endpoint`: a model server does not answer."""
 
@@ -43,14 +32,6 @@ class WorkerExit:
     text: str = ""
     oom_kills: int = 0
     """Number of processes that the kernel killed for lack of memory while the worker ran."""
-
-
-@dataclass(frozen=True)
-class EarlierFailure:
-    """Earlier failure of the run."""
-
-    failure: FailureClass
-    text: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +74,7 @@ def classify_exit(end: WorkerExit) -> FailureClass:
 
 
 def decide(
-    end: WorkerExit, earlier: Sequence[EarlierFailure], retries: int | None, delay_s: float, stopping: bool = False
+    end: WorkerExit, earlier: Sequence[Retry], retries: int | None, delay_s: float, stopping: bool = False
 ) -> Retry | GiveUp:
     """Decide whether to retry or give up.
 
@@ -102,7 +83,7 @@ def decide(
 
     Args:
         end: end of the worker, without a result.
-        earlier: earlier failures since the last new checkpoint, oldest first.
+        earlier: decisions since the last new checkpoint, oldest first.
         retries: `machine.max_restarts`; None: never retry, whatever the settings say. Failures of class `peers` do not
             count and are retried in both cases (MAX_PEERS_RESTARTS).
         delay_s: `machine.restart_delay_s`; doubled for every earlier failure without progress, up to MAX_DELAY_S. It is
@@ -138,21 +119,16 @@ def _decide_final(end: WorkerExit, failure: FailureClass, text: str) -> GiveUp |
 
 
 def compute_exclusion_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
-    """Compute how long a machine is excluded from a training of several machines.
+    """Compute how long a machine is excluded from a training of several machines: `window_s` (Machine.node_cooldown_s)
+    after two failures of its own ranks within that time, because each of them makes all other machines restart too.
 
-    Two failures of the machine's own ranks within the window indicate a fault of the machine. Each such failure makes
-    all other machines restart too.
-
-    Args:
-        failed_s: times at which the machine's own ranks failed, ascending, by a monotonic clock.
-        now_s: present time, by the same clock.
-        window_s: `machine.node_cooldown_s`.
+    `failed_s` and `now_s` are times by one monotonic clock.
     """
     recent = [at for at in failed_s if now_s - at <= window_s]
     return window_s if window_s and len(recent) >= 2 else 0.0
 
 
-def _describe_history(text: str, earlier: Sequence[EarlierFailure]) -> str:
+def _describe_history(text: str, earlier: Sequence[Retry]) -> str:
     """Describe the last cause, and earlier causes if they differ."""
     if not earlier:
         return f"{text}; no restart is allowed (machine.max_restarts: 0)"

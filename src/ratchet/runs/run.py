@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A training run on disk. Each access to a property reads the run directory, so values follow a run in training.
-
-    Args:
-        paths: the run directory.
-    """
+    """A training run on disk. Each access to a property reads the run directory, so values follow a run in training."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths

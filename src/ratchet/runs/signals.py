@@ -53,7 +53,7 @@ class GracefulShutdown:
         return self
 
     def arm(self, grace_period_s: float, seal: Callable[[], None]) -> None:
-        """Arrange that another thread calls `seal` if the training thread does not acknowledge a request within
+        """Let another thread call `seal` if the training thread does not acknowledge a request within
         TRAINING_THREAD_SHARE of the grace period."""
         self._fallback = (grace_period_s, seal)
 
@@ -80,9 +80,6 @@ class StopSignal:
 
     It has plain attributes instead of a threading.Event, because an Event locks: a second signal during `set` would
     wait for itself forever.
-
-    Args:
-        on_signal: called for each signal; must not block.
     """
 
     def __init__(self, on_signal: Callable[[], None] | None = None) -> None:

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.config import units
+from ratchet.config.units import format_bytes, format_duration
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
 from ratchet.runs.restart_policy import describe_cause
 
-RATE_WINDOW = 50
-"""Number of steps over which the current speed is averaged."""
+RATE_WINDOW = 50  # steps over which the current speed is averaged
 
-SHOWN = 5
-"""Number of latest attempts, alerts and notices that are shown."""
+SHOWN = 5  # latest attempts, alerts and notices
 
 
 @dataclass
@@ -33,9 +32,7 @@ class Goodput:
     """Unix time of the first attempt."""
     last_t: float = 0.0
     steps: dict[int, float] = field(default_factory=dict)
-    """Duration in seconds of the last execution of each step."""
     validations: dict[int, float] = field(default_factory=dict)
-    """Duration in seconds of the last execution of each validation."""
     repeated_s: float = 0.0
     """Duration in seconds of the earlier executions of repeated steps and validations."""
     _is_finished: bool = False
@@ -64,8 +61,7 @@ class Goodput:
 
     def wall_s(self, now_t: float | None = None) -> float:
         """Return the time from the start of the run to its last event, or to `now_t` if the run is active."""
-        until = self.last_t if now_t is None else now_t
-        return max(0.0, until - self.began_t) if self.began_t is not None else 0.0
+        return 0.0 if self.began_t is None else max(0.0, (self.last_t if now_t is None else now_t) - self.began_t)
 
     def share(self, now_t: float | None = None) -> float | None:
         """Return the goodput, between 0 and 1; None before any work is done."""
@@ -78,11 +74,8 @@ class MemoryStatus:
     """Measured and forecast memory of a run, in bytes."""
 
     peaks: dict[str, int] = field(default_factory=dict)
-    """Measured peak by phase."""
     forecast: dict[str, int] = field(default_factory=dict)
-    """Forecast peak by phase."""
     device_bytes: int = 0
-    """Total memory of the device."""
 
     def describe(self) -> str:
         """Describe the memory in one line; empty if nothing was measured."""
@@ -115,7 +108,7 @@ class CheckpointCosts:
         return (
             f"{self.count} saved: training blocked p50 {compute_quantile(self.blocked_s, 0.5) * 1e3:.1f} ms, "
             f"p99 {compute_quantile(self.blocked_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
-            f"{format_size(self.bytes_written)} written, {format_size(self.bytes_linked)} linked"
+            f"{format_bytes(self.bytes_written)} written, {format_bytes(self.bytes_linked)} linked"
         )
 
 
@@ -126,7 +119,6 @@ class RunProgress:
     step: int = 0
     planned_steps: int = 0
     ranks_text: str = ""
-    """Ranks of the last attempt as text (`describe_ranks`)."""
     loss: float | None = None
     learning_rate: float | None = None
     validation_loss: float | None = None
@@ -136,7 +128,6 @@ class RunProgress:
     checkpoint_step: int = 0
     checkpoint_t: float | None = None
     replicated_step: int = 0
-    """Step of the newest checkpoint, or the result, that is in the replica."""
     checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
     attempts: int = 0
     code_version: str = ""
@@ -155,13 +146,10 @@ class RunProgress:
     killed_for_memory: bool = False
     """Whether the last attempt that ended ran out of memory."""
     lost_steps: int = 0
-    """Number of steps that were repeated because an attempt ended between two checkpoints."""
     skipped_steps: dict[int, str] = field(default_factory=dict)
     """Reason by step, for steps that were skipped or rolled back."""
     repeats: int = 0
-    """Number of steps that were computed a second time because of their loss or gradient."""
     spikes: int = 0
-    """Number of steps with an unusually large gradient."""
     budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     """Limit by phase: tokens of the largest micro-batch (None: no longer limited), and the first step of the limit."""
     memory: MemoryStatus = field(default_factory=MemoryStatus)
@@ -179,21 +167,22 @@ class RunProgress:
         """Add one event; an event that lacks a key of its kind is counted as damaged."""
         try:
             if event.kind == "step":  # most events of a long journal
-                self._add_step(event)
+                data = event.data
+                self.last_t = event.t
+                is_new = self._replay.is_new(event)
+                self.step, self.loss, self.learning_rate = (
+                    int(data["step"]),
+                    float(data["loss"]),
+                    float(data["learning_rate"]),
+                )
+                self._recent.append((float(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"])))
+                self.trained_tokens += data["trained_tokens"] if is_new else 0
+                self.train_s += data["step_s"]
+                self._reached_step = self.step
             else:
                 self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self.damaged_events += 1
-
-    def _add_step(self, event: JournalEvent) -> None:
-        data = event.data
-        self.last_t = event.t
-        is_new = self._replay.is_new(event)
-        self.step, self.loss, self.learning_rate = data["step"], data["loss"], data["learning_rate"]
-        self._recent.append((float(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"])))
-        self.trained_tokens += data["trained_tokens"] if is_new else 0
-        self.train_s += data["step_s"]
-        self._reached_step = data["step"]
 
     def _fold(self, event: JournalEvent) -> None:
         if event.kind == "system_metrics":  # shows that the machine is alive, not that training progresses
@@ -203,29 +192,28 @@ class RunProgress:
         self._replay.is_new(event)
         if event.kind in ("step_skipped", "validation", "step_repeated", "gradient_spike", "microbatch_budget"):
             self._add_anomaly_or_validation(event)
-        elif event.kind == "worker_ready":
-            self.planned_steps, self.ranks_text = data["planned_steps"], describe_ranks(data)
-            self.step = data["start_step"]
-            if self._reached_step > self.step:
-                self.lost_steps += self._reached_step - self.step
-            self._reached_step = self.step
         elif event.kind == "checkpoint_saved":
-            self._add_checkpoint(event)
+            costs = self.checkpoint_costs
+            self.checkpoint_step, self.checkpoint_t = int(data["step"]), event.t
+            costs.count += 1
+            # Journals of format 1 have no blocked_s, because the training thread saved each checkpoint itself.
+            costs.blocked_s.append(data.get("blocked_s", data["seconds"]))
+            costs.bytes_written += data.get("bytes_written", data["size_bytes"])
+            costs.bytes_linked += data.get("bytes_linked", 0)
         elif event.kind == "generation_progress":  # the steps of a generation are saved answers
-            self.step = self.checkpoint_step = data["step"]
+            self.step = self.checkpoint_step = int(data["step"])
         elif event.kind == "replicated":
             self.replicated_step = max(self.replicated_step, data["step"])
         elif event.kind == "memory_peak":
             self.memory.device_bytes = data["device_bytes"]
             self.memory.peaks[data["phase"]] = max(data["peak_bytes"], self.memory.peaks.get(data["phase"], 0))
         elif event.kind == "memory_forecast":
-            self.memory.forecast = {
-                phase["phase"]: sum(phase["parts"].values()) for phase in data["forecast"]["phases"]
-            }
+            phases = data["forecast"]["phases"]
+            self.memory.forecast = {phase["phase"]: sum(phase["parts"].values()) for phase in phases}
         elif event.kind == "alert":
-            self.alerts.append(data["text"])
+            self.alerts.append(str(data["text"]))
         elif event.kind in ("notice", "pruned"):
-            self.notices.append(data["text"])
+            self.notices.append(str(data["text"]))
         else:
             self._update_attempt(event)
 
@@ -240,6 +228,11 @@ class RunProgress:
             self._recent.clear()
             self.attempts, self.stopped, self.finished, self.refusal = event.attempt, False, None, None
             self.code_version = str(data.get("code_version", ""))
+        elif event.kind == "worker_ready":
+            self.planned_steps, self.ranks_text = int(data["planned_steps"]), describe_ranks(data)
+            self.step = int(data["start_step"])
+            self.lost_steps += max(0, self._reached_step - self.step)
+            self._reached_step = self.step
         elif event.kind == "worker_exited":
             self._open_attempt = False
             self.killed_for_memory = data["failure_class"] == "out_of_memory"
@@ -248,23 +241,23 @@ class RunProgress:
             self.stopped, self._open_attempt = True, False
             self.attempt_ends.append(f"attempt {event.attempt}: {describe_stop(data)}")
             if "unit" in data:  # a generation, where every answer is saved
-                self.step = self.checkpoint_step = data["step"]
+                self.step = self.checkpoint_step = int(data["step"])
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
 
     def _add_anomaly_or_validation(self, event: JournalEvent) -> None:
         data = event.data
-        step: int = data["step"]
+        step = int(data["step"])
         if event.kind == "step_skipped":
             rollback_step = data.get("rollback_step")
             rollback = f", rolled back to the weights of step {rollback_step}" if rollback_step is not None else ""
             self.skipped_steps[step] = f"{data['reason']}{rollback}; rows {', '.join(map(str, data['rows'][:8]))}"
             self.step = self._reached_step = step
         elif event.kind == "validation":
-            self.validation_loss, self.validation_step = data["loss"], step
+            self.validation_loss, self.validation_step = float(data["loss"]), step
             self.train_s += data["seconds"]
             if self.best_loss is None or data["improved"]:
-                self.best_loss, self.best_step = data["loss"], step
+                self.best_loss, self.best_step = self.validation_loss, step
         elif event.kind == "step_repeated":
             self.repeats += 1
         elif event.kind == "gradient_spike":
@@ -272,32 +265,24 @@ class RunProgress:
         else:
             self.budgets[data["phase"]] = (data["budget"]["tokens"], step)
 
-    def _add_checkpoint(self, event: JournalEvent) -> None:
-        data, costs = event.data, self.checkpoint_costs
-        self.checkpoint_step, self.checkpoint_t = data["step"], event.t
-        costs.count += 1
-        # Journals of format 1 have no blocked_s, because the training thread saved each checkpoint itself.
-        costs.blocked_s.append(data.get("blocked_s", data["seconds"]))
-        costs.bytes_written += data.get("bytes_written", data["size_bytes"])
-        costs.bytes_linked += data.get("bytes_linked", 0)
+    def _per_second(self, counts: Iterable[int]) -> float | None:
+        total_s = sum(seconds for seconds, _, _ in self._recent)
+        return sum(counts) / total_s if total_s > 0 else None
 
     @property
     def steps_per_s(self) -> float | None:
         """Recent speed of this attempt in steps/s; None before its first step."""
-        total = sum(seconds for seconds, _, _ in self._recent)
-        return len(self._recent) / total if total > 0 else None
+        return self._per_second(1 for _ in self._recent)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Recent speed of this attempt in input tokens/s; None before its first step."""
-        total = sum(seconds for seconds, _, _ in self._recent)
-        return sum(tokens for _, tokens, _ in self._recent) / total if total > 0 else None
+        return self._per_second(tokens for _, tokens, _ in self._recent)
 
     @property
     def trained_tokens_per_s(self) -> float | None:
         """Recent speed of this attempt in trained tokens/s; None before its first step."""
-        total = sum(seconds for seconds, _, _ in self._recent)
-        return sum(tokens for _, _, tokens in self._recent) / total if total > 0 else None
+        return self._per_second(tokens for _, _, tokens in self._recent)
 
     @property
     def remaining_s(self) -> float | None:
@@ -337,20 +322,20 @@ def describe_stop(stopped: Mapping[str, Any]) -> str:
     return f"stopped on request {when}"
 
 
-def describe_run(paths: RunPaths) -> str:
-    """Describe a run in several lines. Raises DamagedFileError for a run that a newer version wrote."""
-    paths.require_known_format()
-    reader = JournalReader(paths.journal)
-    progress = replay_events(reader.read())
-    return describe_progress(paths, progress, reader.damaged_lines)
-
-
 def describe_progress(paths: RunPaths, progress: RunProgress, damaged_lines: int) -> str:
     """Describe a run in several lines, from the progress that was read from its journal."""
     running = paths.lock().is_held()
     steps = f"{progress.step} of {progress.planned_steps or '?'}{progress.ranks_text}"
     lines = [f"run {paths.root.name}: {describe_state(progress, running)}", f"  step        {steps}"]
-    lines += _describe_learning(progress)
+    if progress.loss is not None:
+        lines.append(f"  loss        {progress.loss:.4f} (learning rate {progress.learning_rate:.2e})")
+    if progress.validation_loss is not None:
+        lines.append(
+            f"  validation  {progress.validation_loss:.4f} at step {progress.validation_step}; "
+            f"best {progress.best_loss:.4f} at step {progress.best_step}"
+        )
+    if progress.steps_per_s and progress.tokens_per_s:
+        lines.append(f"  rate        {progress.steps_per_s:.2f} steps/s, {progress.tokens_per_s:,.0f} tokens/s")
     if running and (remaining_s := progress.remaining_s) is not None:
         lines.append(f"  time left   about {format_duration(remaining_s)}")
     lines += _describe_anomalies(progress)
@@ -389,20 +374,6 @@ def describe_state(progress: RunProgress, running: bool, command: str = "dvc rep
     return f"{state}; run the same command again (`{command}`) to resume"
 
 
-def _describe_learning(progress: RunProgress) -> list[str]:
-    lines = []
-    if progress.loss is not None:
-        lines.append(f"  loss        {progress.loss:.4f} (learning rate {progress.learning_rate:.2e})")
-    if progress.validation_loss is not None:
-        lines.append(
-            f"  validation  {progress.validation_loss:.4f} at step {progress.validation_step}; "
-            f"best {progress.best_loss:.4f} at step {progress.best_step}"
-        )
-    if progress.steps_per_s and progress.tokens_per_s:
-        lines.append(f"  rate        {progress.steps_per_s:.2f} steps/s, {progress.tokens_per_s:,.0f} tokens/s")
-    return lines
-
-
 def _describe_anomalies(progress: RunProgress) -> list[str]:
     """Describe the steps that did not run as usual, and the consequences."""
     lines = []
@@ -424,22 +395,3 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
     """Return the quantile by nearest rank: the smallest value that at least this share of the values does not exceed; 0
     without values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
-
-
-def format_size(count: float) -> str:
-    """Format bytes: `512 B`, `3.4 MB` (powers of 1,000)."""
-    suffixes = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 999.95 and len(suffixes) > 1:
-        count /= 1000
-        suffixes.pop(0)
-    return f"{count:.0f} B" if suffixes[0] == "B" else f"{count:.1f} {suffixes[0]}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds: `42 s`, `3 min 05 s`, `2 h 07 min`."""
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded} s"
-    if rounded < 3600:
-        return f"{rounded // 60} min {rounded % 60:02d} s"
-    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"

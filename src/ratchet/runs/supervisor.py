@@ -12,13 +12,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, Literal, NoReturn
 
 from ratchet.config.machine import Machine
-from ratchet.config.units import format_bytes
 from ratchet.errors import (
     EXIT_BUG,
     EXIT_INPUT,
@@ -38,12 +37,13 @@ from ratchet.runs.heartbeat import HangDetector, Heartbeat, dump_stacks_and_kill
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import JsonLog, Level, LogTrimmer, print_message
 from ratchet.runs.preemption import PreemptionMonitor
+from ratchet.runs.progress_view import describe_notable_event
 from ratchet.runs.rendezvous import RendezvousServer, count_local_ranks, has_agent
 from ratchet.runs.replication_protocol import ReplicationSession, ReplicatorProtocol
 from ratchet.runs.restart_policy import (
-    EarlierFailure,
     FailureClass,
     GiveUp,
+    Retry,
     WorkerExit,
     classify_exit,
     compute_exclusion_s,
@@ -59,9 +59,6 @@ POLL_S = 0.1
 KILL_WAIT_S = 15.0
 """Time after which a killed process that has not ended is reported. Such a process may wait for a device (state D)."""
 
-LogMessage = tuple[Level, str]
-"""Level and text of a log record."""
-
 
 def supervise(
     run: RunDirectory,
@@ -71,15 +68,7 @@ def supervise(
     pruner: RunPruner | None = None,
     replicator: ReplicatorProtocol | None = None,
 ) -> None:
-    """Run workers until the run has a sealed result.
-
-    Args:
-        run: run directory. The caller opens and closes it.
-        launch: how and where the worker runs; saved in the run directory.
-        callbacks: receive every event of the journal, from its beginning.
-        code_version: version to record for every attempt. A change within a run is noted in the journal.
-        pruner: may end the run early.
-        replicator: copies the run to a replica; supervision ends when the result is in the replica.
+    """Run workers until the run has a sealed result, and until the result is in the replica, if there is a replicator.
 
     Raises:
         InterruptedRunError: the run was asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and has saved
@@ -96,35 +85,23 @@ def supervise(
         # The callbacks start after the lease is acquired, which may have fetched a longer journal from the replica.
         callback_list = CallbackList([*callbacks, log_callback], run.journal)
         callback_list.start()
-        _supervise_with_callbacks(callback_list, run, launch, code_version, pruner, replication)
-
-
-def _supervise_with_callbacks(
-    callback_list: CallbackList,
-    run: RunDirectory,
-    launch: LaunchSpec,
-    code_version: str,
-    pruner: RunPruner | None,
-    replication: ReplicationSession,
-) -> None:
-    """Run workers until there is a result, then end the callbacks with the outcome."""
-    machine = launch.machine
-    status: Status = "FAILED"
-    try:
-        with StopSignal(pruner.on_stop_signal if pruner else None).installed() as stop:
-            try:
-                if not run.paths.is_finished():
-                    _Supervisor(run, launch, stop, pruner, replication).run_until_result(code_version)
-                replication.wait_for_result(stop)
-            except InterruptedRunError as error:
-                status = "KILLED"  # further stop signals are ignored until the callbacks have ended
-                outcome = replication.wait_after_stop(stop, error)
-                callback_list.end(status, min(machine.tracking_timeout_s, machine.grace_period_s))
-                raise outcome from None
-        status = "FINISHED"
-    finally:
-        if status != "KILLED":
-            callback_list.end(status, machine.tracking_timeout_s)
+        machine = launch.machine
+        status: Status = "FAILED"
+        try:
+            with StopSignal(pruner.on_stop_signal if pruner else None).installed() as stop:
+                try:
+                    if not run.paths.is_finished():
+                        _Supervisor(run, launch, stop, pruner, replication).run_until_result(code_version)
+                    replication.wait_for_result(stop)
+                except InterruptedRunError as error:
+                    status = "KILLED"  # further stop signals are ignored until the callbacks have ended
+                    outcome = replication.wait_after_stop(stop, error)
+                    callback_list.end(status, min(machine.tracking_timeout_s, machine.grace_period_s))
+                    raise outcome from None
+            status = "FINISHED"
+        finally:
+            if status != "KILLED":
+                callback_list.end(status, machine.tracking_timeout_s)
 
 
 class _JournalState:
@@ -134,9 +111,8 @@ class _JournalState:
         self._reader = JournalReader(run.paths.journal)
         self.progress = RunProgress()
         self.worker_error: JournalEvent | None = None
-        """The last event `worker_error`."""
+        """The last event `worker_error`, except of ranks that report lost peers after a peer has reported the cause."""
         self.samples = 0
-        """Number of system metric samples so far."""
 
     def update(self) -> None:
         try:
@@ -144,28 +120,21 @@ class _JournalState:
                 self.progress.update(event)
                 if event.kind == "system_metrics":
                     self.samples = max(self.samples, int(event.data.get("sample", 0)))
-                elif event.kind == "worker_error" and not self._is_consequence(event):
-                    self.worker_error = event
+                elif event.kind == "worker_error":
+                    is_first = self.worker_error is None or self.worker_error.attempt != event.attempt
+                    if is_first or event.data.get("failure_class") != "peers":
+                        self.worker_error = event
         except OSError as error:  # the next call reads the missing events
             print_message(f"{self._reader.path} cannot be read: {error}")
-
-    def _is_consequence(self, event: JournalEvent) -> bool:
-        """Return whether a rank only reports that its peers are gone, after a peer has already reported the cause."""
-        earlier = self.worker_error
-        return event.data.get("failure_class") == "peers" and earlier is not None and earlier.attempt == event.attempt
 
 
 class _Supervisor:
     """Loop that starts workers, and the decisions between two attempts."""
 
     def __init__(
-        self,
-        run: RunDirectory,
-        launch: LaunchSpec,
-        stop: StopSignal,
-        pruner: RunPruner | None,
+        self, run: RunDirectory, launch: LaunchSpec, stop: StopSignal, pruner: RunPruner | None,
         replication: ReplicationSession,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._launch = launch
         self._run, self._stop, self._pruner, self._replication = run, stop, pruner, replication
         self._machine = launch.machine
@@ -180,15 +149,23 @@ class _Supervisor:
         """Start workers until one seals the result. Raises when the restart policy gives up."""
         run, state = self._run, self._journal_state
         state.update()
-        self._note_code_change(code_version)
+        previous = state.progress.code_version
+        if previous and previous != code_version:
+            self._notify("notice", f"code version changed within the run, from {previous} to {code_version}")
         attempt, last_step = state.progress.attempts, state.progress.checkpoint_step
-        failures: list[EarlierFailure] = []
+        failures: list[Retry] = []
         if self._preemption:
             self._preemption.start()
-        sampler = self._start_sampler()
+        sampler = None
+        if self._machine.system_metrics_interval_s:
+            sampler = SystemMetricsSampler(run.journal, self._machine, self._worker_pid, state.samples)
+            sampler.start()
         try:
             while True:
-                self._raise_if_asked_to_stop()
+                self._poll()
+                if self._stop.is_requested:  # a worker would be started only to be stopped
+                    self._log_interrupted()
+                    self._raise(GiveUp("preempted", EXIT_INTERRUPTED, "stopped on request; run it again to resume"))
                 self._rendezvous.ensure()
                 attempt += 1
                 run.journal.attempt = attempt
@@ -210,19 +187,11 @@ class _Supervisor:
             if self._preemption:
                 self._preemption.stop()
 
-    def _start_sampler(self) -> SystemMetricsSampler | None:
-        """Start recording system metrics, unless the settings turn them off."""
-        if not self._machine.system_metrics_interval_s:
-            return None
-        sampler = SystemMetricsSampler(self._run.journal, self._machine, self._worker_pid, self._journal_state.samples)
-        sampler.start()
-        return sampler
-
     def _worker_pid(self) -> int | None:
         worker = self._stop.worker
         return None if worker is None else worker.pid
 
-    def _handle_failure(self, end: WorkerExit, earlier: list[EarlierFailure]) -> EarlierFailure:
+    def _handle_failure(self, end: WorkerExit, earlier: list[Retry]) -> Retry:
         """Record the end of a worker and wait until the next attempt may start. Raises if no attempt may follow."""
         machine, stop = self._machine, self._stop
         decision = decide(end, earlier, self._launch.max_restarts, machine.restart_delay_s, stop.is_requested)
@@ -237,17 +206,13 @@ class _Supervisor:
             )
         if isinstance(decision, GiveUp):
             self._raise(decision)
-        delay_s = max(decision.delay_s, self._cooldown_s(failure))
+        delay_s = decision.delay_s
+        if failure != "peers" and machine.node_range[1] > 1:
+            self._failed_s.append(time.monotonic())
+            delay_s = max(delay_s, compute_exclusion_s(self._failed_s, self._failed_s[-1], machine.node_cooldown_s))
         print_message(f"worker {failure.replace('_', ' ')}: {decision.text}; restarting in {delay_s:g} s")
         stop.wait(delay_s, self._poll)
-        return EarlierFailure(failure, decision.text)
-
-    def _cooldown_s(self, failure: FailureClass) -> float:
-        """Compute how long this machine is excluded from a training of several machines, after this failure."""
-        if failure == "peers" or self._machine.node_range[1] == 1:
-            return 0.0
-        self._failed_s.append(time.monotonic())
-        return compute_exclusion_s(self._failed_s, self._failed_s[-1], self._machine.node_cooldown_s)
+        return decision
 
     def _add_worker_error(self, end: WorkerExit) -> WorkerExit:
         """Add the worker's own report about its end, if there is one."""
@@ -269,21 +234,10 @@ class _Supervisor:
         if monitor is None:
             return
         for text in monitor.new_remarks():
-            self._run.journal.append("notice", text=text)
-            print_message(text)
+            self._notify("notice", text)
         if monitor.notice and not self._stop.is_requested:
-            self._run.journal.append("alert", text=monitor.notice)
-            print_message(monitor.notice)
+            self._notify("alert", monitor.notice)
             self._stop.request()
-
-    def _raise_if_asked_to_stop(self) -> None:
-        """Raise InterruptedRunError if the run was asked to stop, instead of starting a worker only to stop it."""
-        self._poll()
-        if self._stop.is_requested:
-            self._log_interrupted()
-            self._raise(
-                GiveUp("preempted", InterruptedRunError.exit_code, "stopped on request; run it again to resume")
-            )
 
     def _saved_step(self) -> int:
         progress = self._journal_state.progress
@@ -294,12 +248,9 @@ class _Supervisor:
         self._run.journal.append("interrupted", step=self._saved_step(), **self._launch.work_unit)
         self._journal_state.update()
 
-    def _note_code_change(self, code_version: str) -> None:
-        previous = self._journal_state.progress.code_version
-        if previous and previous != code_version:
-            text = f"code version changed within the run, from {previous} to {code_version}"
-            self._run.journal.append("notice", text=text)
-            print_message(text)
+    def _notify(self, kind: Literal["notice", "alert"], text: str) -> None:
+        self._run.journal.append(kind, text=text)
+        print_message(text)
 
     def _raise(self, decision: GiveUp) -> NoReturn:
         paths, step = self._run.paths, self._saved_step()
@@ -318,15 +269,7 @@ class _Supervisor:
 def run_attempt(
     run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None
 ) -> WorkerExit:
-    """Start a worker and wait for its end. Kill it if it stalls.
-
-    Args:
-        run: run directory, opened. Its journal has the number of this attempt.
-        machine: settings with the deadlines.
-        stop: signal handler, which passes a request to stop on to the worker.
-        poll: called a few times a second.
-        module: module to start as the worker; None: the worker of a training.
-    """
+    """Start a worker and wait for its end. Kill it if it stalls."""
     count = count_local_ranks(machine)
     pages = [Heartbeat.create(machine.stall_timeout_s, machine.first_stall_timeout_s) for _ in range(count)]
     try:
@@ -370,12 +313,9 @@ def _start_worker(
 
 
 def _watch_worker(
-    worker: subprocess.Popen[bytes],
-    run: RunDirectory,
-    detectors: Sequence[HangDetector],
-    stop: StopSignal,
+    worker: subprocess.Popen[bytes], run: RunDirectory, detectors: Sequence[HangDetector], stop: StopSignal,
     poll: Callable[[], None],
-) -> WorkerExit:
+) -> WorkerExit:  # fmt: skip
     while (exit_code := _wait_for_worker(worker)) is None:
         poll()
         # Every detector is called in each round, because a detector takes a gap between calls for a suspension.
@@ -435,102 +375,55 @@ def count_oom_kills(
 
     Linux: vm_event_item OOM_KILL in /proc/vmstat; "memory.events" in Documentation/admin-guide/cgroup-v2.rst.
     """
-    return _read_counter(vmstat), _read_counter(cgroup)
-
-
-def _read_counter(path: Path) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    counts = [0, 0]
+    for index, path in enumerate((vmstat, cgroup)):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            counts[index] = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return counts[0], counts[1]
 
 
 # The log of a supervisor.
 
-
-def _format_worker_exited(data: Mapping[str, Any]) -> LogMessage:
-    is_retried = data["decision"] == "Retry"
-    consequence = "restarting" if is_retried else "not restarting"
-    return "warning" if is_retried else "error", f"the worker ended: {data['text']}; {consequence}"
-
-
-def _format_worker_ready(data: Mapping[str, Any]) -> LogMessage:
-    ranks = f", {data['ranks']} ranks" if data.get("ranks", 1) > 1 else ""
-    device = f"on {data.get('device', '?')}{ranks}"
-    return "info", f"ready at step {data['start_step']} of {data['planned_steps']}, {device}"
-
-
-def _format_validation(data: Mapping[str, Any]) -> LogMessage:
-    best = ", the best so far" if data.get("improved") else ""
-    return "info", f"validation loss {data['loss']:.4f} at step {data['step']}{best}"
-
-
-def _format_checkpoint(data: Mapping[str, Any]) -> LogMessage:
-    return "debug", f"checkpoint of step {data['step']} saved in {data['seconds']:.3g} s"
-
-
-def _format_skipped(data: Mapping[str, Any]) -> LogMessage:
-    step = data.get("rollback_step")
-    rollback = f"; rolled back to the weights of step {step}" if step is not None else ""
-    return "warning", f"step {data['step']} is skipped: {data['reason']}{rollback}"
-
-
-def _format_budget(data: Mapping[str, Any]) -> LogMessage:
-    tokens = data["budget"]["tokens"]
-    limit = "as large as configured" if tokens is None else f"of at most {tokens:,} tokens"
-    is_smaller = data["action"] == "shrink"
-    return "warning" if is_smaller else "info", f"micro-batches of {data['phase']} {limit}, from step {data['step']} on"
-
-
-def _format_memory(data: Mapping[str, Any]) -> LogMessage:
-    return "debug", f"phase {data['phase']} used {format_bytes(data['peak_bytes'])} at its peak"
-
-
-def _format_replicated(data: Mapping[str, Any]) -> LogMessage:
-    return "debug", f"the {data['artifact']} of step {data['step']} is in the replica"
-
-
-def _format_spike(data: Mapping[str, Any]) -> LogMessage:
-    return "warning", f"step {data['step']} has an unusually large gradient: {data['grad_norm']:.4g}"
-
-
-def _format_finished(data: Mapping[str, Any]) -> LogMessage:
-    return "info", f"finished at step {data['step']} ({str(data['reason']).replace('_', ' ')})"
-
-
-_FORMATTERS: dict[str, Callable[[Mapping[str, Any]], LogMessage]] = {
-    "start_refused": lambda data: ("error", f"start refused: {data['text']}"),
-    "attempt_started": lambda data: ("info", f"starting a worker, code version {data['code_version']}"),
-    "worker_ready": _format_worker_ready,
-    "memory_forecast": lambda data: ("info", f"{format_bytes(data['available_bytes'])} of memory available"),
-    "memory_peak": _format_memory,
-    "validation": _format_validation,
-    "checkpoint_saved": _format_checkpoint,
-    "replicated": _format_replicated,
-    "step_skipped": _format_skipped,
-    "step_repeated": lambda data: ("warning", f"step {data['step']} is repeated: {data['reason']}"),
-    "gradient_spike": _format_spike,
-    "microbatch_budget": _format_budget,
-    "loss_scale": lambda data: ("debug", f"step {data['step']} is repeated with loss scale {data['loss_scale']:g}"),
-    "alert": lambda data: ("warning", data["text"]),
-    "notice": lambda data: ("info", data["text"]),
-    "worker_error": lambda data: ("error", data["text"]),
-    "worker_exited": _format_worker_exited,
-    "interrupted": lambda data: ("info", describe_stop(data)),
-    "pruned": lambda data: ("info", f"pruned: {data['text']}"),
-    "finished": _format_finished,
+_MESSAGES: dict[str, tuple[Level, str]] = {
+    "start_refused": ("error", "start refused: {text}"),
+    "attempt_started": ("info", "starting a worker, code version {code_version}"),
+    "worker_ready": ("info", "ready at step {start_step} of {planned_steps}, on {device}"),
+    "memory_forecast": ("info", "{available_bytes:,} bytes of memory available"),
+    "memory_peak": ("debug", "phase {phase} used {peak_bytes:,} bytes at its peak"),
+    "validation": ("info", "validation loss {loss:.4f} at step {step}"),
+    "checkpoint_saved": ("debug", "checkpoint of step {step} saved in {seconds:.3g} s"),
+    "replicated": ("debug", "the {artifact} of step {step} is in the replica"),
+    "alert": ("warning", "{text}"),
+    "notice": ("info", "{text}"),
+    "worker_error": ("error", "{text}"),
+    "pruned": ("info", "pruned: {text}"),
+    "finished": ("info", "finished at step {step} ({reason})"),
 }
-"""Function that returns level and text, by event kind. Steps and samples are only in the journal."""
+"""Level and text by event kind; the text refers to the event's data. Steps and samples are only in the journal."""
+
+
+def _describe_event(event: JournalEvent) -> tuple[Level, str] | None:
+    """Return level and text of an event; None for an event that is not logged."""
+    if event.kind in _MESSAGES:
+        level, text = _MESSAGES[event.kind]
+        return level, text.format_map(event.data)
+    if event.kind == "interrupted":
+        return "info", describe_stop(event.data)
+    if (notable := describe_notable_event(event)) is None:
+        return None
+    level = "warning"
+    if event.kind == "worker_exited" and event.data["decision"] != "Retry":
+        level = "error"
+    elif event.kind == "loss_scale":
+        level = "debug"
+    elif event.data.get("action") == "grow":
+        level = "info"
+    return level, notable
 
 
 class JournalLogCallback:
-    """Callback that writes events from now on to the log. Earlier events were logged when they occurred.
-
-    Args:
-        log: destination.
-        journal: path of the journal.
-    """
+    """Callback that writes events from now on to a log. Earlier events were logged when they occurred."""
 
     name = "log"
 
@@ -556,13 +449,15 @@ class JournalLogCallback:
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Write the next events. An event that lacks a key of its kind is logged as damaged."""
         for event in events:
-            formatter = _FORMATTERS.get(event.kind)
-            if formatter is None or event.t < self._began_t:
+            if event.t < self._began_t:
                 continue
             try:
-                level, text = formatter(event.data)
+                described = _describe_event(event)
             except (KeyError, TypeError, ValueError, AttributeError):
-                level, text = "warning", f"damaged event {event.kind}"
+                described = "warning", f"damaged event {event.kind}"
+            if described is None:
+                continue
+            level, text = described
             fields = {name: value for name, value in event.data.items() if name not in ("text", "forecast")}
             if "failure_class" in fields:
                 fields.setdefault("reason", fields["failure_class"])
@@ -578,10 +473,6 @@ def log_supervision(run: RunDirectory, machine: Machine) -> Iterator[JournalLogC
 
     The log includes messages of Python's `logging` and `warnings`. Secrets are redacted in the log and in the output of
     those modules. An exception that ends the supervision is logged and raised again.
-
-    Args:
-        run: run directory, opened.
-        machine: settings of the log.
     """
     own = JsonLog(
         run.paths.logs / "supervisor.jsonl", machine, lambda: {"attempt": run.journal.attempt}, log.print_message
@@ -593,23 +484,16 @@ def log_supervision(run: RunDirectory, machine: Machine) -> Iterator[JournalLogC
         with _capture_logging(own):
             yield JournalLogCallback(own, run.paths.journal)
     except BaseException as error:
-        _log_end(own, error)
+        level: Level = "info" if isinstance(error, InterruptedRunError) else "error"
+        name, trace = type(error).__name__, None
+        if not isinstance(error, RatchetError):
+            trace = "".join(traceback.format_exception(error))
+        own.write(level, "ratchet", str(error) if trace is None else f"{name}: {error}", reason=name, traceback=trace)
         raise
     finally:
         trimmer.end()
         log.current = previous
         own.close()
-
-
-def _log_end(own: JsonLog, error: BaseException) -> None:
-    name = type(error).__name__
-    if isinstance(error, InterruptedRunError):
-        own.write("info", "ratchet", str(error), reason=name)
-    elif isinstance(error, RatchetError):
-        own.write("error", "ratchet", str(error), reason=name)
-    else:
-        trace = "".join(traceback.format_exception(error))
-        own.write("error", "ratchet", f"{name}: {error}", reason=name, traceback=trace)
 
 
 @contextmanager
@@ -629,16 +513,8 @@ def _capture_logging(own: JsonLog) -> Iterator[None]:
             own.write(log.level_name(record.levelno), record.name, record.msg, traceback=record.exc_text)
         return record
 
-    def show_warning(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:  # fmt: skip
-        own.write("warning", "warnings", str(message), reason=category.__name__, where=f"{filename}:{lineno}")
-        with suppress(OSError):
-            (file or sys.stderr).write(redact(warnings.formatwarning(message, category, filename, lineno, line)))
-
     logging.setLogRecordFactory(make_record)
-    warnings.showwarning = show_warning
+    warnings.showwarning = log.make_warning_hook(own)
     try:
         yield
     finally:

@@ -21,19 +21,13 @@ from ratchet.runs.journal import Journal
 FIRST_S = 5.0
 """Maximum time to the first sample of an attempt, so that a short training has a sample too."""
 POLL_S = 0.25
-GPU_WAIT_S = 10.0
-"""Timeout of the query of the GPUs, which loads the driver first if persistence mode is off."""
+GPU_WAIT_S = 10.0  # the query loads the driver first if persistence mode is off
 
 Gpu = dict[str, float | int | None]
 
 
 class GpuSampler:
-    """Sampler of the visible GPUs of this machine, with a separate process (runs/gpus.py).
-
-    Args:
-        query: command line that prints a GpuInventory.
-        wait_s: timeout in seconds.
-    """
+    """Sampler of the visible GPUs of this machine, with a separate process (runs/gpus.py)."""
 
     def __init__(self, query: tuple[str, ...] = QUERY, wait_s: float = GPU_WAIT_S) -> None:
         self._query, self._wait_s = query, wait_s
@@ -51,9 +45,6 @@ class GpuSampler:
                 self._query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
                 errors="replace",
             )  # fmt: skip
-        except OSError:
-            return self._without_values()
-        try:
             text, _ = query.communicate(timeout=self._wait_s)
             devices = parse_inventory(text).devices
         except subprocess.TimeoutExpired:
@@ -62,36 +53,28 @@ class GpuSampler:
                 query.stdout.close()
             self._hanging = query
             return self._without_values()
-        except ValueError:
+        except (OSError, ValueError):
             return self._without_values()
-        gpus: list[Gpu] = [
-            {
+        gpus: dict[int, Gpu] = {
+            device.index: {
                 "index": device.index, "utilization_percent": device.utilization_percent,
                 "memory_bytes": device.used_bytes, "memory_total_bytes": device.total_bytes,
                 "power_w": device.power_w, "temperature_c": device.temperature_c,
             }
             for device in devices
-        ]  # fmt: skip
+        }  # fmt: skip
         # A lost GPU may be missing: it stays in the list without values.
-        indices = {gpu["index"] for gpu in gpus}
-        self._known = sorted(
-            gpus + [gpu for gpu in self._without_values() if gpu["index"] not in indices],
-            key=lambda gpu: gpu["index"] or 0,
-        )
+        missing = {gpu["index"]: gpu for gpu in self._without_values()}
+        self._known = [gpu for _, gpu in sorted((missing | gpus).items())]
         return self._known
 
     def _without_values(self) -> list[Gpu]:
         """Return the GPUs of earlier samples, with None for all values."""
-        return [{name: value if name == "index" else None for name, value in gpu.items()} for gpu in self._known]
+        return [dict.fromkeys(gpu) | {"index": gpu["index"]} for gpu in self._known]
 
 
 class UsageSampler:
-    """Sampler of the use of the machine and of a worker. It counts CPU time from one call to the next.
-
-    Args:
-        disk: path on the disk to sample.
-        gpus: sampler of the GPUs; None: no GPU is used.
-    """
+    """Sampler of the use of the machine and of a worker. It counts CPU time from one call to the next."""
 
     def __init__(self, disk: Path, gpus: GpuSampler | None) -> None:
         self._disk, self._gpus = disk, gpus
@@ -106,30 +89,20 @@ class UsageSampler:
 
     def sample(self, worker: int) -> dict[str, Any]:
         """Return all values by their keys in the event; None if unknown. Never raises."""
-        cpu_percent, memory_bytes = self._sample_worker(worker)
-        usage: dict[str, Any] = {"cpu_percent": psutil.cpu_percent()}
-        for names, measure in (
-            (("memory_bytes", "memory_percent"), self._memory),
-            (("disk_used_percent",), lambda: (psutil.disk_usage(str(self._disk)).percent,)),
-            (("network_received_bytes", "network_sent_bytes"), self._network),
-        ):
-            try:
-                values: tuple[float | int | None, ...] = measure()
-            except (OSError, psutil.Error, AttributeError):
-                values = (None,) * len(names)
-            usage |= dict(zip(names, values, strict=True))
-        gpus = [] if self._gpus is None else self._gpus.sample()
-        return {**usage, "worker_cpu_percent": cpu_percent, "worker_memory_bytes": memory_bytes, "gpus": gpus}
-
-    @staticmethod
-    def _memory() -> tuple[int, float]:
-        memory = psutil.virtual_memory()
-        return memory.total - memory.available, memory.percent
-
-    @staticmethod
-    def _network() -> tuple[int, int]:
-        network = psutil.net_io_counters()
-        return network.bytes_recv, network.bytes_sent
+        worker_cpu_percent, worker_bytes = self._sample_worker(worker)
+        memory, network = _measure(psutil.virtual_memory), _measure(psutil.net_io_counters)
+        disk = _measure(lambda: psutil.disk_usage(str(self._disk)))
+        return {
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_bytes": memory and memory.total - memory.available,
+            "memory_percent": memory and memory.percent,
+            "disk_used_percent": disk and disk.percent,
+            "network_received_bytes": network and network.bytes_recv,
+            "network_sent_bytes": network and network.bytes_sent,
+            "worker_cpu_percent": worker_cpu_percent,
+            "worker_memory_bytes": worker_bytes,
+            "gpus": [] if self._gpus is None else self._gpus.sample(),
+        }
 
     def _sample_worker(self, pid: int) -> tuple[float | None, int | None]:
         """Return CPU use since the last call (percent; 100: one CPU) and memory of the worker with all its children."""
@@ -148,15 +121,16 @@ class UsageSampler:
         return (round(100 * used_s / elapsed_s, 1) if elapsed_s > 0 else None), memory_bytes
 
 
-class SystemMetricsSampler(threading.Thread):
-    """Thread that appends samples to the journal while there is a worker.
+def _measure(function: Callable[[], Any]) -> Any:
+    """Return the result of a function of psutil; None if it is not available on this machine."""
+    try:
+        return function()
+    except (OSError, psutil.Error):
+        return None
 
-    Args:
-        journal: destination.
-        machine: settings, which define the interval and whether GPUs are used.
-        worker: returns the process id of the current worker, or None.
-        count: number of samples that the journal already has.
-    """
+
+class SystemMetricsSampler(threading.Thread):
+    """Thread that appends samples to the journal while there is a worker."""
 
     def __init__(self, journal: Journal, machine: Machine, worker: Callable[[], int | None], count: int) -> None:
         super().__init__(name="system metrics", daemon=True)

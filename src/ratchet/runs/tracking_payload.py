@@ -18,6 +18,7 @@ from ratchet.runs.callbacks import RunCallback, Status
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import digests
+from ratchet.storage.records.base import flatten
 
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
 """Metrics of every run. `MetricPointExtractor` adds other metrics if their values are known."""
@@ -54,12 +55,7 @@ class SharedCallback(RunCallback, Protocol):
 
 class LeaderCallback:
     """Callback that passes events on while this machine has rank 0. When the machine gets rank 0, it passes the whole
-    journal.
-
-    Args:
-        callback: receives the events.
-        journal: journal of the run on this machine.
-    """
+    journal."""
 
     is_deferred = True
 
@@ -73,7 +69,17 @@ class LeaderCallback:
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Process the next events. After an exception, the same events come again, followed by newer events."""
-        if self._takes_over(events):
+        takes_over = False
+        for event in events:
+            if event.kind == "attempt_started":
+                is_own = event.data.get("pid") == os.getpid()
+                # Rank 0 in an attempt of an earlier process does not count: another machine may have got it since.
+                self._is_leader = self._is_leader and (self._is_own_attempt or not is_own)
+                self._is_own_attempt = is_own
+            elif event.kind == "worker_ready":
+                self._is_leader = _has_rank_zero(event)
+                takes_over = self._is_own_attempt and self._is_leader
+        if takes_over:  # this machine gets rank 0 in an attempt of this process
             self._callback.forget()
             events = _read_events(self._journal)
         if self._is_own_attempt and self._is_leader:
@@ -88,20 +94,6 @@ class LeaderCallback:
                 return
             self._callback.on_events(_read_events(self._journal))
         self._callback.on_end(status)
-
-    def _takes_over(self, events: Sequence[JournalEvent]) -> bool:
-        """Return whether, according to these events, this machine gets rank 0 in an attempt of this process."""
-        takes_over = False
-        for event in events:
-            if event.kind == "attempt_started":
-                is_own = event.data.get("pid") == os.getpid()
-                # Rank 0 in an attempt of an earlier process does not count: another machine may have got it since.
-                self._is_leader = self._is_leader and (self._is_own_attempt or not is_own)
-                self._is_own_attempt = is_own
-            elif event.kind == "worker_ready":
-                self._is_leader = _has_rank_zero(event)
-                takes_over = self._is_own_attempt and self._is_leader
-        return takes_over
 
 
 def wrap_callback(callback: SharedCallback, journal: Path, machine: Machine) -> RunCallback:
@@ -138,7 +130,6 @@ class MetricPoint(NamedTuple):
     value: float
     step: int
     t: float
-    """Unix time in seconds."""
 
 
 def collect_parameters(spec: RunSpec, settings: Settings) -> dict[str, str]:
@@ -157,11 +148,8 @@ def collect_parameters(spec: RunSpec, settings: Settings) -> dict[str, str]:
 
 
 def _flatten_train(train: Train) -> dict[str, str]:
-    flat = {}
-    for key, value in train.model_dump(mode="json").items():
-        for name, leaf in ((f"{key}.{k}", v) for k, v in value.items()) if isinstance(value, dict) else [(key, value)]:
-            flat[f"train.{name}"] = ",".join(leaf) if isinstance(leaf, list) else str(leaf)
-    return flat
+    flat = flatten({"train": train.model_dump(mode="json")})
+    return {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in flat.items()}
 
 
 class MetricPointExtractor:
@@ -175,34 +163,25 @@ class MetricPointExtractor:
     def extract(self, event: JournalEvent) -> list[MetricPoint]:
         """Return the points of an event. Unknown values are omitted."""
         if event.kind == "worker_ready":
-            self._set_utilization(event)
+            flops_per_token, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_per_s")
+            if flops_per_token and peak:
+                self._utilization[event.attempt] = flops_per_token / peak
         values: dict[str, float | None] = {}
         step = event.data.get("step")
         if event.kind == "validation":
             values["validation/loss"] = event.data["loss"]
         elif event.kind == "step":
-            values = self._extract_step(event)
+            values = {f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")}
+            rate = event.data["input_tokens"] / max(event.data["step_s"], 1e-6)
+            values["train/tokens_per_second"] = rate
+            if share := self._utilization.get(event.attempt):
+                values["train/mfu"] = rate * share
         elif event.kind == "system_metrics":
             step = event.data["sample"]
             values = {f"system/{name}": value for name, value in self._extract_system(event.data).items()}
         if step is None:
             return []
         return [MetricPoint(key, value, step, event.t) for key, value in values.items() if value is not None]
-
-    def _set_utilization(self, event: JournalEvent) -> None:
-        flops_per_token, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_per_s")
-        if flops_per_token and peak:
-            self._utilization[event.attempt] = flops_per_token / peak
-
-    def _extract_step(self, event: JournalEvent) -> dict[str, float | None]:
-        values: dict[str, float | None] = {
-            f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")
-        }
-        rate = event.data["input_tokens"] / max(event.data["step_s"], 1e-6)
-        values["train/tokens_per_second"] = rate
-        if share := self._utilization.get(event.attempt):
-            values["train/mfu"] = rate * share
-        return values
 
     def _extract_system(self, data: dict[str, Any]) -> dict[str, float | None]:
         values = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
@@ -245,11 +224,8 @@ def _scale(value: float | None, factor: float) -> float | None:
 
 def read_final_status(paths: RunPaths) -> Status:
     """Return how a run that is not in training ended, by its result and its journal."""
-    decisions = [
-        e.data.get("decision")
-        for e in JournalReader(paths.journal).read()
-        if e.kind in ("attempt_started", "interrupted", "worker_exited")
-    ]
+    kinds = ("attempt_started", "interrupted", "worker_exited")
+    decisions = [event.data.get("decision") for event in _read_events(paths.journal) if event.kind in kinds]
     if paths.is_finished():
         return "FINISHED"
     return "FAILED" if decisions and decisions[-1] == "GiveUp" else "KILLED"

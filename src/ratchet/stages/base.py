@@ -29,7 +29,7 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
     """Run the stage.
 
     Args:
-        project: the project.
+        project: sections base and export of its settings apply.
         on_progress: receives lines while the tiny base is built.
 
     Raises:
@@ -98,11 +98,15 @@ def _build_card(model: Path, settings: Base, revision: str | None, converted: bo
     unused_tensors = weights.check_stored_tensors(model, spec, quantization)
     weights.require_finite(model)
     file_digests = base_model.fingerprint(model, has_remote_code)
+    # The same files with other added tokens are another base.
+    digest = digests.hash_files(file_digests)
+    if settings.added_tokens:
+        digest = digests.hash_json({"files": digest, "added_tokens": settings.added_tokens})
     is_tiny = settings.source == base_model.TINY
     return BaseCard(
         source=settings.source,
         revision=revision,
-        digest=_compute_digest(file_digests, settings.added_tokens),
+        digest=digest,
         files=file_digests,
         architecture=str((config.get("architectures") or [spec.class_name])[0]),
         parameters=spec.parameters,
@@ -113,12 +117,6 @@ def _build_card(model: Path, settings: Base, revision: str | None, converted: bo
         quantization=quantization,
         unused_tensors=unused_tensors,
     )
-
-
-def _compute_digest(file_digests: dict[str, str], added_tokens: tuple[str, ...]) -> str:
-    """Return the digest of files and added tokens, because the same files with other added tokens are another base."""
-    files_digest = digests.hash_files(file_digests)
-    return digests.hash_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
 
 
 def _find_project_template(layout: ProjectLayout, settings: Settings) -> Path | None:

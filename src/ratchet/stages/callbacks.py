@@ -1,12 +1,13 @@
 """Callbacks of a command: terminal, MLflow, Prometheus, webhook. No callback can slow or stop a training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.config.extensions import load_extension
+from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, RatchetError, SettingsError
 from ratchet.registry import ledger
 from ratchet.reports import plots
@@ -24,6 +25,21 @@ from ratchet.tracking.webhook import Webhook, WebhookCallback
 
 if TYPE_CHECKING:
     from ratchet.tracking.prometheus import PrometheusExporter
+
+
+def log_stage(
+    layout: ProjectLayout,
+    settings: Settings,
+    run_id: str,
+    *,
+    figures: Mapping[str, float],
+    artifacts: Mapping[str, Sequence[Path]],
+    tags: Mapping[str, str],
+) -> None:
+    """Add a later stage's figures, files and tags to the run in MLflow."""
+    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
+    run = tracking.create_callback(RunPaths(layout.runs / run_id), settings, plots.draw_loss_curve)
+    tracking.report(run, figures, artifacts, tags, settings.machine.tracking_timeout_s)
 
 
 class TrainingCallbacks:
@@ -97,9 +113,8 @@ def _draw_curves(layout: ProjectLayout, run_id: str, folder: Path) -> Sequence[P
     target = folder / "curves.html"
     try:
         index = ComparisonIndex(layout)
-        side = comparison.read_side(
-            layout, index.subject(run_id), index, EvaluationIndex(layout, index), comparison.MOST_POINTS
-        )
+        evaluations = EvaluationIndex(layout, index)
+        side = comparison.read_side(layout, index.subject(run_id), index, evaluations, comparison.MOST_POINTS)
         run_page.write(side, None, RunProvenance({}, None, None, None), target)
     except (RatchetError, OSError) as error:
         print_message(f"run {run_id}: its curves are not logged to MLflow: {error}")

@@ -65,8 +65,6 @@ MIN_CROWDED_ROWS = 4
 MOVED_SUFFIX = " moved elsewhere"
 """Text that is added to the name of a moved project. The text contains spaces, as many home directories do."""
 
-References = dict[tuple[object, ...], TrainingFingerprint]
-
 
 @dataclass(frozen=True)
 class ChaosOptions:
@@ -125,9 +123,15 @@ def chaos(
     counts = plan.allocate_counts(plan.FAULT_CATEGORIES if options.faults is None else options.faults, options.kills)
     # Check the options before anything is read.
     plan.draw_plan(options.seed, counts, plan.TrainingShape(options.steps, options.steps, 1))
-    for card, path in ((BaseCard, layout.base_card), (DatasetCard, layout.dataset_card)):
-        card.load(path)
-    output = _choose_output(layout, options)
+    BaseCard.load(layout.base_card)
+    DatasetCard.load(layout.dataset_card)
+    output = options.output or layout.experiments / "chaos"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"--output: {output} cannot be created ({error.strerror}); name another directory"
+        ) from None
     short = shorten_training(layout, settings, options.steps)
     trials = plan.draw_plan(options.seed, counts, plan_shape(layout, short, options.steps))
     on_progress(
@@ -145,7 +149,19 @@ def chaos(
         raise
     if not options.keep and all(result.folder is None for result in results):
         shutil.rmtree(folder, ignore_errors=True)
-    report = _build_report(options, campaign, results)
+    rows, clock = summarize_results(results), campaign.clock
+    versions = {name: version(name) for name in LIBRARIES}
+    report = {
+        "format": 1,
+        "seed": options.seed,
+        "kills": options.kills,
+        "steps": options.steps,
+        "reference": {"first_step_s": clock.first_step_s, "finished_s": clock.finished_s} if clock else None,
+        "machine": campaign.facts | {"system": platform.platform(), "cpus": os.cpu_count()},
+        "versions": versions | {"ratchet": code_version(), "python": platform.python_version()},
+        "rows": rows,
+        "trials": [_build_trial_entry(result) for result in results],
+    }
     files.write_json(output / "chaos.json", report)
     plots.draw_timeline([_build_lane(result) for result in results], output / "timeline.html")
     failed = [result for result in results if not (result.exact and result.recovered)]
@@ -155,7 +171,7 @@ def chaos(
         failures.append(f"{result.trial.name}: its project is kept in {result.folder}")
     return ChaosReport(
         seed=options.seed,
-        rows=tuple(report["rows"]),
+        rows=tuple(rows),
         trials=len(results),
         failures=tuple(failures),
         failed_trials=len(failed),
@@ -180,71 +196,66 @@ def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> S
     return settings.model_copy(update={"train": settings.train.model_copy(update=changes)})
 
 
-def _choose_output(layout: ProjectLayout, options: ChaosOptions) -> Path:
-    output = options.output or layout.experiments / "chaos"
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(
-            f"--output: {output} cannot be created ({error.strerror}); name another directory"
-        ) from None
-    return output
-
-
-@dataclass(frozen=True)
-class FaultTrialLimits:
-    """Time limits of a trial."""
-
-    silence_s: float
-    """Longest time without a new line in the journal. After that, the trial is stopped and counts as failed."""
-    grace_s: float
-    """Longest time from a stop request until the worker ends: `machine.grace_period_s`."""
-
-
 @dataclass
-class FaultTrialRun:
-    """A finished trial."""
-
-    timeline: FaultTrialTimeline = field(default_factory=FaultTrialTimeline)
-    root: Path = Path()
-    """The trial's project, which a fault may have moved."""
-    wall_s: float = 0.0
-
-
 class _FaultTrigger:
     """Decides when a fault is due: at a moment of the training that the running worker reaches."""
 
-    def __init__(self, moment: TrainingMoment, is_starting: bool) -> None:
-        self._moment, self._is_starting = moment, is_starting
-        self._reached_s = time.monotonic() if moment.is_loading else None
+    moment: TrainingMoment
+    is_starting: bool
+    reached_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.moment.is_loading:
+            self.reached_s = time.monotonic()
 
     def is_due(self, timeline: FaultTrialTimeline) -> bool:
         """Return whether the worker has reached or passed the moment."""
-        moment = self._moment
-        has_steps = timeline.worker_steps > 0 or not self._is_starting
-        if has_steps and (moment.is_loading or timeline.last_step > moment.step):
+        has_steps = timeline.worker_steps > 0 or not self.is_starting
+        if has_steps and (self.moment.is_loading or timeline.last_step > self.moment.step):
             return True
-        if self._reached_s is None and has_steps and timeline.last_step == moment.step:
-            self._reached_s = time.monotonic()
-        return self._reached_s is not None and time.monotonic() >= self._reached_s + moment.delay_s
+        if self.reached_s is None and has_steps and timeline.last_step == self.moment.step:
+            self.reached_s = time.monotonic()
+        return self.reached_s is not None and time.monotonic() >= self.reached_s + self.moment.delay_s
 
 
 class _FaultTrialRunner:
-    """Runs the commands of one trial and injects its faults."""
+    """Runs the commands of one trial and injects its faults.
 
-    def __init__(self, trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> None:
-        self.trial, self.clock, self.limits = trial, clock, limits
+    Args:
+        trial: see plan.py.
+        root: the project of this trial; no other trial uses it.
+        clock: timing of an undisturbed training; None: inject no faults.
+        silence_s: longest time without a new line in the journal; after it, the trial is stopped and counts as failed.
+        grace_s: longest time from a stop request until the worker ends.
+    """
+
+    def __init__(
+        self, trial: FaultTrial, root: Path, clock: BaselineTiming | None, silence_s: float, grace_s: float
+    ) -> None:
+        self.trial, self.clock, self.silence_s, self.grace_s = trial, clock, silence_s, grace_s
         self.layout = ProjectLayout(root)
+        """The trial's project, which a fault may move."""
         self.timeline = FaultTrialTimeline()
         self.pending = list(trial.external_faults)
         self._began_s = time.monotonic()
         self._journal: Path | None = None
 
+    def run(self) -> None:
+        """Train the project to the end under the faults of the trial."""
+        faults = self.trial.faults
+        while True:
+            with TrainCommandProcess(self.layout.root, faults) as command:
+                ending_fault = self._inject_faults(command)
+            if not self._should_rerun(ending_fault, command.process.returncode):
+                break
+            faults = () if self.trial.is_transient else faults
+        self.timeline.missed = len(self.pending)
+
     def now_s(self) -> float:
         """Return the seconds since the start of the trial."""
         return time.monotonic() - self._began_s
 
-    def read(self) -> bool:
+    def _read(self) -> bool:
         """Read new events of the journal, if it exists."""
         if self._journal is None:
             try:
@@ -253,7 +264,7 @@ class _FaultTrialRunner:
                 return False
         return self.timeline.read(self._journal, self.now_s())
 
-    def inject_faults(self, command: TrainCommandProcess) -> ExternalFault | None:
+    def _inject_faults(self, command: TrainCommandProcess) -> ExternalFault | None:
         """Inject faults until the command ends. Returns the fault that ends the command, if there was one."""
         worker: int | None = None
         faulted_worker: int | None = None
@@ -261,7 +272,7 @@ class _FaultTrialRunner:
         trigger: _FaultTrigger | None = None
         last_event_s = time.monotonic()
         while command.process.poll() is None:
-            if self.read():
+            if self._read():
                 last_event_s = time.monotonic()
             current_worker = command.worker()
             if current_worker != worker:
@@ -270,10 +281,8 @@ class _FaultTrialRunner:
                 if worker is not None:
                     self.timeline.worker_started(self.now_s())
                 last_event_s = time.monotonic()
-            if time.monotonic() - last_event_s > self.limits.silence_s:
-                self.timeline.problems.append(
-                    f"nothing happened for {self.limits.silence_s:.0f} s; the trial was stopped"
-                )
+            if time.monotonic() - last_event_s > self.silence_s:
+                self.timeline.problems.append(f"nothing happened for {self.silence_s:.0f} s; the trial was stopped")
                 command.kill()
                 break
             if worker not in (None, faulted_worker) and ending_fault is None and self.pending:
@@ -284,7 +293,7 @@ class _FaultTrialRunner:
                     # A fault that ends the command is the last one for this command.
                     ending_fault = fault if fault.action not in ("kill worker", "stop worker") else None
             time.sleep(POLL_S)
-        self.read()
+        self._read()
         self.timeline.worker_ended(self.now_s())
         return ending_fault
 
@@ -299,51 +308,49 @@ class _FaultTrialRunner:
 
     def _inject(self, fault: ExternalFault, command: TrainCommandProcess) -> bool:
         """Inject a fault. Returns whether the fault reached a running process."""
-        if fault.action == "kill worker":
-            was_injected = command.signal_worker(signal.SIGKILL)
-        elif fault.action == "stop worker":
-            was_injected = command.signal_worker(signal.SIGSTOP)
+        was_injected = True
+        if fault.action in ("kill worker", "stop worker"):
+            was_injected = command.signal_worker(signal.SIGKILL if fault.action == "kill worker" else signal.SIGSTOP)
         elif fault.action in ("terminate", "terminate twice"):
-            command.process.send_signal(signal.SIGTERM)
-            if fault.action == "terminate twice":
+            for _ in range(2 if fault.action == "terminate twice" else 1):
                 command.process.send_signal(signal.SIGTERM)
-            was_injected = True
         else:
             was_injected = command.process.poll() is None
         if was_injected:
             self.timeline.record_fault(self.now_s(), fault.action)
-        if was_injected and (fault.action == "kill supervisor" or fault.action in DOWN) and not command.kill():
-            self.timeline.problems.append("the worker outlived its supervisor")
+            if (fault.action == "kill supervisor" or fault.action in DOWN) and not command.kill():
+                self.timeline.problems.append("the worker outlived its supervisor")
         return was_injected
 
-    def should_rerun(self, fault: ExternalFault | None, exit_code: int) -> bool:
+    def _should_rerun(self, fault: ExternalFault | None, exit_code: int) -> bool:
         """Return whether to run the command again; record a problem if the command did not end as documented."""
-        if self.timeline.problems or exit_code == EXIT_OK:
+        problems = self.timeline.problems
+        if problems or exit_code == EXIT_OK:
             return False
         if fault is None:
-            self.timeline.problems.append(f"exit code {exit_code}: {self._last_output()}")
-            return False
-        if fault.action in ("terminate", "terminate twice"):
+            problems.append(f"exit code {exit_code}: {self._last_output()}")
+        elif fault.action in ("terminate", "terminate twice"):
             self._check_stop(exit_code)
         elif fault.action in DOWN:
             self._inject_offline(fault)
-        return not self.timeline.problems
+        return not problems
 
     def _check_stop(self, exit_code: int) -> None:
         """Check a command that ended after SIGTERM: exit code, duration and checkpoint."""
-        signal_s = next(at_s for at_s, action in reversed(self.timeline.marks) if action.startswith("terminate"))
-        duration_s = self.timeline.attempts[-1][-1] - signal_s
-        self.timeline.stops_s.append(duration_s)
+        timeline = self.timeline
+        signal_s = next(at_s for at_s, action in reversed(timeline.marks) if action.startswith("terminate"))
+        duration_s = timeline.attempts[-1][-1] - signal_s
+        timeline.stops_s.append(duration_s)
         if exit_code != EXIT_INTERRUPTED:
-            self.timeline.problems.append(f"exit code {exit_code} after SIGTERM: {self._last_output()}")
-        elif duration_s > self.limits.grace_s:
-            self.timeline.problems.append(
-                f"{duration_s:.1f} s from SIGTERM to the end of the worker, {self.limits.grace_s} allowed"
+            timeline.problems.append(f"exit code {exit_code} after SIGTERM: {self._last_output()}")
+        elif duration_s > self.grace_s:
+            timeline.problems.append(
+                f"{duration_s:.1f} s from SIGTERM to the end of the worker, {self.grace_s} allowed"
             )
-        elif self.timeline.worker_steps and self.timeline.checkpoint_step < self.timeline.last_step:
-            self.timeline.problems.append(
-                f"step {self.timeline.last_step} was done, but the checkpoint after SIGTERM is of step "
-                f"{self.timeline.checkpoint_step}"
+        elif timeline.worker_steps and timeline.checkpoint_step < timeline.last_step:
+            timeline.problems.append(
+                f"step {timeline.last_step} was done, but the checkpoint after SIGTERM is of step "
+                f"{timeline.checkpoint_step}"
             )
 
     def _inject_offline(self, fault: ExternalFault) -> None:
@@ -361,26 +368,6 @@ class _FaultTrialRunner:
     def _last_output(self) -> str:
         lines = (self.layout.root / injectors.OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
         return " / ".join(line.strip() for line in lines[-6:] if line.strip())[:500]
-
-
-def run_trial(trial: FaultTrial, root: Path, clock: BaselineTiming | None, limits: FaultTrialLimits) -> FaultTrialRun:
-    """Train the project in `root` to the end under the faults of a trial.
-
-    Args:
-        trial: see plan.py.
-        root: the project of this trial; no other trial uses it.
-        clock: timing of an undisturbed training; None: inject no faults.
-        limits: time limits.
-    """
-    runner, faults = _FaultTrialRunner(trial, root, clock, limits), trial.faults
-    while True:
-        with TrainCommandProcess(runner.layout.root, faults) as command:
-            ending_fault = runner.inject_faults(command)
-        if not runner.should_rerun(ending_fault, command.process.returncode):
-            break
-        faults = () if trial.is_transient else faults
-    runner.timeline.missed = len(runner.pending)
-    return FaultTrialRun(runner.timeline, runner.layout.root, runner.now_s())
 
 
 @dataclass(frozen=True)
@@ -428,9 +415,9 @@ class FaultCampaign:
     clock: BaselineTiming | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts about the machine, from the reference's journal."""
-    _references: References = field(default_factory=dict)
+    _references: dict[tuple[object, ...], TrainingFingerprint] = field(default_factory=dict)
 
-    def run(self, plan: Sequence[FaultTrial]) -> list[FaultTrialResult]:
+    def run(self, trials: Sequence[FaultTrial]) -> list[FaultTrialResult]:
         """Run the trials of a plan.
 
         Raises:
@@ -440,7 +427,7 @@ class FaultCampaign:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder = self.folder.resolve()
         self._reference(FaultTrial("none", 0))
-        return [self._run_trial(trial) for trial in plan]
+        return [self._run_trial(trial) for trial in trials]
 
     def _run_trial(self, trial: FaultTrial) -> FaultTrialResult:
         """Run a trial; repeat the trial if its faults came too late and nothing failed."""
@@ -458,20 +445,23 @@ class FaultCampaign:
     def _run_attempt(self, trial: FaultTrial) -> FaultTrialResult:
         expected = self._reference(trial)
         run = self._run_in_copy(trial, trial.name)
-        timeline = run.timeline
-        if timeline.problems:
-            differences = ["it did not finish"]
-        else:
-            actual = TrainingFingerprint.from_project(ProjectLayout(run.root))
-            differences = find_differences(expected, actual)
-        timeline.problems += _find_violations(trial, timeline)
-        has_failed = bool(differences or timeline.problems)
-        kept = run.root if self.keep or has_failed else None
+        wall_s, timeline, root = run.now_s(), run.timeline, run.layout.root
+        differences = ["it did not finish"]
+        if not timeline.problems:
+            differences = find_differences(expected, TrainingFingerprint.from_project(run.layout))
+        # Events that the journal must or must not contain.
+        was_hit = timeline.delivered + len(trial.faults) > 0
+        if trial.expected_events and was_hit and not any(timeline.kinds[kind] for kind in trial.expected_events):
+            kinds = " or ".join(trial.expected_events)
+            timeline.problems.append(f"nothing in the journal shows the fault (expected: {kinds})")
+        if timeline.kinds["worker_exited:stalled"] and not trial.can_stall:
+            timeline.problems.append("false alarm: a working worker was declared stalled")
+        kept = root if self.keep or differences or timeline.problems else None
         if kept is None:
-            shutil.rmtree(run.root)
+            shutil.rmtree(root)
             # MLflow stores absolute artifact paths, so a moved project also leaves files at its old path.
             shutil.rmtree(self.folder / trial.name, ignore_errors=True)
-        result = FaultTrialResult(trial, tuple(differences), tuple(timeline.problems), timeline, run.wall_s, kept)
+        result = FaultTrialResult(trial, tuple(differences), tuple(timeline.problems), timeline, wall_s, kept)
         self.say(_format_result(result))
         return result
 
@@ -481,26 +471,32 @@ class FaultCampaign:
         if key not in self._references:
             undisturbed = FaultTrial("reference", len(self._references), faults=key[0], guards=key[1])
             run = self._run_in_copy(undisturbed, undisturbed.name)
-            timeline = run.timeline
+            wall_s, timeline = run.now_s(), run.timeline
             if timeline.problems or timeline.kinds["attempt_started"] != 1:
                 cause = "; ".join(timeline.problems) or f"it took {timeline.kinds['attempt_started']} attempts"
-                raise RunFailedError(f"the undisturbed training failed, see {run.root}: {cause}")
+                raise RunFailedError(f"the undisturbed training failed, see {run.layout.root}: {cause}")
             if self.clock is None:
                 self.clock, self.facts = BaselineTiming.from_timeline(timeline), timeline.facts
-            self._references[key] = TrainingFingerprint.from_project(ProjectLayout(run.root))
+            self._references[key] = TrainingFingerprint.from_project(run.layout)
             faults = f" under {key[0][0].kind}" if key[0] else ""
-            self.say(f"reference{faults}: {timeline.farthest_step} steps in {run.wall_s:.1f} s")
+            self.say(f"reference{faults}: {timeline.farthest_step} steps in {wall_s:.1f} s")
             if not self.keep:
-                shutil.rmtree(run.root)
+                shutil.rmtree(run.layout.root)
         return self._references[key]
 
-    def _run_in_copy(self, trial: FaultTrial, name: str) -> FaultTrialRun:
-        settings = self._settings(trial)
+    def _run_in_copy(self, trial: FaultTrial, name: str) -> _FaultTrialRunner:
+        guards = self.settings.train.guards.model_copy(update=dict(trial.guards))
+        train = self.settings.train.model_copy(update={"guards": guards})
+        machine = self._machine(trial)
         root = self.folder / name
-        copy_project(self.project, root, settings, self._database())
+        copy_project(
+            self.project, root, self.settings.model_copy(update={"train": train, "machine": machine}), self._database()
+        )
         reference_s = self.clock.finished_s if self.clock else 0.0
-        silence_s = SILENCE_S + 10 * reference_s + settings.machine.first_stall_timeout_s * trial.can_stall
-        return run_trial(trial, root, self.clock, FaultTrialLimits(silence_s, settings.machine.grace_period_s))
+        silence_s = SILENCE_S + 10 * reference_s + machine.first_stall_timeout_s * trial.can_stall
+        runner = _FaultTrialRunner(trial, root, self.clock, silence_s, machine.grace_period_s)
+        runner.run()
+        return runner
 
     def _database(self) -> Path:
         """Create an empty MLflow database once (6 s), because every trial needs a copy. Returns its path."""
@@ -510,11 +506,6 @@ class FaultCampaign:
             with MlflowStore(template).connected():
                 pass
         return template.mlflow_database
-
-    def _settings(self, trial: FaultTrial) -> Settings:
-        guards = self.settings.train.guards.model_copy(update=dict(trial.guards))
-        train = self.settings.train.model_copy(update={"guards": guards})
-        return self.settings.model_copy(update={"train": train, "machine": self._machine(trial)})
 
     def _machine(self, trial: FaultTrial) -> Machine:
         machine = self.settings.machine
@@ -531,26 +522,13 @@ class FaultCampaign:
             start_s = self.clock.first_step_s if self.clock else 0.0
             changes |= {"stall_timeout_s": STALL_S, "first_stall_timeout_s": max(STALL_FIRST_S, 5 * start_s)}
         if any(fault.kind == "memory" for fault in trial.faults):
-            changes["micro_batch_size"] = self._crowded_rows()
+            # So many rows of median length have at least twice the tokens of the longest row, and so exceed a memory
+            # budget for that row. The batch size limits the number.
+            lengths = DatasetCard.load(self.project.dataset_card).lengths.values()
+            longest, median = max(split.greatest for split in lengths), max(1, min(split.median for split in lengths))
+            rows = max(MIN_CROWDED_ROWS, machine.micro_batch_size, -(-2 * longest // int(median)))
+            changes["micro_batch_size"] = min(rows, max(MIN_CROWDED_ROWS, self.settings.train.batch_size))
         return machine.model_copy(update=changes)
-
-    def _crowded_rows(self) -> int:
-        """Return a micro-batch size, in rows, that exceeds a memory budget for the longest row.
-
-        So many rows of median length have at least twice the tokens of the longest row. The batch size limits the
-        result.
-        """
-        lengths = DatasetCard.load(self.project.dataset_card).lengths.values()
-        longest, median = max(split.greatest for split in lengths), max(1, min(split.median for split in lengths))
-        rows = max(MIN_CROWDED_ROWS, self.settings.machine.micro_batch_size, -(-2 * longest // int(median)))
-        return min(rows, max(MIN_CROWDED_ROWS, self.settings.train.batch_size))
-
-
-def run_campaign(
-    project: ProjectLayout, settings: Settings, plan: Sequence[FaultTrial], folder: Path, say: Callable[[str], None]
-) -> list[FaultTrialResult]:
-    """Run the trials of a plan; see FaultCampaign."""
-    return FaultCampaign(project, settings, folder, say).run(plan)
 
 
 def plan_shape(project: ProjectLayout, settings: Settings, steps: int) -> TrainingShape:
@@ -562,7 +540,7 @@ def plan_shape(project: ProjectLayout, settings: Settings, steps: int) -> Traini
     return TrainingShape(steps, settings.train.validate_every_steps, longest)
 
 
-def copy_project(project: ProjectLayout, root: Path, settings: Settings, database: Path) -> ProjectLayout:
+def copy_project(project: ProjectLayout, root: Path, settings: Settings, database: Path) -> None:
     """Copy a project for a trial. Base and data are linked, because nothing writes to them.
 
     Raises:
@@ -583,21 +561,6 @@ def copy_project(project: ProjectLayout, root: Path, settings: Settings, databas
     ChampionFile().save(layout.champion)
     layout.mlruns.mkdir()
     shutil.copyfile(database, layout.mlflow_database)
-    return layout
-
-
-def _find_violations(trial: FaultTrial, timeline: FaultTrialTimeline) -> list[str]:
-    """Check for events that the journal must or must not contain. Returns the violations."""
-    violations = []
-    if (
-        trial.expected_events
-        and timeline.delivered + len(trial.faults)
-        and not any(timeline.kinds[kind] for kind in trial.expected_events)
-    ):
-        violations.append(f"nothing in the journal shows the fault (expected: {' or '.join(trial.expected_events)})")
-    if timeline.kinds["worker_exited:stalled"] and not trial.can_stall:
-        violations.append("false alarm: a working worker was declared stalled")
-    return violations
 
 
 def _format_result(result: FaultTrialResult) -> str:
@@ -611,30 +574,11 @@ def _format_result(result: FaultTrialResult) -> str:
     return f"{result.trial.name}: {verdict} ({injected}; {result.wall_s:.1f} s){missed}{problems}"
 
 
-def _build_report(
-    options: ChaosOptions, campaign: FaultCampaign, results: Sequence[FaultTrialResult]
-) -> dict[str, Any]:
-    clock = campaign.clock
-    return {
-        "format": 1,
-        "seed": options.seed,
-        "kills": options.kills,
-        "steps": options.steps,
-        "reference": {"first_step_s": clock.first_step_s, "finished_s": clock.finished_s} if clock else None,
-        "machine": campaign.facts | {"system": platform.platform(), "cpus": os.cpu_count()},
-        "versions": {name: version(name) for name in LIBRARIES}
-        | {"ratchet": code_version(), "python": platform.python_version()},
-        "rows": summarize_results(results),
-        "trials": [_build_trial_entry(result) for result in results],
-    }
-
-
 def summarize_results(results: Sequence[FaultTrialResult]) -> list[dict[str, Any]]:
     """Summarize the results, in one row for each kind of fault."""
     rows = []
     for name in dict.fromkeys(result.trial.category for result in results):
         own = [result for result in results if result.trial.category == name]
-        recoveries = sorted(s for result in own for s in result.timeline.recoveries_s)
         rows.append(
             {
                 "row": name,
@@ -644,7 +588,7 @@ def summarize_results(results: Sequence[FaultTrialResult]) -> list[dict[str, Any
                 "exact": sum(result.exact for result in own),
                 "recovered": sum(result.recovered for result in own),
                 "reference_has_faults": any(result.trial.reference_has_faults for result in own),
-                "slowest_recovery_s": recoveries[-1] if recoveries else None,
+                "slowest_recovery_s": max((s for result in own for s in result.timeline.recoveries_s), default=None),
                 "most_lost_steps": max((n for result in own for n in result.timeline.lost_steps), default=0),
             }
         )
@@ -680,10 +624,10 @@ def _build_trial_entry(result: FaultTrialResult) -> dict[str, Any]:
 def _build_lane(result: FaultTrialResult) -> TimelineLane:
     timeline = result.timeline
     return TimelineLane(
-        name=result.trial.name,
-        attempts=[(attempt[0], attempt[-1]) for attempt in timeline.attempts],
-        steps=timeline.steps,
-        checkpoints=[at_s for at_s, _ in timeline.checkpoints],
-        marks=timeline.marks,
-        succeeded=result.exact and result.recovered,
+        result.trial.name,
+        [(attempt[0], attempt[-1]) for attempt in timeline.attempts],
+        timeline.steps,
+        [at_s for at_s, _ in timeline.checkpoints],
+        timeline.marks,
+        result.exact and result.recovered,
     )

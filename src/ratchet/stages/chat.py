@@ -6,8 +6,8 @@ A chat does not store reasoning, because chat templates omit the reasoning of ea
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -26,6 +26,7 @@ from ratchet.runs.signals import list_stop_signals
 from ratchet.stages.generate import ENDS, create_notice_callbacks
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
+from ratchet.storage.html import format_count
 
 PROMPT, CONTINUATION_PROMPT = "> ", ". "
 FENCE = '"""'
@@ -119,7 +120,7 @@ def chat(project: Project, model: str = "adapter", streams: tuple[TextIO, TextIO
     """Read questions and show each answer while it is generated, until the input ends.
 
     Args:
-        project: the project; section generate of its settings defines the sampling.
+        project: section generate of its settings defines the sampling.
         model: a value of `ratchet generate --model`.
         streams: input and output; None: standard input and output. Unless both are terminals, each line is a question,
             only answers are written, and an error ends the chat.
@@ -139,23 +140,26 @@ def chat(project: Project, model: str = "adapter", streams: tuple[TextIO, TextIO
     start = reference.start.model_copy(update={"generate": settings.generate.model_copy(update={"labels": ()})})
     backend = open_backend(reference.model.kind, start, create_notice_callbacks(notice_page))
     try:
-        with _allow_interrupts(is_live):
-            _ChatLoop(backend, ChatSession(settings), page, live=is_live).run(ChatInput(input_stream, live=is_live))
+        if is_live:
+            import readline  # its history (arrow keys) is kept until the process ends, and in no file
+
+            readline.set_auto_history(True)
+        with _allow_interrupts() if is_live else nullcontext():
+            _ChatLoop(backend, ChatSession(settings), page, live=is_live).run(input_stream)
     finally:
         backend.close()
 
 
 @contextmanager
-def _allow_interrupts(is_live: bool) -> Iterator[None]:
+def _allow_interrupts() -> Iterator[None]:
     """Let every Ctrl-C in a terminal stop an answer. Other commands ignore all stop signals after the first."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(EXIT_INTERRUPTED)
 
     original_actions = {number: signal.getsignal(number) for number in list_stop_signals()}
-    if is_live:
-        for number in original_actions:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
+    for number in original_actions:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
     try:
         yield
     finally:
@@ -163,50 +167,35 @@ def _allow_interrupts(is_live: bool) -> Iterator[None]:
             signal.signal(number, action)
 
 
-class ChatInput:
-    """Reads questions and commands. The history (arrow keys) is kept until the process ends, and in no file."""
+def _read_question(lines: TextIO, is_live: bool) -> str | None:
+    """Read the next question or command, of one or several lines; None at the end of the input.
 
-    def __init__(self, lines: TextIO, *, live: bool) -> None:
-        self._lines, self._live = lines, live
-        if live:
-            import readline
+    Raises KeyboardInterrupt.
+    """
 
-            readline.set_auto_history(True)
-
-    def next(self) -> str | None:
-        """Read the next question or command, of one or several lines; None at the end of the input.
-
-        Raises KeyboardInterrupt.
-        """
-        line = self._read_line(PROMPT)
-        if line is None:
-            return None
-        if line.startswith(FENCE):
-            return self._read_fenced(line.removeprefix(FENCE))
-        lines = []
-        while line is not None and line.endswith("\\"):
-            lines.append(line[:-1])
-            line = self._read_line(CONTINUATION_PROMPT)
-        return "\n".join([*lines, *([] if line is None else [line])])
-
-    def _read_fenced(self, line: str | None) -> str:
-        lines = []
-        while line is not None:
-            if line.endswith(FENCE):
-                lines.append(line.removesuffix(FENCE))
-                break
-            lines.append(line)
-            line = self._read_line(CONTINUATION_PROMPT)
-        return "\n".join(lines).strip("\n")
-
-    def _read_line(self, prompt: str) -> str | None:
-        if self._live and self._lines is sys.stdin:
+    def read_line(prompt: str) -> str | None:
+        if is_live and lines is sys.stdin:
             try:
                 return input(prompt)
             except EOFError:
                 return None
-        line = self._lines.readline()
+        line = lines.readline()
         return line.rstrip("\r\n") if line else None
+
+    line = read_line(PROMPT)
+    if line is None:
+        return None
+    earlier: list[str] = []
+    if line.startswith(FENCE):
+        line = line.removeprefix(FENCE)
+        while line is not None and not line.endswith(FENCE):
+            earlier.append(line)
+            line = read_line(CONTINUATION_PROMPT)
+        return "\n".join([*earlier, (line or "").removesuffix(FENCE)]).strip("\n")
+    while line is not None and line.endswith("\\"):
+        earlier.append(line[:-1])
+        line = read_line(CONTINUATION_PROMPT)
+    return "\n".join(earlier if line is None else [*earlier, line])
 
 
 class _ChatLoop:
@@ -214,16 +203,12 @@ class _ChatLoop:
 
     def __init__(self, backend: GenerationBackend, session: ChatSession, page: StreamPrinter, *, live: bool) -> None:
         self._backend, self._session, self._page, self._live = backend, session, page, live
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/reset": self._reset, "/system": self._system, "/retry": self._retry, "/save": self._save,
-            "/help": lambda rest: self._print_note(HELP),
-        }  # fmt: skip
 
-    def run(self, reader: ChatInput) -> None:
+    def run(self, lines: TextIO) -> None:
         """Answer until /quit or the end of the input."""
         while True:
             try:
-                text = reader.next()
+                text = _read_question(lines, self._live)
             except KeyboardInterrupt:
                 if not self._live:
                     raise
@@ -235,24 +220,36 @@ class _ChatLoop:
                 return
             if text.strip() == "/quit":
                 return
-            self._handle_input(text)
+            if text.startswith("//"):
+                self._ask(self._session.ask(text[1:]))
+            elif text.startswith("/"):
+                word, _, rest = text.strip().partition(" ")
+                self._run_command(word, rest.strip())
+            elif text.strip():
+                self._ask(self._session.ask(text))
 
-    def _handle_input(self, text: str) -> None:
-        if text.startswith("//"):
-            self._ask(self._session.ask(text[1:]))
-        elif text.startswith("/"):
-            word, _, rest = text.strip().partition(" ")
-            if word not in self._commands:
-                self._fail(
-                    SettingsError(
-                        f"{word}: unknown command; /help lists the commands, //TEXT "
-                        f"asks a question that begins with a slash"
-                    )
-                )
+    def _run_command(self, word: str, rest: str) -> None:
+        session = self._session
+        if word == "/help":
+            self._print_note(HELP)
+        elif word == "/reset":
+            session.reset()
+            self._print_note("new conversation")
+        elif word == "/system" and rest:
+            session.system = rest
+            self._print_note("system message set; it applies from the next question")
+        elif word == "/system":
+            self._print_note("no system message" if session.system is None else session.system)
+        elif word == "/retry":
+            if (request := session.regenerate()) is None:
+                self._fail(SettingsError("/retry: no question was asked yet"))
             else:
-                self._commands[word](rest.strip())
-        elif text.strip():
-            self._ask(self._session.ask(text))
+                self._ask(request)
+        elif word == "/save":
+            self._save(rest)
+        else:
+            advice = "/help lists the commands, //TEXT asks a question that begins with a slash"
+            self._fail(SettingsError(f"{word}: unknown command; {advice}"))
 
     def _ask(self, request: GenerationRequest) -> None:
         partial = PartialAnswer()
@@ -280,39 +277,17 @@ class _ChatLoop:
         end = partial.end
         if end is None:
             self._keep(partial)
-            return
-        if end.finish == "context" and not end.tokens:
+        elif end.finish == "context" and not end.tokens:
             size = "" if end.prompt_tokens is None else f" has {end.prompt_tokens:,} tokens, which"
             limit = "the model's context" if end.context_tokens is None else f"a context of {end.context_tokens:,}"
-            self._fail(
-                DataError(
-                    f"the conversation with this question{size} does not fit {limit}: it was not asked, and nothing "
-                    "was truncated; /reset starts a new conversation, /save FILE writes this one"
-                )
-            )
-            return
-        self._session.add_answer(partial.answer)
-        if self._live:
-            self._page.note(_format_figures(end, partial.seconds))
-            self._page.gap()
-
-    def _reset(self, rest: str) -> None:
-        self._session.reset()
-        self._print_note("new conversation")
-
-    def _system(self, rest: str) -> None:
-        if rest:
-            self._session.system = rest
-            self._print_note("system message set; it applies from the next question")
+            text = f"the conversation with this question{size} does not fit {limit}: it was not asked, and nothing was "
+            text += "truncated; /reset starts a new conversation, /save FILE writes this one"
+            self._fail(DataError(text))
         else:
-            self._print_note("no system message" if self._session.system is None else self._session.system)
-
-    def _retry(self, rest: str) -> None:
-        request = self._session.regenerate()
-        if request is None:
-            self._fail(SettingsError("/retry: no question was asked yet"))
-        else:
-            self._ask(request)
+            self._session.add_answer(partial.answer)
+            if self._live:
+                self._page.note(_format_figures(end, partial.seconds))
+                self._page.gap()
 
     def _save(self, rest: str) -> None:
         try:
@@ -324,9 +299,7 @@ class _ChatLoop:
         except OSError as error:
             self._fail(SettingsError(f"{rest}: {error.strerror}; nothing was written"))
         else:
-            self._print_note(
-                f"{rest}: written, {len(self._session):,} question{'s' * (len(self._session) != 1)} with answers"
-            )
+            self._print_note(f"{rest}: written, {format_count(len(self._session), 'question')} with answers")
 
     def _print_note(self, text: str) -> None:
         if self._live:

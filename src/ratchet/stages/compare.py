@@ -34,7 +34,7 @@ def compare(project: Project, names: Sequence[str], output: Path | None = None) 
     """Compare trainings and write a page: settings that differ, final figures, and tested differences.
 
     Args:
-        project: the project; section gate of its settings defines the tests of differences.
+        project: section gate of its settings defines the tests of differences.
         names: names of trainings (see reports/comparison.py).
         output: the page; None: experiments/pages/compare-NAMES.html.
 
@@ -53,7 +53,8 @@ def compare(project: Project, names: Sequence[str], output: Path | None = None) 
         )
     index = ComparisonIndex(layout)
     result = comparison.compare_subjects(layout, settings.gate, index.subjects(names), index)
-    target = output or layout.pages / f"compare-{default_file_name(names)}.html"
+    readable = "-".join("".join(c if c.isalnum() or c in "+._" else "_" for c in name) for name in names)
+    target = output or layout.pages / f"compare-{readable[:MAX_NAME_CHARACTERS]}.html"
     comparison_page.write(result, target)
     figures = dict(comparison_page.summarize_sides(result.sides))
     return CompareResult(
@@ -61,13 +62,7 @@ def compare(project: Project, names: Sequence[str], output: Path | None = None) 
         differences={row.name: tuple(row.values) for row in (*result.settings, *result.execution) if row.differs},
         figures={name: tuple(values) for name, values in figures.items() if set(values) != {NONE}},
         test_results=tuple(result.test_results),
-        not_tested=comparison_page.group_incomparable_pairs(result.incomparable_pairs),
+        not_tested=dict(result.not_tested),
         notes=tuple(result.notes),
         page=target,
     )
-
-
-def default_file_name(names: Sequence[str]) -> str:
-    """Join the names to a name for a file."""
-    text = "-".join("".join(c if c.isalnum() or c in "+._" else "_" for c in name) for name in names)
-    return text[:MAX_NAME_CHARACTERS]

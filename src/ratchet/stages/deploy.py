@@ -6,7 +6,7 @@ Until then servers see no change.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,11 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.registry import ledger, model_store
+from ratchet.registry import keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment import smoke_test as smoke_tests
 from ratchet.registry.deployment.model_card import describe_forced
 from ratchet.registry.deployment.release import Deployment, DeploymentDirectory, PromotedModel, Release
-from ratchet.registry.signing import keys, signature
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -38,9 +37,9 @@ POLL_INTERVAL_S = 1.0
 """Time between two checks for a new champion."""
 RETRY_AFTER_S = 60.0
 """Delay before the next attempt after a temporary failure: a full disk, or a lock that another process holds."""
-MAX_DISAGREEMENTS = 3
-"""Number of polls in a row after which a disagreement between ledger and champion file is reported. A shorter
-disagreement is normal, because a promotion writes first the ledger and then the champion file."""
+DISAGREEMENT_TOLERANCE_S = 5.0
+"""Time after which a disagreement between ledger and champion file is reported. A shorter disagreement is normal,
+because a promotion writes first the ledger and then the champion file, and a loaded disk delays the second."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,13 @@ class DeployOptions:
     """Start a server with the release and test that it answers, before the release becomes current."""
 
 
+DeployStatus = Literal["deployed", "unchanged", "rolled_back", "rollback_finished"]
+
+
 class DeployResult(Record):
     """Result of a deployment or a rollback."""
 
-    status: Literal["deployed", "unchanged", "rolled_back", "rollback_finished"]
+    status: DeployStatus
     """`unchanged`: the release was current already. `rollback_finished`: a killed command had exchanged the links, and
     this command added the line to the history."""
     deployment: Deployment
@@ -119,9 +121,13 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
         with _report_after_switch(server_dir, release):
             server_dir.append_history(deployment)
             server_dir.prune()
-        return DeployResult(
-            status="deployed", deployment=deployment, current=server_dir.current, warnings=tuple(warnings)
-        )
+        return _build_result("deployed", deployment, server_dir, warnings)
+
+
+def _build_result(
+    status: DeployStatus, deployment: Deployment, server_dir: DeploymentDirectory, warnings: Iterable[str] = ()
+) -> DeployResult:
+    return DeployResult(status=status, deployment=deployment, current=server_dir.current, warnings=tuple(warnings))
 
 
 def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, str, str | None, str | None]:
@@ -157,9 +163,8 @@ def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_d
             "that version was promoted"
         )
     manifest = files.verify_sealed(folder, model_store.KIND)
-    known_digests = {name: sha256 for name, (sha256, _) in manifest.files.items()}
-    signed = signature.check_signature(folder, layout, known_digests)
-    model_store.require_match(folder, known_digests)
+    signed = signature.check_signature(folder, layout, manifest.file_digests)
+    model_store.require_match(folder, manifest.file_digests)
     bundle = ModelBundle.load(folder / model_store.BUNDLE)
     if bundle.model_digest != model_digest:
         raise DamagedFileError(f"{folder}: contains model {bundle.model_digest[:12]}, not {model_digest[:12]}")
@@ -202,9 +207,7 @@ def _keep_current(
         )
         server_dir.append_history(history[-1])
     server_dir.prune()
-    return DeployResult(
-        status="unchanged", deployment=history[-1], current=server_dir.current, warnings=tuple(warnings)
-    )
+    return _build_result("unchanged", history[-1], server_dir, warnings)
 
 
 def _stage_release(
@@ -232,10 +235,7 @@ def _stage_release(
         artifact = releases.choose_artifact(promoted.bundle, release.artifact_name)
         return smoke_tests.run_smoke_test(folder, artifact, promoted.has_dated_prompts)
     except RatchetError as error:
-        if folder not in (
-            server_dir.linked_release(server_dir.current),
-            server_dir.linked_release(server_dir.previous),
-        ):
+        if folder not in map(server_dir.linked_release, (server_dir.current, server_dir.previous)):
             files.remove_sealed(folder)
         raise type(error)("\n  ".join([str(error), *(f"warning: {text}" for text in warnings)])) from error
 
@@ -244,13 +244,8 @@ def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> Deplo
     """Check every byte of the previous release against its signature, then exchange current and previous."""
     with releases.open_directory(directory, model_name, may_create=False) as server_dir:
         if server_dir.completed_rollback is not None:
-            return DeployResult(
-                status="rollback_finished", deployment=server_dir.completed_rollback, current=server_dir.current
-            )
-        current, previous = (
-            server_dir.linked_release(server_dir.current),
-            server_dir.linked_release(server_dir.previous),
-        )
+            return _build_result("rollback_finished", server_dir.completed_rollback, server_dir)
+        current, previous = map(server_dir.linked_release, (server_dir.current, server_dir.previous))
         if current is None or previous is None or current == previous:
             raise ChampionError(
                 f"{server_dir.root}: there is no release before the current one; "
@@ -258,16 +253,22 @@ def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> Deplo
             )
         release = check_release(layout, previous)
         warnings = [describe_forced(release.forced)] if release.forced else []
-        warnings += _check_not_withdrawn(layout, release)
+        try:
+            withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
+        except DamagedFileError as error:
+            withdrawal = None
+            warnings.append(str(error))
+        if withdrawal is not None:
+            raise ChampionError(
+                f"{_describe_withdrawal(release.version, withdrawal)}; to deploy it anyway: --version {release.version}"
+            )
         deployment = releases.build_deployment(
             release, "rollback", ledger.current_actor(layout.root), previous_release=current.name
         )
         server_dir.roll_back(deployment)
         with _report_after_switch(server_dir, release):
             server_dir.complete_rollback()
-        return DeployResult(
-            status="rolled_back", deployment=deployment, current=server_dir.current, warnings=tuple(warnings)
-        )
+        return _build_result("rolled_back", deployment, server_dir, warnings)
 
 
 @contextmanager
@@ -281,19 +282,6 @@ def _report_after_switch(server_dir: DeploymentDirectory, release: Release) -> I
             f"({error.strerror}); free some space and run the command again: it adds the line to "
             f"{server_dir.history_path.name} and changes nothing else"
         ) from None
-
-
-def _check_not_withdrawn(layout: ProjectLayout, release: Release) -> list[str]:
-    """Raise ChampionError for a model that was rolled back. For a damaged ledger, return a warning."""
-    try:
-        withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
-    except DamagedFileError as error:
-        return [str(error)]
-    if withdrawal is not None:
-        raise ChampionError(
-            f"{_describe_withdrawal(release.version, withdrawal)}; to deploy it anyway: --version {release.version}"
-        )
-    return []
 
 
 def check_release(layout: ProjectLayout, folder: Path) -> Release:
@@ -342,68 +330,67 @@ def watch_champion(
         time.sleep(POLL_INTERVAL_S)
 
 
+@dataclass
 class _ChampionWatcher:
     """Deploys whenever ledger or champion file have changed, and reports each result once."""
 
-    def __init__(
-        self,
-        project: Project,
-        directory: Path,
-        options: DeployOptions,
-        on_deploy: Callable[[DeployResult], None],
-        on_problem: Callable[[str], None],
-    ) -> None:
-        self._project, self._directory, self._options = project, directory, options
-        self._on_deploy, self._on_problem = on_deploy, on_problem
-        self._handled_state: object = None
-        """State of ledger and champion file at the last deployment."""
-        self._retry_s: float | None = None
-        """Time (time.monotonic()) of the next attempt even if nothing changes; None: no attempt is planned."""
-        self._disagreements = 0
-        """Number of polls in a row at which ledger and champion file disagreed."""
-        self._last_report: DeployResult | str | None = None
+    project: Project
+    directory: Path
+    options: DeployOptions
+    on_deploy: Callable[[DeployResult], None]
+    on_problem: Callable[[str], None]
+    _handled_state: object = None
+    """State of ledger and champion file at the last deployment."""
+    _retry_s: float | None = None
+    """Time (time.monotonic()) of the next attempt even if nothing changes; None: no attempt is planned."""
+    _disagree_since_s: float | None = None
+    """Time (time.monotonic()) since which ledger and champion file disagree; None: they agree."""
+    _last_report: DeployResult | str | None = None
 
     def poll(self) -> None:
         """Deploy if ledger or champion file have changed, or if an attempt is due."""
-        layout = self._project.layout
-        state = tuple(map(_file_state, (layout.promotions, layout.champion)))
+        layout = self.project.layout
+        state = self._file_states()
         must_retry = self._retry_s is not None and time.monotonic() >= self._retry_s
-        if state == self._handled_state and not must_retry and not self._disagreements:
+        if state == self._handled_state and not must_retry and self._disagree_since_s is None:
             return
-        if not self._ledger_agrees():
-            return
-        self._handled_state, self._retry_s = state, None
         try:
-            self._report(deploy(self._project, self._directory, self._options))
+            file = read_champion(layout.champion)
+            ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
+        except (DataError, DamagedFileError, OSError) as error:  # they differ between two steps of a promotion
+            now_s = time.monotonic()
+            if self._disagree_since_s is None:
+                self._disagree_since_s = now_s
+            if now_s - self._disagree_since_s >= DISAGREEMENT_TOLERANCE_S:
+                self._report(f"not deployed: {error}")
+            return
+        self._handled_state, self._retry_s, self._disagree_since_s = state, None, None
+        try:
+            self._report(deploy(self.project, self.directory, self.options))
         except (LockHeldError, StorageError, OSError) as error:
             self._retry_s = time.monotonic() + RETRY_AFTER_S
             self._report(f"not deployed, next attempt in {RETRY_AFTER_S:g} s: {error}")
         except RatchetError as error:
-            self._report(f"not deployed, the current release stays: {error}")
+            if self._file_states() == state:  # otherwise the next poll deploys what has changed meanwhile
+                self._report(f"not deployed, the current release stays: {error}")
 
-    def _ledger_agrees(self) -> bool:
-        """Return whether ledger and champion file match. Between two steps of a promotion they do not match."""
-        layout = self._project.layout
-        try:
-            file = read_champion(layout.champion)
-            ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
-        except (DataError, DamagedFileError, OSError) as error:
-            self._disagreements += 1
-            if self._disagreements >= MAX_DISAGREEMENTS:
-                self._report(f"not deployed: {error}")
-            return False
-        self._disagreements = 0
-        return True
+    def _file_states(self) -> object:
+        return tuple(map(_file_state, (self.project.layout.promotions, self.project.layout.champion)))
 
     def _report(self, event: DeployResult | str) -> None:
-        """Report an event unless it repeats the last one."""
-        if event == self._last_report:
+        """Report an event unless it repeats the last one: a state that changes meanwhile is deployed twice."""
+        last = self._last_report
+        if isinstance(event, DeployResult) and isinstance(last, DeployResult) and event.status == "unchanged":
+            is_repeated = (event.deployment, event.warnings) == (last.deployment, last.warnings)
+        else:
+            is_repeated = event == last
+        if is_repeated:
             return
         self._last_report = event
         if isinstance(event, str):
-            self._on_problem(event)
+            self.on_problem(event)
         else:
-            self._on_deploy(event)
+            self.on_deploy(event)
 
 
 def _file_state(path: Path) -> object:

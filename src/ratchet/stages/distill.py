@@ -6,12 +6,10 @@ If the teacher runs during training (train.distill.mode: online), this stage onl
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes
 from ratchet.data import token_files
-from ratchet.data.batches import TokenRows
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference, vocabulary
 from ratchet.models.memory import capacity
@@ -34,6 +32,9 @@ from ratchet.training.distillation import (
     read_shard_sums,
 )
 
+RESULT_FIELDS = ("digest", "teacher_loss", "left_out")
+"""Fields of a card that are known only after the computation."""
+
 
 class DistillResult(Record):
     """Result of the stage."""
@@ -51,7 +52,7 @@ def distill(
     """Run the stage: compute the teacher's probabilities for all training rows that lack them, and seal them.
 
     Args:
-        project: the project.
+        project: section train.distill of its settings names the teacher.
         forecast: only report the disk space and memory that the teacher needs.
         on_progress: receives lines about the size and the progress.
 
@@ -62,46 +63,44 @@ def distill(
         LockHeldError: another process runs this stage.
         OSError: the disk is full.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("distill"):
-        return _distill(project.layout, project.settings, forecast, on_progress)
-
-
-def _distill(
-    layout: ProjectLayout, settings: Settings, forecast: bool, progress: Callable[[str], None]
-) -> DistillResult:
-    if settings.train.distill.teacher is None:
-        raise SettingsError(f"{KEY}: found null; expected the directory of a model with the same tokenizer")
-    base, data = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
-    files.verify_sealed(layout.data, "data")
-    path = teacher_reference.teacher_directory(layout, settings.train)
-    teacher = inspect_teacher(
-        path, settings.train.distill.teacher, _load_tokenizer(layout, base), settings.train.distill
-    )
-    rows = token_files.load_rows(layout.data, "train")
-    teacher.require_length(rows)
-    plan = TeacherShardPlan.from_rows(rows)
-    loading.use_threads(settings.machine.threads)
-    if settings.train.distill.is_online:
-        text = _describe_online_teacher(layout, settings, teacher, base, forecast)
-        return DistillResult(card=None, text=tuple(text.split("\n")))
-    progress(_describe_size(layout, settings, teacher, plan))
-    if forecast:
-        return DistillResult(card=None, text=("nothing was computed (--forecast)",))
-    card = _build_card(layout, settings, teacher, base, data, plan)
-    if (before := _load_sealed(layout)) == card.model_copy(update=_result_fields(before)):
-        return DistillResult(card=before, was_computed_before=True)
-    shards = _open_shards(layout, card, before, plan)
-    if shards.list_missing():
-        files.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
-        _query_teacher(settings, teacher, rows, shards, progress)
-    return DistillResult(card=_seal_shards(layout, card, shards))
-
-
-def _load_tokenizer(layout: ProjectLayout, base: BaseCard) -> Any:
-    """Load the tokenizer of the base, with its added tokens."""
-    tokenizer = base_model.open_tokenizer(base_model.locate(layout, base), base.remote_code)
-    vocabulary.add_tokens(tokenizer, base.added_tokens)
-    return tokenizer
+        if settings.train.distill.teacher is None:
+            raise SettingsError(f"{KEY}: found null; expected the directory of a model with the same tokenizer")
+        base, data = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+        files.verify_sealed(layout.data, "data")
+        path = teacher_reference.teacher_directory(layout, settings.train)
+        tokenizer = base_model.open_tokenizer(base_model.locate(layout, base), base.remote_code)
+        vocabulary.add_tokens(tokenizer, base.added_tokens)
+        teacher = inspect_teacher(path, settings.train.distill.teacher, tokenizer, settings.train.distill)
+        rows = token_files.load_rows(layout.data, "train")
+        teacher.require_length(rows)
+        plan = TeacherShardPlan.from_rows(rows)
+        loading.use_threads(settings.machine.threads)
+        if settings.train.distill.is_online:
+            text = _describe_online_teacher(layout, settings, teacher, base, forecast)
+            return DistillResult(card=None, text=tuple(text.split("\n")))
+        on_progress(_describe_size(layout, settings, teacher, plan))
+        if forecast:
+            return DistillResult(card=None, text=("nothing was computed (--forecast)",))
+        card = _build_card(layout, settings, teacher, base, data, plan)
+        identity = digests.hash_json(card.model_dump(mode="json", exclude={"teacher"}))
+        shards = TeacherShardWriter(layout.distillation_shards / identity[: digests.SHORT], plan)
+        if (before := _load_sealed(layout)) is not None:
+            finished = card.model_copy(update={name: getattr(before, name) for name in RESULT_FIELDS})
+            if before == finished:
+                return DistillResult(card=before, was_computed_before=True)
+            if before.model_copy(update={"teacher": card.teacher}) == finished:  # only the teacher's name has changed
+                shards.reuse(layout.distill)
+        if missing := shards.list_missing():
+            files.require_space(layout.experiments, plan.size_bytes(_kept_top_k(settings)))
+            if computed := len(plan.boundaries) - 1 - len(missing):
+                on_progress(f"{format_count(computed, 'shard')} {'is' if computed == 1 else 'are'} computed already")
+            device = loading.pick_device(settings.machine.device)
+            teacher.require_memory(settings.train, device)
+            model = TeacherModel(teacher, settings.train, device)
+            shards.write(model, rows, settings.machine.micro_batch_size, on_progress)
+        return DistillResult(card=_seal_shards(layout, card, shards))
 
 
 def _describe_online_teacher(
@@ -114,15 +113,12 @@ def _describe_online_teacher(
     )
     if layout.distill.exists():
         text += f"\n  {layout.distill} is from a teacher that ran before training: it is not used"
-    if padding := teacher.describe_padding(_load_base_spec(layout, base)):
-        text += f"\n  {padding}"
-    return f"{text}\n  {_describe_memory(layout, settings, teacher, base)}" if forecast else text
-
-
-def _describe_memory(layout: ProjectLayout, settings: Settings, teacher: TeacherCandidate, base: BaseCard) -> str:
-    """Describe the memory that a training needs with and without the teacher."""
-    device, train = loading.pick_device(settings.machine.device), settings.train
     base_spec = _load_base_spec(layout, base)
+    if padding := teacher.describe_padding(base_spec):
+        text += f"\n  {padding}"
+    if not forecast:
+        return text
+    device, train = loading.pick_device(settings.machine.device), settings.train
     work = microbatch_budget.make_work_estimator(layout.data, device, teacher.spec)(settings)
     with_teacher, without_teacher = (
         memory_forecast.forecast(base_spec, train, settings.machine, workload).needed_bytes(work.local_ranks)
@@ -131,9 +127,9 @@ def _describe_memory(layout: ProjectLayout, settings: Settings, teacher: Teacher
     weights = teacher.weight_bytes(train.distill, loading.pick_dtype(train.compute_dtype, device))
     available = capacity.measure_device(device).available_bytes // work.local_ranks
     return (
-        f"memory for {work.rows} rows of {work.row_tokens:,} tokens at a time, by the forecast: "
-        f"{format_bytes(with_teacher)} on {device.type}, "
-        f"{format_bytes(without_teacher)} without the teacher (its weights: about {format_bytes(weights)}); "
+        f"{text}\n  memory for {work.rows} rows of {work.row_tokens:,} tokens at a time, by the forecast: "
+        f"{format_bytes(with_teacher)} on {device.type}, {format_bytes(without_teacher)} without the teacher "
+        f"(its weights: about {format_bytes(weights)}); "
         f"{format_bytes(available)} available\n  nothing was computed (--forecast)"
     )
 
@@ -195,11 +191,6 @@ def _kept_top_k(settings: Settings) -> int:
     return settings.train.distill.top_k or 0
 
 
-def _result_fields(card: DistillationCard | None) -> dict[str, Any]:
-    """Return the fields that are known only after the computation."""
-    return {name: getattr(card, name) for name in ("digest", "teacher_loss", "left_out")} if card else {}
-
-
 def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
     """Load the card of the sealed teacher outputs; None if the outputs do not exist or are damaged."""
     try:
@@ -207,35 +198,6 @@ def _load_sealed(layout: ProjectLayout) -> DistillationCard | None:
         return DistillationCard.load(layout.distill / DISTILLATION_CARD)
     except DamagedFileError:
         return None
-
-
-def _open_shards(
-    layout: ProjectLayout, card: DistillationCard, before: DistillationCard | None, plan: TeacherShardPlan
-) -> TeacherShardWriter:
-    """Open the shards of this distillation. If only the name of the teacher changed, reuse the sealed shards."""
-    identity = card.model_dump(mode="json", exclude={"teacher"})
-    shards = TeacherShardWriter(layout.distillation_shards / digests.hash_json(identity)[: digests.SHORT], plan)
-    if before is not None and before.model_copy(update={"teacher": card.teacher}) == card.model_copy(
-        update=_result_fields(before)
-    ):
-        shards.reuse(layout.distill)
-    return shards
-
-
-def _query_teacher(
-    settings: Settings,
-    teacher: TeacherCandidate,
-    rows: TokenRows,
-    shards: TeacherShardWriter,
-    progress: Callable[[str], None],
-) -> None:
-    finished = len(shards.plan.boundaries) - 1 - len(shards.list_missing())
-    if finished:
-        progress(f"{format_count(finished, 'shard')} {'is' if finished == 1 else 'are'} computed already")
-    device = loading.pick_device(settings.machine.device)
-    teacher.require_memory(settings.train, device)
-    model = TeacherModel(teacher, settings.train, device)
-    shards.write(model, rows, settings.machine.micro_batch_size, progress)
 
 
 def _seal_shards(layout: ProjectLayout, card: DistillationCard, shards: TeacherShardWriter) -> DistillationCard:

@@ -9,18 +9,12 @@ from ratchet.config import defaults, params_file
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes
 from ratchet.errors import InputError, SettingsError
-from ratchet.models import base_model, device, model_spec, recommendations, targets, teacher_reference
+from ratchet.models import device, model_spec, recommendations, targets
 from ratchet.models.device import TorchDevice
 from ratchet.models.memory import capacity, forecast, parameters
-from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
-from ratchet.models.recommendations import (
-    MemoryConstraint,
-    MemoryFit,
-    RecommendationInputs,
-    RecommendedChange,
-    SettingProposal,
-)
+from ratchet.models.recommendations import MemoryConstraint, RecommendationInputs, RecommendedChange, SettingProposal
+from ratchet.stages.forecast import load_teacher_spec, locate_base
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
@@ -82,7 +76,16 @@ def doctor(
         SettingsError: params.yaml was changed meanwhile, or `write` is set outside a project or together with `base`.
         BaseModelError: `base` is not a model.
     """
-    text = _read_params(layout, settings, base, write)
+    if write and layout is None:
+        raise SettingsError("--write: no Ratchet project here, so there is no params.yaml to change")
+    if write and base is not None:
+        raise SettingsError(
+            "--write: the advice is for --base, and params.yaml may name another; set base.source, run `ratchet base`, "
+            "and repeat without --base"
+        )
+    text = layout.params.read_text(encoding="utf-8") if layout is not None else None
+    if layout is not None and params_file.parse(text or "") != settings:
+        raise SettingsError(f"{layout.params}: changed while it was read; repeat")
     examination = _Examination(layout, settings or Settings(), write)
     if text is not None:
         _report_defaults(examination, text)
@@ -100,7 +103,11 @@ def doctor(
     examination.changes += changes
     if (spec := facts.spec) is not None:
         facts = _check_memory(examination, facts, spec, torch_device)
-        _check_run_settings(examination, facts, spec)
+        try:  # a run with these adapter settings would be refused
+            targets.check_adapter(spec, facts.settings.train, bool(facts.settings.base.added_tokens))
+        except InputError as error:
+            if str(error) not in examination.problems:
+                examination.problems.append(str(error))
     proposals = recommendations.merge_into_proposals(examination.settings, examination.changes)
     diff: list[str] = []
     if text is not None and layout is not None and proposals and base is None:
@@ -108,45 +115,23 @@ def doctor(
     return DoctorReport(
         findings=tuple(examination.findings),
         proposals=tuple(proposals),
-        compared_with="params.yaml" if layout is not None else "the defaults",
         base=base,
-        is_base_known=layout is not None or base is not None,
         diff=tuple(diff),
+        compared_with="params.yaml" if layout is not None else "the defaults",
+        is_base_known=layout is not None or base is not None,
         was_written=write and bool(diff),
         problems=tuple(examination.problems),
     )
 
 
-def _read_params(layout: ProjectLayout | None, settings: Settings | None, base: Path | None, write: bool) -> str | None:
-    """Return the text of params.yaml. Raises SettingsError if it differs from `settings`."""
-    if write and layout is None:
-        raise SettingsError("--write: no Ratchet project here, so there is no params.yaml to change")
-    if write and base is not None:
-        raise SettingsError(
-            "--write: the advice is for --base, and params.yaml may name another; set base.source, run `ratchet base`, "
-            "and repeat without --base"
-        )
-    if layout is None:
-        return None
-    text = layout.params.read_text(encoding="utf-8")
-    if params_file.parse(text) != settings:
-        raise SettingsError(f"{layout.params}: changed while it was read; repeat")
-    return text
-
-
 def _report_defaults(examination: _Examination, text: str) -> None:
     """Add a finding if newer defaults differ from those of the version in params.yaml."""
-    version, _ = params_file.explain(text)
-    if version == defaults.VERSION:
+    old, new = params_file.explain(text)[0], defaults.VERSION
+    if old == new:
         return
-    changes = ", ".join(
-        f"{name} {change.before} → {change.after}" for name, change in defaults.list_changes(version).items()
-    )
-    examination.add(
-        "defaults",
-        f"of version {version}; version {defaults.VERSION} changes {changes or 'none that matter'}; "
-        f"`version: {defaults.VERSION}` in params.yaml adopts them",
-    )
+    changes = ", ".join(f"{name} {one.before} → {one.after}" for name, one in defaults.list_changes(old).items())
+    finding = f"of version {old}; version {new} changes {changes or 'none that matter'}"
+    examination.add("defaults", f"{finding}; `version: {new}` in params.yaml adopts them")
 
 
 def _report_machine(examination: _Examination) -> TorchDevice:
@@ -161,9 +146,8 @@ def _report_machine(examination: _Examination) -> TorchDevice:
     examination.add("device", device.describe_device(torch_device))
     if torch_device.type == "cuda":
         host = capacity.measure_host()
-        examination.add(
-            "host", f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} memory available"
-        )
+        available, total = format_bytes(host.available_bytes), format_bytes(host.total_bytes)
+        examination.add("host", f"{available} of {total} memory available")
     folder = examination.layout.runs if examination.layout else Path.cwd()
     examination.add("disk", f"{format_bytes(capacity.disk_free_bytes(folder))} free")
     examination.add("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))
@@ -172,40 +156,30 @@ def _report_machine(examination: _Examination) -> TorchDevice:
 
 def _load_base_spec(examination: _Examination, base: Path | None) -> ModelSpec | None:
     """Load the shape of the base, without its weights. If it is not known, return None and add a finding or problem."""
-    if base is not None:
-        if not base.exists():
-            raise SettingsError(f"--base {base}: no such file; name a model directory or its config.json")
-        spec = model_spec.load(base)
-    else:
-        location = _locate_base(examination)
-        if location is None:
-            return None
-        try:
-            spec = model_spec.load(*location)
-        except InputError as error:
-            examination.problems.append(str(error))
-            return None
+    try:
+        location = locate_base(examination.layout, examination.settings, base)
+    except SettingsError as error:
+        if base is not None:
+            raise
+        examination.add("base", f"not known: {error}")
+        return None
+    try:
+        spec = model_spec.load(*location)
+    except InputError as error:
+        if base is not None:
+            raise
+        examination.problems.append(str(error))
+        return None
     layers = sum(1 for layer in spec.layers if layer.role in ("attention", "mlp"))
     examination.add("base", f"{spec.class_name}, {spec.parameters:,} parameters, {layers} layers in attention and MLP")
     return spec
 
 
-def _locate_base(examination: _Examination) -> tuple[Path, bool] | None:
-    """Return the base's directory and whether its own code may run; None with a finding if there is no base yet."""
-    layout, base = examination.layout, examination.settings.base
-    if layout is None:
-        examination.add("base", "not known: no project here; name a model directory or its config.json with --base")
-        return None
-    if (location := base_model.locate_before_stage(layout, base)) is not None:
-        return location
-    examination.add("base", f"{base.source}: not known before stage base has run (`ratchet base`); see also --base")
-    return None
-
-
 def _load_data_card(examination: _Examination) -> DatasetCard | None:
-    if examination.layout is None or not examination.layout.dataset_card.is_file():
-        if examination.layout is not None:
-            examination.add("data", "not known before stage prepare has run (`ratchet prepare`)")
+    if examination.layout is None:
+        return None
+    if not examination.layout.dataset_card.is_file():
+        examination.add("data", "not known before stage prepare has run (`ratchet prepare`)")
         return None
     card = DatasetCard.load(examination.layout.dataset_card)
     rows = card.lengths["train"]
@@ -234,9 +208,8 @@ def _check_quantization(examination: _Examination, facts: RecommendationInputs, 
         examination.add("4 bits", f"{train.quantization} works here")
         return
     if not examination.write:  # with --write, the change below fixes it
-        examination.problems.append(
-            f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits"
-        )
+        problem = f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits"
+        examination.problems.append(problem)
     examination.changes.append(RecommendedChange({"train.quantization": "none"}, fault, "tested on this machine"))
 
 
@@ -244,10 +217,14 @@ def _check_memory(
     examination: _Examination, facts: RecommendationInputs, base: ModelSpec, torch_device: TorchDevice
 ) -> RecommendationInputs:
     """Forecast the memory, change settings until it fits, and check the disk. Returns the facts with these changes."""
-    teacher = _load_teacher_spec(examination)
-    estimate_work = microbatch_budget.make_work_estimator(
-        examination.layout.data if examination.layout and facts.data else None, torch_device, teacher
-    )
+    try:
+        teacher, notes = load_teacher_spec(examination.layout, examination.settings)
+    except InputError as error:
+        examination.problems.append(str(error))
+        teacher, notes = None, ()
+    examination.findings += [("teacher", note) for note in notes]
+    data = examination.layout.data if examination.layout and facts.data else None
+    estimate_work = microbatch_budget.make_work_estimator(data, torch_device, teacher)
 
     def needed(settings: Settings) -> int:
         expected = forecast.forecast(base, settings.train, settings.machine, estimate_work(settings))
@@ -256,56 +233,33 @@ def _check_memory(
     work = estimate_work(facts.settings)
     available = capacity.measure_device(torch_device).available_bytes // work.local_ranks
     try:
-        fit = recommendations.fit_to_memory(
-            facts.settings, facts.device, MemoryConstraint(available, needed, work.row_tokens, work.ranks)
-        )
+        constraint = MemoryConstraint(available, needed, work.row_tokens, work.ranks)
+        fit = recommendations.fit_to_memory(facts.settings, facts.device, constraint)
     except InputError as error:
         examination.problems.append(str(error))
         return facts
     except Exception as error:  # an unknown kind of model; training it may be possible
         examination.add("memory", f"no forecast for this model ({type(error).__name__}: {str(error)[:200]})")
         return facts
-    _report_memory(examination, fit, work, available)
+    size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
+    per_rank = f" for each of {work.local_ranks} ranks" if work.local_ranks > 1 else ""
+    reduced, total = format_bytes(fit.reduced_bytes), format_bytes(available)
+    finding = f"{format_bytes(fit.needed_bytes)} needed by the forecast for {size}, {total} available{per_rank}"
+    if not fit.fits:
+        finding += ": no setting makes it fit"
+        examination.problems.append(
+            f"even the smallest settings need {reduced} of memory, and {total} are available: take a smaller base, a "
+            "machine with more memory, or more ranks that share the base (`ratchet forecast --ranks N` shows the "
+            "memory of each rank)"
+        )
+    else:
+        finding += f"; {reduced} with the changes below" if fit.changes else ": it fits"
+    examination.add("memory", finding)
     for change in fit.changes:
         facts = replace(facts, settings=params_file.apply_changes(facts.settings, change.values))
     examination.changes += fit.changes
     _check_disk(examination, facts.settings, base)
     return facts
-
-
-def _load_teacher_spec(examination: _Examination) -> ModelSpec | None:
-    """Load the shape of the teacher that runs during training; None without such a teacher."""
-    if examination.layout is None or not examination.settings.train.distill.is_online:
-        return None
-    try:
-        spec = model_spec.load(teacher_reference.teacher_directory(examination.layout, examination.settings.train))
-    except InputError as error:
-        examination.problems.append(str(error))
-        return None
-    examination.add(
-        "teacher", f"{spec.class_name}, {spec.parameters:,} parameters, in memory together with the student"
-    )
-    return spec
-
-
-def _report_memory(examination: _Examination, fit: MemoryFit, work: MemoryWorkload, available: int) -> None:
-    size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
-    per_rank = f" for each of {work.local_ranks} ranks" if work.local_ranks > 1 else ""
-    needed = (
-        f"{format_bytes(fit.needed_bytes)} needed by the forecast for {size}, "
-        f"{format_bytes(available)} available{per_rank}"
-    )
-    if not fit.fits:
-        examination.add("memory", f"{needed}: no setting makes it fit")
-        examination.problems.append(
-            f"even the smallest settings need {format_bytes(fit.reduced_bytes)} of memory, and "
-            f"{format_bytes(available)} are available: take a smaller base, a machine with more memory, or more ranks "
-            "that share the base (`ratchet forecast --ranks N` shows the memory of each rank)"
-        )
-    elif fit.changes:
-        examination.add("memory", f"{needed}; {format_bytes(fit.reduced_bytes)} with the changes below")
-    else:
-        examination.add("memory", f"{needed}: it fits")
 
 
 def _check_disk(examination: _Examination, settings: Settings, base: ModelSpec) -> None:
@@ -320,28 +274,16 @@ def _check_disk(examination: _Examination, settings: Settings, base: ModelSpec) 
         examination.problems.append(
             f"{examination.layout.runs}: {format_bytes(free)} are free, and a run needs about "
             f"{format_bytes(checkpoints)} for checkpoints and {format_bytes(exported)} for the exported model "
-            f"(export.dtype: {settings.export.dtype}): "
-            "free some space, or move runs with RATCHET_RUNS"
+            f"(export.dtype: {settings.export.dtype}): free some space, or move runs with RATCHET_RUNS"
         )
-
-
-def _check_run_settings(examination: _Examination, facts: RecommendationInputs, base: ModelSpec) -> None:
-    """Add a problem if the adapter settings do not fit this base, so that a run would be refused."""
-    try:
-        targets.check_adapter(base, facts.settings.train, bool(facts.settings.base.added_tokens))
-    except InputError as error:
-        if str(error) not in examination.problems:
-            examination.problems.append(str(error))
 
 
 def _change_params(layout: ProjectLayout, text: str, proposals: list[SettingProposal], write: bool) -> list[str]:
     """Return the change of params.yaml as a diff. Write the change if `write` is set."""
     new = params_file.amend_text(text, {proposal.key: proposal.value for proposal in proposals})
     name = layout.params.name
+    if write and layout.params.read_text(encoding="utf-8") != text:
+        raise SettingsError(f"{layout.params}: changed by another process meanwhile; nothing was written: run it again")
     if write:
-        if layout.params.read_text(encoding="utf-8") != text:
-            raise SettingsError(
-                f"{layout.params}: changed by another process meanwhile; nothing was written: run it again"
-            )
         files.write_atomic(layout.params, new)
     return list(difflib.unified_diff(text.splitlines(), new.splitlines(), name, f"{name} (proposed)", n=1, lineterm=""))

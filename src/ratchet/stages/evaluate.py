@@ -19,7 +19,8 @@ from ratchet.models import base_model, loading, oom, quantization_error, teacher
 from ratchet.quality_gate import evidence
 from ratchet.registry import model_store
 from ratchet.reports import plots
-from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.directory import RunSpec
+from ratchet.stages.callbacks import log_stage
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -44,7 +45,6 @@ from ratchet.storage.records.evaluation import (
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import read_champion
 from ratchet.storage.records.training import QuantizationReport, TrainReport
-from ratchet.tracking.mlflow.client import MlflowTracker
 
 
 class EvaluateResult(Record):
@@ -68,27 +68,24 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         EndpointError: the judge does not answer; scores and judgements so far are kept.
         LockHeldError: another process runs this stage.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("evaluate"):
-        return _evaluate(project.layout, project.settings, on_progress)
-
-
-def _evaluate(layout: ProjectLayout, settings: Settings, progress: Progress) -> EvaluateResult:
-    loader, card, test = _load_inputs(layout, settings)
-    if loader.needs_export:
-        loader.require_export()
-    judge_session = judge.JudgeSession.from_settings(layout, settings)
-    evaluator = _build_evaluator(layout, settings, card, test, progress)
-    results, notes = _evaluate_models(loader, evaluator)
-    judge_report, judge_lines = None, judge.Lines()
-    if judge_session is not None:
-        judge_report, judge_lines, judge_notes = judge_session.judge_answers(results, test, progress)
-        notes += judge_notes
-    report = _build_report(loader, card, test, results, notes).model_copy(update={"judge_report": judge_report})
-    write_report(layout.evaluate, report, results, test, settings, judge_lines)
-    evidence.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
-    uses = evidence.count_models(layout, report.test_set_digest, report.adapter_digest)
-    _log_to_mlflow(layout, settings, report)
-    return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=settings.gate.max_test_set_uses)
+        loader, card, test = _load_inputs(layout, settings)
+        if loader.needs_export:
+            loader.require_export()
+        judge_session = judge.JudgeSession.from_settings(layout, settings)
+        evaluator = _build_evaluator(layout, settings, card, test, on_progress)
+        results, notes = _evaluate_models(loader, evaluator)
+        judge_report, judge_lines = None, judge.Lines()
+        if judge_session is not None:
+            judge_report, judge_lines, judge_notes = judge_session.judge_answers(results, test, on_progress)
+            notes += judge_notes
+        report = _build_report(loader, card, test, results, notes).model_copy(update={"judge_report": judge_report})
+        write_report(layout.evaluate, report, results, test, settings, judge_lines)
+        evidence.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
+        uses = evidence.count_models(layout, report.test_set_digest, report.adapter_digest)
+        _log_to_mlflow(layout, settings, report)
+        return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=settings.gate.max_test_set_uses)
 
 
 def evaluate_again(project: Project, progress: Progress) -> None:
@@ -105,9 +102,8 @@ def evaluate_again(project: Project, progress: Progress) -> None:
     role: ModelRole = "candidate" if "candidate" in first.scores else "merged"
     first_batch_rows = first.contracts[first.scores[role].contract]["batch_rows"]
     batch_rows = max(1, first_batch_rows // 2) if first_batch_rows > 1 else 2
-    candidate_settings = settings.model_copy(
-        update={"evaluate": settings.evaluate.model_copy(update={"formats": (first.scores[role].model_format,)})}
-    )
+    formats = settings.evaluate.model_copy(update={"formats": (first.scores[role].model_format,)})
+    candidate_settings = settings.model_copy(update={"evaluate": formats})
     evaluator = _build_evaluator(layout, candidate_settings, card, test, progress, use_cache=False)
     result = EvaluationModelLoader(
         layout, candidate_settings, loader.base, loader.trained, loader.model_digest, {}, loader.device
@@ -133,24 +129,16 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
         train=train, data_digest=card.digest, base_digest=base.digest, distillation_digest=distillation_digest
     ).require(trained)
     files.verify_sealed(layout.train, "train")
-    exported = _exported_digest(layout, trained)
+    exported: str | None = None  # digest of the model that was exported from this adapter
+    if layout.bundle.exists() and (bundle := ModelBundle.load(layout.bundle)).adapter_digest == trained.adapter_digest:
+        model_store.verify_export(layout)
+        exported = bundle.model_digest
     opponents = model_loader.verify_references(layout, read_champion(layout.champion))
     test = rows.read(layout, settings)
     base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
     return EvaluationModelLoader(layout, settings, base, trained, exported, opponents, device), card, test
-
-
-def _exported_digest(layout: ProjectLayout, trained: TrainReport) -> str | None:
-    """Check every byte of the model that was exported from this adapter, and return its digest; None without export."""
-    if (
-        not layout.bundle.exists()
-        or (bundle := ModelBundle.load(layout.bundle)).adapter_digest != trained.adapter_digest
-    ):
-        return None
-    model_store.verify_export(layout)
-    return bundle.model_digest
 
 
 def _build_evaluator(
@@ -275,10 +263,8 @@ def write_report(
 ) -> None:
     """Write and seal all results. `judge_lines` are the judgements behind the judge's figures, by opponent."""
     with files.sealed_directory(target, "evaluation") as scratch:
-        row_records = [
-            row.model_dump(mode="json", exclude={"format"}) for row in rows.iterate_records(settings.evaluate.slice_by)
-        ]
-        base.write_lines(scratch / ROWS, row_records)
+        records = rows.iterate_records(settings.evaluate.slice_by)
+        base.write_lines(scratch / ROWS, [row.model_dump(mode="json", exclude={"format"}) for row in records])
         for role, result in results.items():
             _write_model(scratch, role, result, rows)
         for role, lines in judge_lines.items():
@@ -292,12 +278,10 @@ def _write_model(scratch: Path, role: ModelRole, result: EvaluationResult, rows:
     base.write_lines(scratch / answers_file(role), answers)
     for task, documents in result.documents.items():
         base.write_lines(scratch / documents_file(role, task), documents)
-    if result.confusion:
-        table = {"labels": result.confusion.labels, "matrix": result.confusion.matrix}
-        files.write_json(scratch / f"confusion/{role}.json", table)
+    if table := result.confusion:
+        files.write_json(scratch / f"confusion/{role}.json", {"labels": table.labels, "matrix": table.matrix})
         if role == "candidate" or (role == "merged" and not (scratch / "confusion" / "candidate.html").exists()):
-            confusion = result.confusion
-            plots.draw_confusion_matrix(confusion.labels, confusion.matrix, scratch / f"confusion/{role}.html")
+            plots.draw_confusion_matrix(table.labels, table.matrix, scratch / f"confusion/{role}.html")
     if result.curves:
         files.write_json(scratch / curves_file(role), result.curves)
         if role in ("candidate", "merged"):
@@ -312,7 +296,6 @@ def write_samples(scratch: Path, role: str, samples_by_metric: Mapping[str, Sequ
 
 
 def _log_to_mlflow(layout: ProjectLayout, settings: Settings, report: EvaluationReport) -> None:
-    """Add the figures to the run in MLflow."""
     figures = {
         f"test/{role}/{name}": metric.value
         for role, scores in report.scores.items()
@@ -321,14 +304,14 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, report: Evaluation
     if report.judge_report is not None:
         rates = {role: comparison.win_rate for role, comparison in report.judge_report.comparisons.items()}
         figures |= {f"judge/{role}/win_rate": rate.value for role, rate in rates.items() if rate is not None}
-    pictures: list[Path] = [
-        path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
-    ]
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
-    run = tracking.create_callback(RunPaths(layout.runs / report.run_id), settings, plots.draw_loss_curve)
-    tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in report.contracts))}
-    tracking.report(
-        run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_timeout_s
+    pictures = sorted((layout.evaluate / "confusion").glob("*")) + sorted((layout.evaluate / "curves").glob("*"))
+    log_stage(
+        layout,
+        settings,
+        report.run_id,
+        figures=figures,
+        artifacts={"evaluate": [layout.eval_report, *pictures]},
+        tags={"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in report.contracts))},
     )
 
 
@@ -346,40 +329,37 @@ def measure_quantization(project: Project, on_progress: Callable[[str], None] = 
         BaseModelError: the base is stored in 4 bits, or the data were prepared for another base.
         LockHeldError: another process evaluates this project.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("evaluate"):
-        return _measure(project.layout, project.settings, on_progress)
-
-
-def _measure(layout: ProjectLayout, settings: Settings, on_progress: Callable[[str], None]) -> QuantizationResult:
-    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
-    if card.base_digest != base.digest:
-        raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
-    path = base_model.locate(layout, base)
-    base_model.verify_files(path, base.files)
-    if (stored := base_model.detect_stored_quantization(base_model.read_config(path), str(path))) is not None:
-        raise BaseModelError(
-            f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
-            "with; use the model from which it was quantized"
+        base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+        if card.base_digest != base.digest:
+            raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
+        path = base_model.locate(layout, base)
+        base_model.verify_files(path, base.files)
+        if (stored := base_model.detect_stored_quantization(base_model.read_config(path), str(path))) is not None:
+            raise BaseModelError(
+                f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to "
+                "compare with; use the model from which it was quantized"
+            )
+        files.verify_sealed(layout.data, "data")
+        dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
+        # Rows are sorted by a hash of their content, so the first rows are a random sample.
+        sample = dataset[: settings.evaluate.quantization_rows]
+        rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
+        loading.use_threads(settings.machine.threads)
+        device = loading.pick_device(settings.machine.device)
+        costs = quantization_error.measure_cost(
+            lambda train: loading.load(path, base, train, device), settings.train, rows, on_progress
         )
-    files.verify_sealed(layout.data, "data")
-    dataset = token_files.open_split(layout.data, "validation").select_columns(["input_ids", "labels"])
-    # Rows are sorted by a hash of their content, so the first rows are a random sample.
-    sample = dataset[: settings.evaluate.quantization_rows]
-    rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
-    loading.use_threads(settings.machine.threads)
-    device = loading.pick_device(settings.machine.device)
-    costs = quantization_error.measure_cost(
-        lambda train: loading.load(path, base, train, device), settings.train, rows, on_progress
-    )
-    report = QuantizationReport(
-        base_digest=base.digest,
-        data_digest=card.digest,
-        rows=len(rows),
-        tokens=quantization_error.count_answer_tokens(rows),
-        dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
-        costs=costs,
-    )
-    with files.sealed_directory(layout.quantization, "quantization") as scratch:
-        report.save(scratch / "quantization.json")
-        plots.draw_quantization_report(report, scratch / "quantization.html")
-    return QuantizationResult(report=report, picture=layout.quantization / "quantization.html")
+        report = QuantizationReport(
+            base_digest=base.digest,
+            data_digest=card.digest,
+            rows=len(rows),
+            tokens=quantization_error.count_answer_tokens(rows),
+            costs=costs,
+            dtype=str(loading.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
+        )
+        with files.sealed_directory(layout.quantization, "quantization") as scratch:
+            report.save(scratch / "quantization.json")
+            plots.draw_quantization_report(report, scratch / "quantization.html")
+        return QuantizationResult(report=report, picture=layout.quantization / "quantization.html")

@@ -12,13 +12,11 @@ from ratchet.exporters.merged_model import MergedModel
 from ratchet.exporters.verification.parity import Score
 from ratchet.exporters.verification.probe_inputs import task_metric
 from ratchet.registry import lineage, model_store, pickle_scan
-from ratchet.reports import plots
-from ratchet.runs.directory import RunPaths
+from ratchet.stages.callbacks import log_stage
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
-from ratchet.tracking.mlflow.client import MlflowTracker
 
 
 def export(project: Project) -> ModelBundle:
@@ -31,29 +29,17 @@ def export(project: Project) -> ModelBundle:
         SettingsError: a format cannot represent this model, or a tool for it is not installed.
         LockHeldError: another process runs this stage.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("export"):
-        return _export(project.layout, project.settings)
-
-
-def _export(layout: ProjectLayout, settings: Settings) -> ModelBundle:
-    with show_progress("export") as progress:
-        bundle = _run_export(inputs.open_job(layout, settings, progress))
-    _log_to_mlflow(layout, settings, bundle)
-    return bundle
-
-
-def _run_export(job: ExportJob) -> ModelBundle:
-    layout = job.layout
-    with files.sealed_directory(layout.export, "export") as scratch:
-        merged = merged_model.make_merged_model(job, scratch, build_scorer(job.settings))
-        artifacts = [merged.artifact]
-        artifacts += conversion.convert_formats(
-            merged.verifier, scratch / layout.merged_model.name, scratch, merged.logits
-        )
-        model_digest = model_store.model_digest(artifacts)
-        bundle = _build_bundle(job, merged, artifacts, _build_lineage(job, scratch, model_digest), model_digest)
-        bundle.save(scratch / layout.bundle.name)
-    return bundle
+        with show_progress("export") as progress, files.sealed_directory(layout.export, "export") as scratch:
+            job = inputs.open_job(layout, settings, progress)
+            merged = merged_model.make_merged_model(job, scratch, build_scorer(settings))
+            folder = scratch / layout.merged_model.name
+            converted = conversion.convert_formats(merged.verifier, folder, scratch, merged.logits)
+            bundle = _build_bundle(job, merged, [merged.artifact, *converted], scratch)
+            bundle.save(scratch / layout.bundle.name)
+        _log_to_mlflow(layout, settings, bundle)
+        return bundle
 
 
 def build_scorer(settings: Settings) -> Score:
@@ -76,22 +62,17 @@ def _build_lineage(job: ExportJob, scratch: Path, model_digest: str) -> ModelLin
     """Write the bill of materials, and return the origin of the model."""
     name, licence = job.settings.promote.model_name, job.settings.export.data_licence
     base = job.base.model_copy(update={"source": lineage.mask_secrets(job.base.source)})
-    contents = lineage.SbomContents(name, model_digest, base, job.card.digest, job.card.splits, licence)
-    bill = lineage.write_sbom(contents, scratch / job.layout.sbom.name)
+    bill = lineage.write_sbom(scratch / job.layout.sbom.name, name, model_digest, base, job.card, licence)
     scan = pickle_scan.load_scan(job.layout.base) or pickle_scan.scan_directory(job.base_path, job.base)
     recipe = digests.hash_json(job.spec.model_dump(mode="json"))
     origin = lineage.ModelOrigin(job.base, job.trained, job.card, scan, recipe)
-    return lineage.build_lineage(job.layout, job.settings, origin, bill)
+    return lineage.build_lineage(job.settings, origin, bill)
 
 
 def _build_bundle(
-    job: ExportJob,
-    merged: MergedModel,
-    artifacts: Sequence[ExportArtifact],
-    model_lineage: ModelLineage,
-    model_digest: str,
+    job: ExportJob, merged: MergedModel, artifacts: Sequence[ExportArtifact], scratch: Path
 ) -> ModelBundle:
-    export, train = job.settings.export, job.settings.train
+    model_digest = model_store.model_digest(artifacts)
     return ModelBundle(
         model_digest=model_digest,
         adapter_digest=job.trained.adapter_digest,
@@ -99,13 +80,13 @@ def _build_bundle(
         data_digest=job.trained.data_digest,
         run_id=job.trained.run_id,
         merge_base=merged.selected.merge_base,
-        dtype=export.dtype,
+        dtype=job.settings.export.dtype,
         size_bytes=artifacts[0].size_bytes,
-        base_weight_format=train.base_weight_format,
+        base_weight_format=job.settings.train.base_weight_format,
         parity=merged.selected.parity,
         merge=merged.merge,
         artifacts=tuple(artifacts),
-        lineage=model_lineage,
+        lineage=_build_lineage(job, scratch, model_digest),
     )
 
 
@@ -125,12 +106,11 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, bundle: ModelBundl
         }  # fmt: skip
         if artifact.task:
             figures[f"{prefix}/{artifact.task.metric}"] = artifact.task.value
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
-    run = tracking.create_callback(RunPaths(layout.runs / bundle.run_id), settings, plots.draw_loss_curve)
-    tracking.report(
-        run,
-        figures,
-        {"export": [layout.bundle]},
-        {"ratchet.model_digest": bundle.model_digest},
-        settings.machine.tracking_timeout_s,
+    log_stage(
+        layout,
+        settings,
+        bundle.run_id,
+        figures=figures,
+        artifacts={"export": [layout.bundle]},
+        tags={"ratchet.model_digest": bundle.model_digest},
     )

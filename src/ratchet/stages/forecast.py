@@ -111,9 +111,15 @@ def forecast(
 
 
 def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> ForecastReport:
-    spec = model_spec.load(*_locate_base(layout, settings, options))
-    settings, device = _apply_options(settings, options)
-    train, machine = settings.train, settings.machine
+    spec = model_spec.load(*locate_base(layout, settings, options.base))
+    device = options.device or (_local_device() if settings.machine.device == "auto" else settings.machine.device)
+    changes: dict[str, Any] = {"device": device}
+    if options.rows is not None:
+        changes["micro_batch_size"] = options.rows
+    if options.ranks is not None:
+        changes |= {"gpus": options.ranks, "nodes": "1"}
+    train, machine = settings.train, settings.machine.model_copy(update=changes)
+    settings = settings.model_copy(update={"machine": machine})
     work, notes = _largest_workload(layout, settings, options)
     work = replace(work, device=device, local_ranks=work.local_ranks if device == "cpu" else 1)
     device_bytes = options.memory_bytes or _available_bytes(device)
@@ -122,7 +128,8 @@ def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options:
         builder = MemoryForecastBuilder(spec, train, machine, work)
         result, largest = builder.forecast(), None
         if available is not None:
-            if result.needed_bytes(work.local_ranks) > available and (fallback := _choose_fallback(builder, available)):
+            is_too_large = result.needed_bytes(work.local_ranks) > available
+            if is_too_large and (fallback := _choose_fallback(builder, available)):
                 notes = (f"Not even one row would fit otherwise: {fallback.cost}.", *notes)
                 builder = MemoryForecastBuilder(spec, train, fallback.machine, work)
                 result = builder.forecast()
@@ -151,23 +158,10 @@ def _compute_forecast(layout: ProjectLayout | None, settings: Settings, options:
     )
 
 
-def _apply_options(settings: Settings, options: ForecastOptions) -> tuple[Settings, Literal["cpu", "cuda"]]:
-    """Return the settings with the options applied, and the device."""
-    machine = settings.machine
-    device = options.device or (_local_device() if machine.device == "auto" else machine.device)
-    changes: dict[str, Any] = {"device": device}
-    if options.rows is not None:
-        changes["micro_batch_size"] = options.rows
-    if options.ranks is not None:
-        changes |= {"gpus": options.ranks, "nodes": "1"}
-    return settings.model_copy(update={"machine": machine.model_copy(update=changes)}), device
-
-
 def _choose_fallback(builder: MemoryForecastBuilder, available: int) -> MemoryFallback | None:
     """Return the fallback that a run would choose if not even one row fits; None if a row fits or no fallback helps."""
     work = builder.work
-    single_row = builder.with_work(work.single_row()).forecast()
-    if single_row.needed_bytes(work.local_ranks) <= available:
+    if builder.with_work(work.single_row()).forecast().needed_bytes(work.local_ranks) <= available:
         return None
     return memory_forecast.choose_fallback(builder.spec, builder.settings, builder.machine, work, available)
 
@@ -176,12 +170,12 @@ def _local_device() -> Literal["cpu", "cuda"]:
     return "cuda" if loading.pick_device("auto").type == "cuda" else "cpu"
 
 
-def _locate_base(layout: ProjectLayout | None, settings: Settings, options: ForecastOptions) -> tuple[Path, bool]:
-    """Return the location of the base's configuration, and whether the base's own code may run."""
-    if options.base is not None:
-        if not options.base.exists():
-            raise SettingsError(f"--base {options.base}: no such file; name a model directory or its config.json")
-        return options.base, False
+def locate_base(layout: ProjectLayout | None, settings: Settings, base: Path | None) -> tuple[Path, bool]:
+    """Return the location of the base's configuration, and whether the base's own code may run. `base`: see --base."""
+    if base is not None:
+        if not base.exists():
+            raise SettingsError(f"--base {base}: no such file; name a model directory or its config.json")
+        return base, False
     if layout is None:
         raise SettingsError("no Ratchet project here: name a base with --base (a model directory or its config.json)")
     if (location := base_model.locate_before_stage(layout, settings.base)) is not None:
@@ -204,7 +198,7 @@ def _largest_workload(
 ) -> tuple[MemoryWorkload, tuple[str, ...]]:
     """Return the largest micro-batch of a training, and notes about assumptions."""
     data = layout.data if layout is not None and layout.dataset_card.is_file() else None
-    teacher, notes = _load_teacher_spec(layout, settings)
+    teacher, notes = load_teacher_spec(layout, settings)
     work = microbatch_budget.make_work_estimator(data, loading.pick_device("cpu"), teacher)(settings)
     if options.rows is not None:
         work = replace(work, rows=options.rows)
@@ -228,7 +222,7 @@ def _largest_workload(
     return work, notes
 
 
-def _load_teacher_spec(layout: ProjectLayout | None, settings: Settings) -> tuple[ModelSpec | None, tuple[str, ...]]:
+def load_teacher_spec(layout: ProjectLayout | None, settings: Settings) -> tuple[ModelSpec | None, tuple[str, ...]]:
     """Load the shape of a teacher that runs during training. Raises BaseModelError if it is missing.
 
     Returns the shape, or None without such a teacher, and notes.

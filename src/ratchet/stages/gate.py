@@ -13,7 +13,6 @@ from ratchet.errors import DataError, GateError
 from ratchet.quality_gate import decision
 from ratchet.quality_gate.decision import MetricNoise, confirm_verdict, decide_verdict
 from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, read_rows, record_verdict
-from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -47,29 +46,28 @@ def gate(project: Project) -> Verdict:
         SettingsError: a harness task is no longer defined, or the webhook's address is not valid.
         LockHeldError: another process runs this stage.
     """
-    from ratchet.stages.callbacks import notify_verdict
+    from ratchet.reports import verdict_page
+    from ratchet.stages.callbacks import log_stage, notify_verdict
 
+    layout, settings = project.layout, project.settings
     with project.lock("gate"), notify_verdict(project):
-        return _decide(project.layout, project.settings)
-
-
-def _decide(layout: ProjectLayout, settings: Settings) -> Verdict:
-    from ratchet.reports import plots, verdict_page
-    from ratchet.tracking.mlflow.client import MlflowTracker
-
-    evidence = _load_evidence(layout, settings)
-    verdict = decide_verdict(evidence, settings.gate)
-    with files.sealed_directory(layout.gate, "gate") as scratch:
-        verdict.save(scratch / layout.verdict.name)
-    record_verdict(layout, verdict)
-    rows = read_rows(layout)
-    answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
-    verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
-    run = tracking.create_callback(RunPaths(layout.runs / verdict.run_id), settings, plots.draw_loss_curve)
-    artifacts = {"gate": [layout.verdict, layout.gate_page]}
-    tracking.report(run, {}, artifacts, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_timeout_s)
-    return verdict
+        evidence = _load_evidence(layout, settings)
+        verdict = decide_verdict(evidence, settings.gate)
+        with files.sealed_directory(layout.gate, "gate") as scratch:
+            verdict.save(scratch / layout.verdict.name)
+        record_verdict(layout, verdict)
+        rows = read_rows(layout)
+        answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
+        verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
+        log_stage(
+            layout,
+            settings,
+            verdict.run_id,
+            figures={},
+            artifacts={"gate": [layout.verdict, layout.gate_page]},
+            tags={"ratchet.verdict": verdict.decision},
+        )
+        return verdict
 
 
 def run_aa_test(project: Project, on_progress: Callable[[str], None] = ignore_progress) -> NoiseReport:
@@ -106,29 +104,23 @@ def check_verdict(project: Project) -> Verdict:
         DamagedFileError: the file was changed.
         LockHeldError: another process runs this stage.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("gate"):
-        return _check_verdict(project.layout, project.settings)
-
-
-def _check_verdict(layout: ProjectLayout, settings: Settings) -> Verdict:
-    if not layout.verdict.exists():
-        raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
-    files.verify_sealed(layout.gate, "gate")
-    verdict, current = Verdict.load(layout.verdict), read_champion(layout.champion)
-    # The model may have become champion after this verdict, or may have been champion before it.
-    is_champion = current.champion_digest == verdict.model_digest
-    same_opponents = (current.champion_digest, current.anchor_digest) == (
-        verdict.champion_digest,
-        verdict.anchor_digest,
-    )
-    same_model = ModelBundle.load(layout.bundle).model_digest == verdict.model_digest
-    if not same_model or not (is_champion or same_opponents):
-        raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")
-    if not is_champion or verdict.is_champion:  # otherwise the verdict is about the champion before this model
-        confirm_verdict(
-            layout, settings, fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict
-        )
-    return verdict
+        if not layout.verdict.exists():
+            raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
+        files.verify_sealed(layout.gate, "gate")
+        verdict, current = Verdict.load(layout.verdict), read_champion(layout.champion)
+        # The model may have become champion after this verdict, or may have been champion before it.
+        is_champion = current.champion_digest == verdict.model_digest
+        opponents = (verdict.champion_digest, verdict.anchor_digest)
+        same_opponents = (current.champion_digest, current.anchor_digest) == opponents
+        same_model = ModelBundle.load(layout.bundle).model_digest == verdict.model_digest
+        if not same_model or not (is_champion or same_opponents):
+            raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")
+        if not is_champion or verdict.is_champion:  # otherwise the verdict is about the champion before this model
+            tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
+            confirm_verdict(layout, settings, tasks, verdict)
+        return verdict
 
 
 def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:

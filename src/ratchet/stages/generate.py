@@ -50,15 +50,9 @@ def generate(
     on_progress: Callable[[str], None] = ignore_progress,
     create_console: Callable[[RunPaths], RunCallback] | None = None,
 ) -> GenerateResult:
-    """Answer every prompt of a file and write one record per answer. Call it again to resume.
+    """Answer every prompt of a file and write one record per answer; see `ratchet.generate`. Call it again to resume.
 
-    Args:
-        project: the project; section generate of its settings defines the sampling.
-        prompts: JSON, JSONL, CSV, TSV or Parquet.
-        output_path: a .jsonl or .parquet file.
-        model: base, adapter, merged, champion, v3, a directory, a .gguf file or a server's URL.
-        on_progress: receives lines about prompts and answers.
-        create_console: creates the callback that shows the run in the terminal; None: `on_progress` receives its lines.
+    `create_console` creates the callback that shows the run in the terminal; None: `on_progress` receives its lines.
 
     Raises:
         SettingsError: the model does not exist, or the output exists with other settings, has an unknown ending, or
@@ -94,7 +88,10 @@ def generate(
             paths = GenerationPaths(run.paths.root)
             if not run.paths.is_finished():
                 with storage_errors(paths.root):
-                    _seal_prompts(paths, source, count)
+                    try:  # a sealed copy, because the file may change or vanish before a worker starts again
+                        files.verify_sealed(paths.prompts, PROMPTS_KIND)
+                    except DamagedFileError:
+                        source.seal(paths.prompts, count)
             console = (
                 create_console(run.paths) if create_console else ConsoleCallback(run.paths, write_line=on_progress)
             )
@@ -113,14 +110,6 @@ def _write_answers(paths: GenerationPaths, target: Path, model_name: str, invali
             f"{error.filename or target}: {error.strerror or error}; all answers are kept in {paths.result}: fix "
             "this and run the command again, or name another --output"
         ) from error
-
-
-def _seal_prompts(paths: GenerationPaths, source: PromptSource, count: int) -> None:
-    """Seal a copy of the prompts in the run, because the file may change or vanish before a worker starts again."""
-    try:
-        files.verify_sealed(paths.prompts, PROMPTS_KIND)
-    except DamagedFileError:
-        source.seal(paths.prompts, count)
 
 
 def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str]) -> int:
@@ -142,11 +131,9 @@ def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str])
             for sample in range(settings.samples):
                 page.head(f"prompt {prompt.id}")
                 partial = PartialAnswer()
+                request = GenerationRequest(number * settings.samples + sample, sample, prompt)
                 try:
-                    page.answer(
-                        backend.stream(GenerationRequest(number * settings.samples + sample, sample, prompt), False),
-                        partial,
-                    )
+                    page.answer(backend.stream(request, False), partial)
                 except DataError as error:
                     page.note(f"not asked: {error}")
                 count += 1

@@ -23,8 +23,9 @@ from ratchet.config.gate import (
     Gate,
     MustImproveRule,
     MustNotRegressRule,
+    Rule,
 )
-from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings
 from ratchet.config.promote import Promote
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
@@ -33,8 +34,8 @@ from ratchet.data.conversation import SourceRow, missing_part_reason
 from ratchet.data.sources import SourceReader
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
-from ratchet.registry.signing import keys
-from ratchet.registry.signing.keys import SHOWN_DIGITS
+from ratchet.registry import keys
+from ratchet.registry.keys import SHOWN_DIGITS
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
@@ -81,12 +82,8 @@ class InitDataSummary:
     splits: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     """Number of rows with more than one user message."""
-
-    def add(self, row: SourceRow, split: SplitSettings) -> None:
-        """Count a row that has a prompt and a response."""
-        self.responses[row.conversation.response] += 1
-        self.splits[splits.assign_split(row.conversation.prompt, split)] += 1
-        self.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
+    all_rows: int = 0
+    """Number of rows, unusable ones included."""
 
     @property
     def rows(self) -> int:
@@ -97,16 +94,6 @@ class InitDataSummary:
         """Whether the responses look like labels: at most 100 characters each, with at least 5 rows each on average."""
         short = max(map(len, self.responses)) <= 100
         return short and 2 <= len(self.responses) <= min(MAX_LABELS, self.rows // 5)
-
-
-def _parse_columns(prompt: str | None, response: str | None) -> ColumnSettings:
-    """Build the settings for `--prompt` and `--response`. Raises SettingsError unless both or neither are given."""
-    columns = (prompt, response)
-    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
-        raise SettingsError(
-            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
-        )
-    return ColumnSettings(prompt=prompt, response=response)
 
 
 class InitResult(Record):
@@ -155,78 +142,91 @@ def init(
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
-    columns, base_settings = _parse_columns(prompt, response), _base_settings(base, revision)
+    columns = (prompt, response)
+    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
+        raise SettingsError(
+            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
+        )
+    base_settings = _base_settings(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
+    layout = ProjectLayout(scratch)
     try:
         scratch.mkdir(parents=True)
-        settings, rows, unusable_rows, schema_name = _write_files(
-            ProjectLayout(scratch), target.name, data, columns, base_settings
+        for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
+            folder.mkdir(parents=True)
+        shutil.copyfile(data, layout.raw / data.name)
+        prepare = Prepare(
+            sources=(SourceSettings(files=f"data/raw/{data.name}"),),
+            columns=ColumnSettings(prompt=prompt, response=response),
         )
-        key = keys.create_key_pair(ProjectLayout(scratch))
-        _set_up_version_control(scratch)
+        reader = SourceReader(layout.root, prepare)
+        summary = _summarize_data(reader, prepare)
+        model_name = re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")
+        settings = suggest_settings(prepare, summary, base_settings, model_name)
+        _write_files(layout, settings)
+        key = keys.create_key_pair(layout)
+        dvc = [sys.executable, "-m", "dvc"]
+        # Nothing is committed: the user does that.
+        for command in (
+            ["git", "init", "-q"],
+            [*dvc, "init", "-q"],
+            [*dvc, "config", "core.analytics", "false"],
+            [*dvc, "add", "-q", "data/raw"],
+            ["git", "add", "-A"],
+        ):
+            _run_command(scratch, command)
         if target.exists():
             target.rmdir()
         scratch.rename(target)
     except OSError as error:
         raise SettingsError(f"{directory}: cannot be created ({error.strerror}: {error.filename})") from None
     except DataError as error:  # name the file and the flags that the user typed
-        text = str(error).replace(f"data/raw/{data.name}", str(data))
-        raise DataError(
-            text.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
-        ) from None
+        text = str(error).replace(f"data/raw/{data.name}", str(data)).replace("prepare.columns.prompt", "--prompt")
+        raise DataError(text.replace("prepare.columns.response", "--response")) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return InitResult(
         directory=directory,
-        rows=rows,
-        unusable_rows=unusable_rows,
-        schema_name=schema_name,
+        rows=summary.all_rows,
+        unusable_rows=summary.all_rows - summary.rows,
+        schema_name=reader.schema_descriptions[0],
         task=settings.prepare.task,
         base=settings.base.source,
         key=key.fingerprint[:SHOWN_DIGITS],
     )
 
 
-def _write_files(
-    layout: ProjectLayout, name: str, data: Path, columns: ColumnSettings, base: Base
-) -> tuple[Settings, int, int, str]:
-    for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
-        folder.mkdir(parents=True)
-    shutil.copyfile(data, layout.raw / data.name)
-    source = f"data/raw/{data.name}"
-    prepare = Prepare(sources=(SourceSettings(files=source),), columns=columns)
+def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
+    """Count the usable rows. Raises DataError if they leave a split empty."""
     summary = InitDataSummary()
-    rows = 0
-    reader = SourceReader(layout.root, prepare)
     for row in reader.rows():
-        rows += 1
+        summary.all_rows += 1
         if isinstance(row, SourceRow) and missing_part_reason(row) is None:
-            summary.add(row, prepare.split)
+            summary.responses[row.conversation.response] += 1
+            summary.splits[splits.assign_split(row.conversation.prompt, prepare.split)] += 1
+            summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
+        source = prepare.sources[0].files
         raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
-    settings = suggest_settings(prepare, summary, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
+    return summary
+
+
+def _write_files(layout: ProjectLayout, settings: Settings) -> None:
     files.write_atomic(layout.params, params_file.dump_short(settings))
-    write_schema(layout)
+    schema = layout.root / params_file.SCHEMA_FILE  # with it, editors complete and check params.yaml
+    schema.parent.mkdir(exist_ok=True)
+    files.write_atomic(schema, json.dumps(params_file.build_json_schema(), ensure_ascii=False) + "\n")
     files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
         files.write_atomic(layout.text / "help.txt", gzip.decompress(TINY_BASE_TEXT.read_bytes()))
     else:
-        files.write_atomic(
-            layout.text / "README", "A tiny base is pre-trained on the plain .txt files in this directory.\n"
-        )
+        note = "A tiny base is pre-trained on the plain .txt files in this directory.\n"
+        files.write_atomic(layout.text / "README", note)
     files.write_atomic(layout.tasks / "answers.yaml", harness_task_yaml(settings.evaluate.max_new_tokens))
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
-    return settings, rows, rows - summary.rows, reader.schema_descriptions[0]
-
-
-def write_schema(layout: ProjectLayout) -> None:
-    """Write the JSON schema of params.yaml, with which editors complete and check the file."""
-    path = layout.root / params_file.SCHEMA_FILE
-    path.parent.mkdir(exist_ok=True)
-    files.write_atomic(path, json.dumps(params_file.build_json_schema(), ensure_ascii=False) + "\n")
 
 
 def _base_settings(base: str, revision: str | None) -> Base:
@@ -248,85 +248,55 @@ def _base_settings(base: str, revision: str | None) -> Base:
 
 def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, name: str) -> Settings:
     """Choose settings for the data: labels are evaluated by accuracy, free text by the loss on the answers."""
-    model_name = name or "ratchet-model"
     tasks = ("answers",) if summary.conversations <= MAX_CONVERSATION_SHARE * summary.rows else ()
     if summary.has_labels:
-        return Settings(
-            base=base,
-            prepare=prepare.model_copy(update={"task": "labels"}),
-            train=_train_settings(base, epochs=5 if base.source == TINY else 4),
-            evaluate=Evaluate(
-                # A token has at least one byte, and one token ends the answer, so that no label is truncated.
-                max_new_tokens=1 + max(len(label.encode()) for label in summary.responses),
-                harness=HarnessSettings(tasks=tasks, limit=200),
-            ),
-            export=_export_settings(base),
-            gate=_label_gate_settings(summary.splits["test"], base),
-            promote=Promote(model_name=model_name),
-        )
+        prepare, epochs = prepare.model_copy(update={"task": "labels"}), 4
+        # A token has at least one byte, and one token ends the answer, so that no label is truncated.
+        longest = 1 + max(len(label.encode()) for label in summary.responses)
+        evaluate = Evaluate(max_new_tokens=longest, harness=HarnessSettings(tasks=tasks, limit=200))
+        rules = _label_rules(summary.splits["test"])
+    else:
+        prepare, epochs = prepare.model_copy(update={"max_tokens": 512}), 1
+        evaluate = Evaluate(generation_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16))
+        rules = Gate().rules
+    # For a real base the user chooses formats, because each format takes time and disk space.
+    train, export = Train(epochs=epochs), Export()
+    if base.source == TINY:
+        # A tiny base needs a larger adapter and a higher rate. On the bundled requests, a rate of 0.001 for 5 epochs
+        # gives 92 % accuracy and leaves the perplexity of general text unchanged. A rate of 0.002 for 3 epochs gives
+        # 90 % accuracy and raises the perplexity by 12 %; 0.0005 for 3 epochs gives 34 % accuracy.
+        epochs = 5 if summary.has_labels else 1
+        train = Train(rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
+        export = Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
+        # The tiny base knows only the project's own texts: with a vocabulary of 2,048 tokens, its perplexity of general
+        # English was 837 to 2,446 in our experiments, and rose by 79 % on banking77 while accuracy gained 76 %.
+        rules = tuple(rule for rule in rules if rule.rule != "forgetting")
     return Settings(
         base=base,
-        prepare=prepare.model_copy(update={"max_tokens": 512}),
-        train=_train_settings(base, epochs=1),
-        evaluate=Evaluate(generation_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16)),
-        export=_export_settings(base),
-        gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _forgetting_rules(base))),
-        promote=Promote(model_name=model_name),
+        prepare=prepare,
+        train=train,
+        evaluate=evaluate,
+        export=export,
+        gate=Gate(rules=rules),
+        promote=Promote(model_name=name or "ratchet-model"),
     )
 
 
-def _export_settings(base: Base) -> Export:
-    """Export the tiny base to every format.
-
-    For a real base the user chooses formats, because each format takes time and disk space.
-    """
-    if base.source != TINY:
-        return Export()
-    return Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
-
-
-def _forgetting_rules(base: Base) -> tuple[ForgettingRule, ...]:
-    """Return the rule against forgetting, except for the tiny base.
-
-    The tiny base knows only the project's own texts: with a vocabulary of 2,048 tokens, its perplexity of general
-    English was 837 to 2,446 in our experiments, and rose by 79 % on banking77 while accuracy gained 76 %.
-    """
-    return () if base.source == TINY else (ForgettingRule(rule="forgetting"),)
-
-
-def _label_gate_settings(test_rows: int, base: Base) -> Gate:
+def _label_rules(test_rows: int) -> tuple[Rule, ...]:
     """Return rules for a task with labels. The margin is the smallest whole percentage that the rows can detect."""
     from ratchet.quality_gate import statistics  # scipy takes a while to import
 
-    rules = Gate()
-    detectable = statistics.detectable_difference(test_rows, rules.expected_discordance, rules.confidence, rules.power)
+    gate = Gate()
+    detectable = statistics.detectable_difference(test_rows, gate.expected_discordance, gate.confidence, gate.power)
     margin = min(max(MARGINS[0], math.ceil(100 * detectable) / 100), MARGINS[1])
-    champion, anchor = (
-        MustNotRegressRule(rule="must_not_regress", metric="accuracy", against=against, margin=margin)
-        for against in ("champion", "anchor")
+    return (
+        MustImproveRule(rule="must_improve", metric=("accuracy",), over="base", by=0.02),
+        MustNotRegressRule(rule="must_not_regress", metric="accuracy", against="champion", margin=margin),
+        MustNotRegressRule(rule="must_not_regress", metric="accuracy", against="anchor", margin=margin),
+        AboveChanceRule(rule="above_chance", metric="accuracy"),
+        ForgettingRule(rule="forgetting"),
+        ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
     )
-    return Gate(
-        rules=(
-            MustImproveRule(rule="must_improve", metric=("accuracy",), over="base", by=0.02),
-            champion,
-            anchor,
-            AboveChanceRule(rule="above_chance", metric="accuracy"),
-            *_forgetting_rules(base),
-            ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
-        )
-    )
-
-
-def _train_settings(base: Base, epochs: float) -> Train:
-    """Return the train settings: a tiny base needs a larger adapter and a higher learning rate than a real base.
-
-    On the bundled requests, a rate of 0.001 for 5 epochs gives 92 % accuracy and leaves the perplexity of general text
-    unchanged. A rate of 0.002 for 3 epochs gives 90 % accuracy and raises the perplexity by 12 %; 0.0005 for 3 epochs
-    gives 34 % accuracy.
-    """
-    if base.source == TINY:
-        return Train(rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
-    return Train(epochs=epochs)
 
 
 def harness_task_yaml(max_new_tokens: int) -> str:
@@ -364,15 +334,6 @@ metric_list:
 metadata:
   version: 1.0
 """
-
-
-def _set_up_version_control(root: Path) -> None:
-    """Create git and DVC repositories, with the data under DVC. Nothing is committed: the user does that."""
-    _run_command(root, ["git", "init", "-q"])
-    _run_command(root, [sys.executable, "-m", "dvc", "init", "-q"])
-    _run_command(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])
-    _run_command(root, [sys.executable, "-m", "dvc", "add", "-q", "data/raw"])
-    _run_command(root, ["git", "add", "-A"])
 
 
 def _run_command(root: Path, command: list[str]) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keys as signing_keys
-from ratchet.registry.signing.keys import Keyring
+from ratchet.registry import keys as signing_keys
+from ratchet.registry.keys import Keyring
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 

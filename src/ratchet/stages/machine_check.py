@@ -9,21 +9,18 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from ratchet.config.extras import DISTRIBUTION
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes, parse_bytes
 from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
 from ratchet.models.memory import capacity
-from ratchet.runs.gpus import GpuInventory, GpuReading, query_gpus
+from ratchet.runs.gpus import GpuInventory, query_gpus
 from ratchet.runs.replication.remote_status import parse_replica_option
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.storage import digests, files
@@ -46,8 +43,11 @@ _CPU_QUOTA_V1, _CPU_PERIOD_V1 = (Path("/sys/fs/cgroup/cpu", name) for name in ("
 _TEST_CONTENT = b"ratchet\n" * (1 << 16)
 """Content of the file that tests the disk: half a megabyte."""
 
-Amount = float | tuple[int, ...]
-"""A number of bytes, a number of bits per second, or a count; for a version, the tuple of its numbers."""
+Amount = tuple[float, ...]
+"""A number of bytes, a number of bits per second, or a count; for a version, its numbers: 12.10 is newer than 12.6."""
+Measurement = tuple[Amount | None, str]
+"""A measured amount and its text. The amount is None if the machine has nothing of this kind or the measurement
+failed."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,23 @@ def check_machine(
             f"{OPTION}: {' and '.join(network)}: nothing to measure against; set machine.replica, or name "
             "a place of storage with --replica URL"
         )
-    probe = MachineProbe(layout.runs if layout else Path.cwd(), lambda: measure_transfer_speed(_open_store(url or "")))
-    findings = probe.findings(requirements)
+    limits = TransferLimits(retry_timeout_s=RETRY_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
+    findings = check_requirements(
+        requirements,
+        layout.runs if layout else Path.cwd(),
+        lambda: measure_transfer_speed(ReplicaStore(url or "", limits, lambda: False)),
+    )
     report = MachineCheckReport(
         machine=socket.gethostname(), at=datetime.now(UTC).isoformat(timespec="seconds"), ratchet=version(DISTRIBUTION),
         findings=findings, admitted=all(finding.ok for finding in findings),
     )  # fmt: skip
-    problems = list(_write_records(report, [layout.admission if layout else None, target]))
+    problems = []
+    for path in (layout.admission if layout else None, target):
+        try:
+            if path is not None:
+                report.save(path)
+        except OSError as error:  # no reason to refuse the machine: the requirement `disk` tests the disk
+            problems.append(f"{path}: not written ({error.strerror})")
     report = report.model_copy(update={"write_problems": tuple(problems)})
     if missing := [finding.name for finding in report.findings if not finding.ok]:
         text = format_findings(report)
@@ -140,27 +150,6 @@ def format_findings(report: MachineCheckReport) -> str:
         for finding in report.findings
     ]
     return "\n".join([*lines, *(f"  {problem}" for problem in report.write_problems)])
-
-
-def _write_records(report: MachineCheckReport, paths: Iterable[Path | None]) -> Iterator[str]:
-    """Write the report; yield a message for each file that cannot be written.
-
-    An unwritable file does not change the result of the check: the requirement `disk` tests the disk.
-    """
-    for path in paths:
-        try:
-            if path is not None:
-                report.save(path)
-        except OSError as error:
-            yield f"{path}: not written ({error.strerror})"
-
-
-def _open_store(url: str) -> ReplicaStore:
-    limits = TransferLimits(retry_timeout_s=RETRY_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
-    return ReplicaStore(url, limits, lambda: False)
-
-
-# Requirements.
 
 
 def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
@@ -185,20 +174,20 @@ def parse_requirements(text: str) -> tuple[MachineRequirement, ...]:
 
 
 def _parse_size(text: str, where: str) -> Amount:
-    return parse_bytes(text, where)
+    return (parse_bytes(text, where),)
 
 
 def _parse_rate(text: str, where: str) -> Amount:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?bps)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None or not (rate := float(match[1]) * _RATES[match[2].lower()]):
         raise SettingsError(f"{where}: found {text!r}; expected bits per second, such as 800kbps, 50Mbps or 1Gbps")
-    return rate
+    return (rate,)
 
 
 def _parse_count(text: str, where: str) -> Amount:
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not int(text):
         raise SettingsError(f"{where}: found {text!r}; expected a whole number, 1 or more")
-    return float(text)
+    return (int(text),)
 
 
 def _parse_version(text: str, where: str) -> Amount:
@@ -213,9 +202,6 @@ KINDS: dict[str, Callable[[str, str], Amount]] = {
     "python": _parse_version, "download": _parse_rate, "upload": _parse_rate,
 }  # fmt: skip
 """All requirements, in the order in which they are checked: slow checks come last."""
-
-
-# CPUs, disk and network.
 
 
 def available_cpus(quota: Path = _CPU_QUOTA, quota_v1: Path = _CPU_QUOTA_V1, period_v1: Path = _CPU_PERIOD_V1) -> int:
@@ -256,147 +242,90 @@ def measure_transfer_speed(store: ReplicaStore) -> TransferSpeed:
     store.check()
     upload = download = 0.0
     with tempfile.TemporaryDirectory(prefix="ratchet-speed-") as folder:
+        path = Path(folder) / "content"
         for size in SIZES:
-            with _upload_sample(store, Path(folder) / "content", size) as (name, upload_s):
+            content = os.urandom(size)
+            path.write_bytes(content)
+            name = f"speed/{socket.gethostname()[:32].lower()}-{secrets.token_hex(8)}"
+            try:
                 began_s = time.perf_counter()
+                store.send(name, path, (digests.hash_bytes(content), size))
+                sent_s = time.perf_counter()
                 received = sum(len(block) for block in store.blocks(name))
-                download_s = time.perf_counter() - began_s
+                upload_s, download_s = sent_s - began_s, time.perf_counter() - sent_s
+            finally:
+                store.remove([name])
             upload, download = 8 * size / upload_s, 8 * received / download_s
             if min(upload_s, download_s) >= MIN_TRANSFER_S or max(upload_s, download_s) >= 8 * MIN_TRANSFER_S:
                 break
     return TransferSpeed(upload, download)
 
 
-@contextmanager
-def _upload_sample(store: ReplicaStore, path: Path, size: int) -> Iterator[tuple[str, float]]:
-    """Upload random bytes and remove the object after the block. Yields its name and the duration of the upload."""
-    content = os.urandom(size)
-    path.write_bytes(content)
-    name = f"speed/{socket.gethostname()[:32].lower()}-{secrets.token_hex(8)}"
-    began_s = time.perf_counter()
-    try:
-        store.send(name, path, (digests.hash_bytes(content), size))
-        yield name, time.perf_counter() - began_s
-    finally:
-        store.remove([name])
+def check_requirements(
+    requirements: Sequence[MachineRequirement],
+    disk: Path,
+    measure_network: Callable[[], TransferSpeed],
+    list_gpus: Callable[[], GpuInventory] = query_gpus,
+) -> tuple[RequirementResult, ...]:
+    """Check every requirement, also after one that is not met. GPUs, disk and network are tested only if required.
 
+    Args:
+        requirements: parsed requirements.
+        disk: directory for runs.
+        measure_network: measures the network; may raise ReplicaError, and then the network does not count.
+        list_gpus: lists the GPUs.
 
-# The comparison.
-
-
-class _Measurement(NamedTuple):
-    amount: Amount | None
-    """None: the machine has nothing of this kind, or the measurement failed."""
-    text: str
-
-
-@dataclass
-class MachineProbe:
-    """Measures the required properties of this machine, each of them once."""
-
-    disk: Path
-    """Directory for runs."""
-    measure: Callable[[], TransferSpeed]
-    """Measures the network; raises ReplicaError."""
-    list_gpus: Callable[[], GpuInventory] = query_gpus
-
-    def findings(self, requirements: Sequence[MachineRequirement]) -> tuple[RequirementResult, ...]:
-        """Check every requirement, also after one that is not met.
-
-        Raises:
-            SettingsError: the replica's settings are wrong, which is not a fault of this machine.
-        """
-        self._minimums = {requirement.name: requirement.minimum for requirement in requirements}
-        return tuple(self._finding(requirement) for requirement in requirements)
-
-    def _finding(self, requirement: MachineRequirement) -> RequirementResult:
-        measure: Callable[[], _Measurement] = getattr(self, f"_{requirement.name}")
-        measured = measure()
-        ok = measured.amount is not None and _is_sufficient(measured.amount, requirement.minimum)
-        return RequirementResult(name=requirement.name, asked=requirement.asked, found=measured.text, ok=ok)
-
-    # Each of KINDS has a method of the same name with an underscore.
-
-    def _vram(self) -> _Measurement:
-        """Select the required number of GPUs with the most free memory; return the least free memory of these."""
-        if not self._gpus_with_memory:
-            return self._no_gpu
-        by_free_memory = sorted(self._gpus_with_memory, key=lambda device: device.free_bytes or 0, reverse=True)
-        count = self._minimums.get("gpus", 1.0)
-        least_free = by_free_memory[min(len(by_free_memory), int(count) if isinstance(count, float) else 1) - 1]
-        free, total = least_free.free_bytes or 0, least_free.total_bytes or 0
-        return _Measurement(free, f"{format_bytes(free)} of {format_bytes(total)} free, {least_free.name}")
-
-    def _gpus(self) -> _Measurement:
-        devices = self._gpus_with_memory
-        if not devices:
-            return _Measurement(0.0, self._no_gpu.text)
-        names = ", ".join(sorted({device.name or "?" for device in devices}))
-        return _Measurement(float(len(devices)), f"{len(devices)} ({names})")
-
-    def _cuda(self) -> _Measurement:
-        return _measure_version(self._inventory.cuda) if self._inventory.cuda else self._no_gpu
-
-    def _driver(self) -> _Measurement:
-        return _measure_version(self._inventory.driver) if self._inventory.driver else self._no_gpu
-
-    def _ram(self) -> _Measurement:
-        host = capacity.measure_host()
-        return _Measurement(
-            host.available_bytes, f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} available"
-        )
-
-    def _cpus(self) -> _Measurement:
-        return _Measurement(float(available_cpus()), str(available_cpus()))
-
-    def _disk(self) -> _Measurement:
-        if fault := find_disk_fault(self.disk):
-            return _Measurement(None, fault)
-        free = capacity.disk_free_bytes(self.disk)
-        return _Measurement(free, f"{format_bytes(free)} free, written and read back")
-
-    def _python(self) -> _Measurement:
-        return _measure_version(platform.python_version())
-
-    def _download(self) -> _Measurement:
-        return self._rate(lambda speed: speed.download_bits_s)
-
-    def _upload(self) -> _Measurement:
-        return self._rate(lambda speed: speed.upload_bits_s)
-
-    def _rate(self, select: Callable[[TransferSpeed], float]) -> _Measurement:
-        if isinstance(self._speed, str):
-            return _Measurement(None, self._speed)
-        return _Measurement(select(self._speed), f"{select(self._speed) / 1e6:,.1f} Mbps")
-
-    @cached_property
-    def _speed(self) -> TransferSpeed | str:
+    Raises:
+        SettingsError: the replica's settings are wrong, which is not a fault of this machine.
+    """
+    required = {one.name: one for one in requirements}
+    host = capacity.measure_host()
+    ram = f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)} available"
+    measured: dict[str, Measurement] = {
+        "ram": ((host.available_bytes,), ram),
+        "cpus": _parse_measured_version(str(available_cpus())),
+        "python": _parse_measured_version(platform.python_version()),
+    }
+    if required.keys() & {"vram", "gpus", "cuda", "driver"}:
+        measured |= _measure_gpus(list_gpus(), int(required["gpus"].minimum[0]) if "gpus" in required else 1)
+    if "disk" in required:
+        fault, free = find_disk_fault(disk), capacity.disk_free_bytes(disk)
+        measured["disk"] = (None, fault) if fault else ((free,), f"{format_bytes(free)} free, written and read back")
+    if required.keys() & {"download", "upload"}:
         try:
-            return self.measure()
+            speed = measure_network()
         except ReplicaError as error:
-            return str(error)
-
-    @cached_property
-    def _inventory(self) -> GpuInventory:
-        return self.list_gpus()
-
-    @property
-    def _gpus_with_memory(self) -> list[GpuReading]:
-        """GPUs that work: a lost GPU does not tell its memory."""
-        return [device for device in self._inventory.devices if device.free_bytes is not None]
-
-    @property
-    def _no_gpu(self) -> _Measurement:
-        return _Measurement(None, self._inventory.problem or "no usable GPU")
+            measured |= dict.fromkeys(("download", "upload"), (None, str(error)))
+        else:
+            for name, rate in (("download", speed.download_bits_s), ("upload", speed.upload_bits_s)):
+                measured[name] = (rate,), f"{rate / 1e6:,.1f} Mbps"
+    results = []
+    for one in requirements:
+        amount, text = measured[one.name]
+        ok = amount is not None and amount >= one.minimum
+        results.append(RequirementResult(name=one.name, asked=one.asked, found=text, ok=ok))
+    return tuple(results)
 
 
-def _measure_version(text: str) -> _Measurement:
-    numbers = [part for part in text.split(".") if part.isdecimal()]
-    return _Measurement(tuple(map(int, numbers)), text)
+def _measure_gpus(inventory: GpuInventory, required_count: int) -> dict[str, Measurement]:
+    missing: Measurement = None, inventory.problem or "no usable GPU"
+    measured = {
+        "cuda": _parse_measured_version(inventory.cuda) if inventory.cuda else missing,
+        "driver": _parse_measured_version(inventory.driver) if inventory.driver else missing,
+    }
+    working = [device for device in inventory.devices if device.free_bytes is not None]  # a lost GPU has no value
+    if not working:
+        return measured | {"gpus": missing, "vram": missing}
+    names = ", ".join(sorted({device.name or "?" for device in working}))
+    # The least free memory among the required number of GPUs, those with the most free memory.
+    by_free_memory = sorted(working, key=lambda device: device.free_bytes or 0, reverse=True)
+    least_free = by_free_memory[min(len(working), required_count) - 1]
+    free, total = least_free.free_bytes or 0, least_free.total_bytes or 0
+    return measured | {
+        "gpus": ((len(working),), f"{len(working)} ({names})"),
+        "vram": ((free,), f"{format_bytes(free)} of {format_bytes(total)} free, {least_free.name}"),
+    }
 
 
-def _is_sufficient(measured: Amount, minimum: Amount) -> bool:
-    """Compare versions number by number: 12.10 is newer than 12.6."""
-    if isinstance(measured, tuple) and isinstance(minimum, tuple):
-        return measured >= minimum
-    return not isinstance(measured, tuple) and not isinstance(minimum, tuple) and measured >= minimum
+def _parse_measured_version(text: str) -> Measurement:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal()), text

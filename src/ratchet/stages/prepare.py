@@ -47,42 +47,34 @@ def prepare(project: Project) -> DatasetCard:
         BaseModelError: the pinned base model is missing.
         LockHeldError: another process runs this stage.
     """
+    layout, settings = project.layout, project.settings
     with project.lock("prepare"):
-        return _prepare(project.layout, project.settings)
-
-
-def _prepare(layout: ProjectLayout, settings: Settings) -> DatasetCard:
-    base = BaseCard.load(layout.base_card)
-    path = base_model.locate(layout, base)
-    tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
-    reader = SourceReader(layout.root, settings.prepare)
-    from_teacher = [card is not None for card in reader.teacher_cards]
-    benchmarks = _load_benchmarks(layout, settings)
-    with files.sealed_directory(layout.data, "data") as scratch:
-        temporary = scratch / ".aside"
-        temporary.mkdir()
-        with (
-            closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion,
-            show_progress("prepare") as progress,
-        ):
-            ingestion.ingest(_count_rows(reader.rows(), progress))
-            selection = select_rows(ingestion, settings.prepare, lambda rows: progress("rows compared", rows, None))
-            _check_splits(settings.prepare, ingestion, selection)
-            fingerprints = _write_splits(ingestion, selection, scratch, progress)
-        shutil.rmtree(temporary)
-        card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
-        template = digests.hash_bytes(str(tokenizer.chat_template).encode())
-        card = card.model_copy(
-            update={
-                "digest": fingerprints.content,
-                "fields_digest": fingerprints.fields,
-                "base_digest": base.digest,
-                "template": template,
-            }
-        )
-        card.save(scratch / layout.dataset_card.name)
-        data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
-    return card
+        base = BaseCard.load(layout.base_card)
+        path = base_model.locate(layout, base)
+        tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
+        reader = SourceReader(layout.root, settings.prepare)
+        from_teacher = [card is not None for card in reader.teacher_cards]
+        benchmarks = _load_benchmarks(layout, settings)
+        with files.sealed_directory(layout.data, "data") as scratch:
+            temporary = scratch / ".aside"
+            temporary.mkdir()
+            with (
+                closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion,
+                show_progress("prepare") as progress,
+            ):
+                ingestion.ingest(_count_rows(reader.rows(), progress))
+                selection = select_rows(ingestion, settings.prepare, lambda rows: progress("rows compared", rows, None))
+                _check_splits(settings.prepare, ingestion, selection)
+                fingerprints = _write_splits(ingestion, selection, scratch, progress)
+            shutil.rmtree(temporary)
+            card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
+            template = digests.hash_bytes(str(tokenizer.chat_template).encode())
+            digest, fields_digest = fingerprints.content, fingerprints.fields
+            identity = {"digest": digest, "fields_digest": fields_digest, "base_digest": base.digest}
+            card = card.model_copy(update=identity | {"template": template})
+            card.save(scratch / layout.dataset_card.name)
+            data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
+        return card
 
 
 def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkIndex | None:
@@ -109,7 +101,8 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
     ingestion.passthrough.check()
     ledger = ingestion.ledger
     ledger.check(
-        settings.limits, truncated=int(np.count_nonzero(np.array(ingestion.accepted.truncated_tokens)[selection.kept]))
+        settings.drop_limits,
+        truncated=int(np.count_nonzero(np.array(ingestion.accepted.truncated_tokens)[selection.kept])),
     )
     if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in selection.leaks.items() if leak.rows}):
         details = "\n".join(

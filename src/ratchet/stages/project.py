@@ -63,6 +63,17 @@ class Project:
         return f"Project({str(self.root)!r})"
 
 
+def open_project_or_defaults(path: Path) -> "tuple[ProjectLayout | None, Settings]":
+    """Open the project of `--project`. Outside a project, where some commands also work, return (None, defaults)."""
+    from ratchet.config.settings import Settings
+
+    here = Path.cwd()
+    if path == Path() and not any((folder / "params.yaml").is_file() for folder in (here, *here.parents)):
+        return None, Settings()
+    project = Project(path)
+    return project.layout, project.settings
+
+
 def require_extras(settings: "Settings") -> None:
     """Require the optional libraries that later stages need, before a training that takes hours.
 

@@ -16,11 +16,10 @@ from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import ledger, model_store, outbox, promotion
+from ratchet.registry import ledger, model_store, outbox, promotion, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
-from ratchet.registry.signing import signature
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -79,30 +78,26 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
     """
     from ratchet.stages.callbacks import notify_promotions
 
-    with notify_promotions(project):
-        return _promote(project.layout, project.settings, options)
-
-
-def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions) -> PromotionResult:
+    layout, settings = project.layout, project.settings
     reason = ledger.normalize_reason(options.reason)
-    if options.force != (reason is not None):
-        raise SettingsError(
-            "--force needs a reason: add --reason TEXT"
-            if options.force
-            else "--reason is only used with --force: give both or neither"
-        )
+    if options.force and reason is None:
+        raise SettingsError("--force needs a reason: add --reason TEXT")
+    if reason is not None and not options.force:
+        raise SettingsError("--reason is only used with --force: give both or neither")
     outbox.check_hooks(settings.promote.hooks)
-    with _acquire_lock(layout, options):
+    with notify_promotions(project), _acquire_lock(layout, options):
         if options.dry_run and (interrupted := _plan_recovery(layout)):
             return interrupted
-        notes = [] if options.dry_run else _recover_interrupted(layout)
-        verdict, bundle = _load_verdict(layout), ModelBundle.load(layout.bundle)
+        notes = [] if options.dry_run else recover_interrupted(layout)
+        verdict, bundle = Verdict.load(layout.verdict), ModelBundle.load(layout.bundle)
+        files.verify_sealed(layout.gate, "gate")
         exported = model_store.verify_export(layout)
         before = _load_champion_file(layout)
         registry = MlflowModelRegistry(layout, settings.promote.model_name)
         is_champion = before.champion is not None and before.champion.model_digest == bundle.model_digest
-        if before.champion is not None and is_champion and not _becomes_anchor(before, options):
-            _check_alias(layout, registry, before, target=None)
+        is_anchor = before.anchor and before.champion and before.anchor.version == before.champion.version
+        if before.champion is not None and is_champion and (is_anchor or not options.anchor):
+            check_alias(layout, registry, before, target=None)
             problem = signature.find_problem(layout, layout.promoted_model(bundle.model_digest))
             if options.dry_run:
                 repair = (f"copy the model from {layout.export} and sign it again: {problem}",) if problem else ()
@@ -115,10 +110,14 @@ def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions)
         _check_evidence(layout, verdict, report, bundle, before)
         tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
         confirm_verdict(layout, settings, tasks, verdict)
-        _check_decision(verdict, bundle, forced=options.force)
+        if verdict.decision != "PROMOTE" and not options.force:
+            reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
+            raise GateError(
+                f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}"
+            )
         was_withdrawn = _check_withdrawal(layout, bundle, forced=options.force)
         registered = registry.find_version(bundle.model_digest)
-        alias = _check_alias(layout, registry, before, target=registered)
+        alias = check_alias(layout, registry, before, target=registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         actor, time = ledger.current_actor(layout.root), promotion.utc_now()
         is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn)
@@ -131,8 +130,8 @@ def _promote(layout: ProjectLayout, settings: Settings, options: PromoteOptions)
             id=promotion.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             previous_version=before.champion.version if before.champion else None, decision=verdict.decision,
-            reason=reason,
-            is_anchor=options.anchor or (before.anchor is None and not is_forced), hooks=settings.promote.hooks,
+            reason=reason, is_anchor=options.anchor or (before.anchor is None and not is_forced),
+            hooks=settings.promote.hooks,
             description=promotion.describe_version(champion, actor, time, bundle, verdict, report),
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
@@ -164,7 +163,7 @@ def rollback(
     """Make an earlier version champion again.
 
     Args:
-        project: the project.
+        project: section promote of its settings has the hooks.
         version: the registered version; None: the previous champion.
         options: `force` and `anchor` must not be set.
         smoke_test: raises ChampionError for a model folder that does not work; None: `run_smoke_test`.
@@ -180,39 +179,32 @@ def rollback(
     """
     from ratchet.stages.callbacks import notify_promotions
 
-    with notify_promotions(project):
-        return _roll_back(project.layout, project.settings, version, options, smoke_test or run_smoke_test)
-
-
-def _roll_back(
-    layout: ProjectLayout,
-    settings: Settings,
-    version: int | None,
-    options: PromoteOptions,
-    smoke_test: Callable[[Path], None],
-) -> PromotionResult:
+    layout, settings = project.layout, project.settings
     if options.force or options.anchor:
         raise SettingsError("rollback: --force and --anchor are options of `ratchet promote`")
     reason = ledger.normalize_reason(options.reason)
     outbox.check_hooks(settings.promote.hooks)
-    with _acquire_lock(layout, options):
+    with notify_promotions(project), _acquire_lock(layout, options):
         if options.dry_run and (interrupted := _plan_recovery(layout)):
             return interrupted
-        notes = [] if options.dry_run else _recover_interrupted(layout)
+        notes = [] if options.dry_run else recover_interrupted(layout)
         before = _load_champion_file(layout)
         registry = MlflowModelRegistry(layout, settings.promote.model_name)
-        if version is None:
-            if not before.previous:
-                raise ChampionError(f"{layout.champion}: there is no previous champion to roll back to")
-            version = before.previous[0].version
-        target = version
-        alias = _check_alias(layout, registry, before, target=target)
+        if version is None and not before.previous:
+            raise ChampionError(f"{layout.champion}: there is no previous champion to roll back to")
+        target = before.previous[0].version if version is None else version
+        alias = check_alias(layout, registry, before, target=target)
         champion = _load_registered(registry, before, target)
         if before.champion and before.champion.version == target and alias == target:
             if options.dry_run:
                 return PromotionResult(champion=champion, replaced=champion)
             return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
-        smoke_test(_require_trusted(layout, champion))
+        folder = model_store.verify_version(layout, champion)
+        if problem := signature.find_problem(layout, folder.parent):
+            raise ChampionError(
+                f"{version_label(champion)} cannot be champion: {problem}; choose another: `ratchet rollback VERSION`"
+            )
+        (smoke_test or run_smoke_test)(folder)
         intent = PromotionIntent(
             id=promotion.new_event_id(), time=promotion.utc_now(), action="rollback",
             actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
@@ -254,11 +246,12 @@ def _build_result(
 ) -> PromotionResult:
     """Deliver every event in the outbox to its hooks, then build the result."""
     problem = outbox.deliver_pending(layout.outbox, layout.root)
+    deliveries = outbox.read_event_deliveries(layout.outbox, event) if event else ()
     return PromotionResult(
         champion=champion,
         replaced=replaced,
         promotion=promotion,
-        deliveries=outbox.read_event_deliveries(layout.outbox, event) if event else (),
+        deliveries=deliveries,
         notes=notes,
         warnings=(problem,) if problem else (),
     )
@@ -270,7 +263,7 @@ def _acquire_lock(layout: ProjectLayout, options: PromoteOptions) -> AbstractCon
     return promotion.acquire_lock(layout)
 
 
-def _recover_interrupted(layout: ProjectLayout) -> list[str]:
+def recover_interrupted(layout: ProjectLayout) -> list[str]:
     """Finish or drop an interrupted promotion. Returns a sentence about it, if there was one."""
     text = promotion.recover_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
     return [text] if text else []
@@ -287,9 +280,8 @@ def _plan_recovery(layout: ProjectLayout) -> PromotionResult | None:
         f"{step} the interrupted {interrupted.intent.action}, {started}; `ratchet promotions` does only that",
         "then start this command: repeat the dry run after that to see its steps",
     )
-    return PromotionResult(
-        champion=interrupted.intent.champion, replaced=read_champion(layout.champion).champion, plan=plan
-    )
+    replaced = read_champion(layout.champion).champion
+    return PromotionResult(champion=interrupted.intent.champion, replaced=replaced, plan=plan)
 
 
 def _store_model(
@@ -301,21 +293,10 @@ def _store_model(
 ) -> tuple[str, tuple[str, ...]]:
     """Write, sign and seal the model's folder. Returns the signer, and notes about its key."""
     signer = signature.load_signer(layout, settings)
-    extra_files = server_files.build_model_files(
-        layout.export, bundle, settings.promote.model_name, forced
-    ) | model_store.forced_marker(forced)
-    model_store.store_model(layout, bundle, exported, extra_files, signature.ProjectSigner(layout, signer))
+    extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced)
+    extra_files |= model_store.forced_marker(forced)
+    model_store.store_model(layout, bundle, exported, extra_files, signer)
     return signer.name, (signer.notice,) if signer.notice else ()
-
-
-def _require_trusted(layout: ProjectLayout, champion: Champion) -> Path:
-    """Return the Hugging Face folder of a version. Raises ChampionError unless a trusted key signed every byte."""
-    folder = model_store.verify_version(layout, champion)
-    if problem := signature.find_problem(layout, folder.parent):
-        raise ChampionError(
-            f"{version_label(champion)} cannot be champion: {problem}; choose another: `ratchet rollback VERSION`"
-        )
-    return folder
 
 
 def _load_champion_file(layout: ProjectLayout) -> ChampionFile:
@@ -323,19 +304,6 @@ def _load_champion_file(layout: ProjectLayout) -> ChampionFile:
     file = read_champion(layout.champion)
     ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
     return file
-
-
-def _load_verdict(layout: ProjectLayout) -> Verdict:
-    """Load the verdict of stage gate."""
-    verdict = Verdict.load(layout.verdict)
-    files.verify_sealed(layout.gate, "gate")
-    return verdict
-
-
-def _becomes_anchor(before: ChampionFile, options: PromoteOptions) -> bool:
-    """Return whether the champion must become the anchor and is not the anchor yet."""
-    is_anchor = before.anchor and before.champion and before.anchor.version == before.champion.version
-    return options.anchor and not is_anchor
 
 
 def _check_evidence(
@@ -356,16 +324,8 @@ def _check_evidence(
             raise GateError(
                 f"{layout.verdict}: compared with {role} {(compared or 'none')[:12]}, but the {role} is now "
                 f"{version_label(current) if current else 'none'}"
-                f"{promotion.describe_last_promotion(ledger.read_entries(layout.promotions))}; "
-                "run `dvc repro`"
+                f"{promotion.describe_last_promotion(ledger.read_entries(layout.promotions))}; run `dvc repro`"
             )
-
-
-def _check_decision(verdict: Verdict, bundle: ModelBundle, forced: bool) -> None:
-    if verdict.decision == "PROMOTE" or forced:
-        return
-    reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
-    raise GateError(f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}")
 
 
 def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
@@ -380,10 +340,10 @@ def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) 
     )
 
 
-def _check_alias(
+def check_alias(
     layout: ProjectLayout, registry: MlflowModelRegistry, file: ChampionFile, target: int | None
 ) -> int | None:
-    """Return the version that the alias `champion` points to.
+    """Check that champion file and registry agree. Returns the version that the alias `champion` points to.
 
     Raises:
         ChampionError: champion file and alias name different versions, and neither is `target`, the version that will
@@ -423,10 +383,11 @@ def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: 
     recorded = promotion.find_version(file, number)
     if recorded and recorded.model_digest == registered.model_digest:
         return recorded
+    tags = registered.tags
     return Champion(
         version=number,
         model_digest=registered.model_digest,
-        adapter_digest=registered.tags[promotion.ADAPTER],
-        run_id=registered.tags[promotion.RUN],
-        forced=promotion.parse_forced(registered.tags),
+        adapter_digest=tags[promotion.ADAPTER],
+        run_id=tags[promotion.RUN],
+        forced=promotion.parse_forced(tags),
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def report(project: Project, name: str | None = None, output: Path | None = None
         html.require_writable_target(output)
     if name is not None and is_output(name):
         return _write_answers_page(layout, settings, Path(name), output)
-    if name is not None and _is_file(name):
+    if name is not None and Path(name.rpartition(LABELLED)[2]).suffix:  # runs, trials and versions have no ending
         raise SettingsError(
             f"{name}: not an output of `ratchet generate`, which is a file that ends in "
             f"{' or '.join(OUTPUT_ENDINGS)} with its card next to it; to see a training, {NAME_SYNTAX}"
@@ -89,19 +90,10 @@ def report(project: Project, name: str | None = None, output: Path | None = None
     evaluations = EvaluationIndex(layout, index)
     side = comparison.read_side(layout, index.subject(name), index, evaluations, MOST_POINTS)
     target = output or layout.pages / f"report-{side.runs[0].run_id}.html"
-    run_page.write(
-        side,
-        _load_run_evaluation(layout, settings, side, evaluations),
-        _load_provenance(layout, side, target),
-        target,
-    )
+    evaluation = _load_run_evaluation(layout, settings, side, evaluations)
+    run_page.write(side, evaluation, _load_provenance(layout, side, target), target)
     figures = {name: value for name, [value] in comparison_page.summarize_sides([side]) if value != NONE}
     return ReportResult(title=f"run {side.runs[0].run_id}", figures=figures, page=target)
-
-
-def _is_file(name: str) -> bool:
-    """Return whether a name has the form of a file: names of runs, trials and versions have no ending."""
-    return bool(Path(name.rpartition(LABELLED)[2]).suffix)
 
 
 def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, output: Path | None) -> ReportResult:
@@ -109,17 +101,12 @@ def _write_answers_page(layout: ProjectLayout, settings: Settings, path: Path, o
     from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
-    analysis = answer_analysis.analyze_answers(
-        read_generation(path.absolute(), settings.prepare.task), settings.evaluate.seed
-    )
+    answers = read_generation(path.absolute(), settings.prepare.task)
+    analysis = answer_analysis.analyze_answers(answers, settings.evaluate.seed)
     target = output or layout.pages / f"answers-{analysis.answers.card.id}.html"
     html.write(target, answers_page.render(analysis))
-    return ReportResult(
-        title=f"generation {analysis.answers.card.id}",
-        figures={},
-        page=target,
-        text=answer_analysis.format_analysis(analysis),
-    )
+    text = answer_analysis.format_analysis(analysis)
+    return ReportResult(title=f"generation {analysis.answers.card.id}", figures={}, page=target, text=text)
 
 
 def _load_run_evaluation(
@@ -131,11 +118,8 @@ def _load_run_evaluation(
         return None
     if evaluation.place != CURRENT:
         return RunEvaluation(evaluation.report, evaluation.role)
-    references = [
-        evaluations.role_scores(role)
-        for role in REFERENCES
-        if role != evaluation.role and role in evaluation.report.scores
-    ]
+    roles = [role for role in REFERENCES if role != evaluation.role and role in evaluation.report.scores]
+    references = [evaluations.role_scores(role) for role in roles]
     subjects = [SubjectScores(scores.role, [scores], []) for scores in (evaluation, *references)]
     findings, _ = comparison.compare_pairs(subjects, settings.gate, only=evaluation.role)
     answers_path = layout.evaluate / answers_file(evaluation.role)
@@ -162,20 +146,15 @@ def _load_provenance(layout: ProjectLayout, side: ComparisonSide, target: Path) 
     if tags.get("git.dirty") == "true":
         checkout[CHECKED_OUT["git.revision"]] += ", with changes"
     card = page = gate = None
-    if run.spec is not None and _is_current_data(layout, run.spec.data_digest):
-        card = _relative_link(layout.dataset_page, target)
+    with suppress(DataError, DamagedFileError):  # no data, or damaged ones
+        is_current = run.spec is not None and DatasetCard.load(layout.dataset_card).digest == run.spec.data_digest
+        if is_current and layout.dataset_page.exists():
+            card = _relative_link(layout.dataset_page, target)
     if run.paths.page.exists():
         page = _relative_link(run.paths.page, target)
     if layout.verdict.exists() and Verdict.load(layout.verdict).run_id == run.run_id:
         gate = _relative_link(layout.gate_page, target)
     return RunProvenance(checkout, card, page, gate)
-
-
-def _is_current_data(layout: ProjectLayout, data_digest: str) -> bool:
-    try:
-        return DatasetCard.load(layout.dataset_card).digest == data_digest and layout.dataset_page.exists()
-    except (DataError, DamagedFileError):
-        return False
 
 
 def _relative_link(path: Path, target: Path) -> str:

@@ -72,7 +72,9 @@ def reset(
     if run is None:
         raise SettingsError("which run? Give its id or the first characters; `ratchet status` shows the latest")
     for folder in (layout.runs, layout.generations):
-        remove_leftovers(folder)
+        for path in folder.glob(f"{files.PARTIAL}*-doomed-*"):  # left by a killed `reset` with this process id
+            if not Path("/proc", path.name.rsplit("-", 1)[1]).exists():
+                shutil.rmtree(path, ignore_errors=True)
     paths = directory.find_run((layout.runs, layout.generations), run)
     with directory.storage_errors(paths.root), paths.lock().acquire() as lock:
         if not directory.is_lock_current(lock):
@@ -124,14 +126,13 @@ def reset_replica(
     lease.acquire(lambda: False, print_message)
     try:
         objects = store.list(names.root)
-        claims = [name for name in objects if name.startswith(f"{names.folder('claims')}/")]
         # Checkpoints are removed before their files (objects), so that a reader never finds an incomplete checkpoint.
         for kind in ("result", "checkpoints", "journal"):
             store.remove([name for name in objects if name.startswith(f"{names.folder(kind)}/")])
-        store.remove([name for name in objects if name not in claims])
+        store.remove([name for name in objects if name != names.lease])
     finally:
         lease.release()
-    store.remove(claims)
+    store.remove([names.lease])
     return ReplicaResetResult(target=target, was_removed=True)
 
 
@@ -142,6 +143,8 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
         is_train_output = TrainReport.load(layout.train_report).run_id == run_id
     except RatchetError:  # no report, or a damaged one
         is_train_output = False
+    stats = (path.lstat() for path in paths.root.rglob("*"))  # a file with several names counts once
+    size_bytes = sum({stat.st_ino: stat.st_blocks * 512 for stat in stats}.values())
     champions = read_champion(layout.champion)
     champion: Literal["current", "earlier"] | None = None
     if champions.champion is not None and champions.champion.run_id == run_id:
@@ -150,19 +153,6 @@ def describe_target(layout: ProjectLayout, paths: RunPaths) -> ResetTarget:
         champion = "earlier"
     return ResetTarget(
         run_id=run_id, kind="generation" if is_generation(paths) else "training", step=progress.step,
-        planned_steps=progress.planned_steps or None, size_bytes=_size_bytes(paths.root),
+        planned_steps=progress.planned_steps or None, size_bytes=size_bytes,
         has_result=(paths.result / files.MANIFEST).is_file(), is_train_output=is_train_output, champion=champion,
     )  # fmt: skip
-
-
-def remove_leftovers(runs: Path) -> None:
-    """Remove leftovers of a killed `reset`, whose renamed directory has a name that ends with the process id."""
-    for path in runs.glob(f"{files.PARTIAL}*-doomed-*"):
-        if not Path("/proc", path.name.rsplit("-", 1)[1]).exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _size_bytes(root: Path) -> int:
-    """Return the space on disk in bytes. A file with several names counts once."""
-    stats = (path.lstat() for path in root.rglob("*"))
-    return sum({stat.st_ino: stat.st_blocks * 512 for stat in stats}.values())

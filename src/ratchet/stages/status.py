@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ratchet.config.machine import Machine
+from ratchet.config.units import format_duration
 from ratchet.runs import directory
 from ratchet.runs import status as run_status
 from ratchet.runs.directory import RunPaths
@@ -12,7 +13,6 @@ from ratchet.runs.journal import JournalReader
 from ratchet.runs.progress_view import ProgressView, create_view, is_generation
 from ratchet.runs.replication import remote_status
 from ratchet.runs.replication.remote_status import RemoteRunStatus
-from ratchet.runs.status import RunProgress, format_duration
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Champion, read_champion
@@ -90,8 +90,8 @@ def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
 
     Args:
         layout: the project.
-        run: id of a training or generation, or its first characters. None: the latest training and all running
-            generations; if nothing was trained, the latest generation.
+        run: id, or its first characters. None: the latest training and all running generations; if nothing was
+            trained, the latest generation.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -112,26 +112,21 @@ def read_run_status(paths: RunPaths) -> RunStatus:
     """Read the progress of one run. Raises DamagedFileError if a newer version of Ratchet wrote it."""
     paths.require_known_format()
     reader, is_running = JournalReader(paths.journal), paths.lock().is_held()
-    if not is_generation(paths):
+    if is_generation(paths):
+        view = create_view(paths)
+        for event in reader.read():
+            view.update(event)
+        progress, generation = view.progress, view.generation
+        description = _describe_generation(paths, view, is_running, reader.damaged_lines)
+        steps_per_s = generation.answers_per_s if generation else None
+        tokens_per_s = generation.tokens_per_s if generation else None
+        time_left = view.eta.estimate(time.time())
+        remaining_s = time_left.estimate_s if time_left else None
+    else:
         progress = run_status.replay_events(reader.read())
         description = run_status.describe_progress(paths, progress, reader.damaged_lines)
-        return _build_status(paths, progress, is_running, description)
-    view = create_view(paths)
-    for event in reader.read():
-        view.update(event)
-    description = _describe_generation(paths, view, is_running, reader.damaged_lines)
-    remaining = view.eta.estimate(time.time()) if is_running else None
-    generation_fields = {
-        "kind": "generation",
-        "steps_per_s": view.generation.answers_per_s if view.generation else None,
-        "tokens_per_s": view.generation.tokens_per_s if view.generation else None,
-        "remaining_s": remaining.estimate_s if remaining else None,
-    }
-    return _build_status(paths, view.progress, is_running, description).model_copy(update=generation_fields)
-
-
-def _build_status(paths: RunPaths, progress: RunProgress, is_running: bool, description: str) -> RunStatus:
-    """Build the record of a training."""
+        steps_per_s, tokens_per_s = progress.steps_per_s, progress.tokens_per_s
+        remaining_s = progress.remaining_s
     state: Literal["running", "finished", "stopped", "not_running"]
     if progress.finished:
         state = "finished"
@@ -140,14 +135,13 @@ def _build_status(paths: RunPaths, progress: RunProgress, is_running: bool, desc
     else:
         state = "stopped" if progress.stopped else "not_running"
     return RunStatus(
-        run_id=paths.root.name, kind="training", state=state, step=progress.step,
-        planned_steps=progress.planned_steps or None, loss=progress.loss, learning_rate=progress.learning_rate,
-        validation_loss=progress.validation_loss, best_loss=progress.best_loss,
+        run_id=paths.root.name, kind="generation" if is_generation(paths) else "training", state=state,
+        step=progress.step, planned_steps=progress.planned_steps or None, loss=progress.loss,
+        learning_rate=progress.learning_rate, validation_loss=progress.validation_loss, best_loss=progress.best_loss,
         best_step=None if progress.best_loss is None else progress.best_step,
-        checkpoint_step=progress.checkpoint_step, steps_per_s=progress.steps_per_s,
-        tokens_per_s=progress.tokens_per_s, remaining_s=progress.remaining_s if is_running else None,
-        attempts=progress.attempts, lost_steps=progress.lost_steps, alerts=tuple(progress.alerts),
-        notices=tuple(progress.notices), description=description,
+        checkpoint_step=progress.checkpoint_step, steps_per_s=steps_per_s, tokens_per_s=tokens_per_s,
+        remaining_s=remaining_s if is_running else None, attempts=progress.attempts, lost_steps=progress.lost_steps,
+        alerts=tuple(progress.alerts), notices=tuple(progress.notices), description=description,
     )  # fmt: skip
 
 

@@ -6,21 +6,19 @@ the workers, reports the trials to the terminal and MLflow, and writes the repor
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ratchet.config import params_file
-from ratchet.config.machine import Machine
 from ratchet.config.settings import Settings
+from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
 from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.signals import StopSignal
-from ratchet.runs.status import RunProgress
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
@@ -34,6 +32,7 @@ from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning import final_round, ray_cluster, samplers, scheduler, worker_pool
 from ratchet.tuning import report as adoption
+from ratchet.tuning.cost_estimate import estimate_search
 from ratchet.tuning.report import AdoptedTrial
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import retry_storage
@@ -45,6 +44,8 @@ from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerKillInjector, 
 POLL_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
 """Range, in seconds, from which the time between two kills of workers (`--chaos`) is drawn."""
+LATE_RUNG = 1.5
+"""A first rung that is compared later than this many times its share of a training is reported."""
 DATA_WAIT_S = 3600.0
 """Longest time that a second `ratchet sweep` waits while the first `ratchet sweep` prepares the data."""
 PAGE = "page.html"
@@ -60,16 +61,6 @@ class SweepResult(Record):
     page: Path
 
 
-class SweepDisplay(Protocol):
-    """Shows a running sweep."""
-
-    def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Show the progress; called about twice a second."""
-
-    def close(self, report: SweepReport) -> None:
-        """Show the final state."""
-
-
 def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     project: Project,
     *,
@@ -77,13 +68,13 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     fork: bool = False,
     engine: Literal["local", "ray"] = "local",
     chaos: int = 0,
-    create_display: Callable[[], SweepDisplay] | None = None,
+    create_display: Callable[[], LiveSweepTable | SweepLogPrinter] | None = None,
     on_progress: Callable[[str], None] = ignore_progress,
 ) -> SweepResult:
     """Search hyperparameters: run trials until the study is complete. Call it again to resume.
 
     Args:
-        project: the project; section sweep of its settings has the search space.
+        project: section sweep of its settings has the search space.
         workers: number of trials that run at the same time.
         fork: start a new study from the trials of the old study, after a change of sweep settings.
         engine: `local`: worker processes on this machine; `ray`: on the Ray cluster of machine.ray.
@@ -108,13 +99,17 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
             "machine.replica: trials are not copied there; `ratchet train` copies the winner when it adopts its run"
         )
     if engine == "ray":
-        require_cluster(settings.machine)
+        if settings.machine.study_storage is None:  # before any slow work
+            raise SettingsError(
+                "--engine ray: workers on several machines share the study through a database; set "
+                "machine.study_storage to its URL, such as postgresql://ratchet@db.example/studies"
+            )
+        ray_cluster.connect(settings.machine.ray.address)
     run_outdated_stages(layout, on_progress)
     require_objective_data(layout, settings)
     with StudySession.open(layout, settings, fork, create=True) as session:
-        options = _SweepOptions(workers, chaos, engine)
-        display = create_display() if create_display else _NoDisplay()
-        _SweepCommand(session, options, on_progress).run(display)
+        command = _SweepCommand(session, on_progress, workers, chaos, is_ray=engine == "ray")
+        command.run(create_display() if create_display else None)
         return _write_result(layout, session)
 
 
@@ -126,11 +121,7 @@ def report_sweep(project: Project, fork: bool = False) -> SweepResult:
 
 
 def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
-    """Write the hyperparameters of a trial into params.yaml.
-
-    Args:
-        project: the project.
-        number: the trial; None: the winner.
+    """Write the hyperparameters of a trial, by default of the winner, into params.yaml.
 
     Raises:
         DataError: there is no winner yet, or no complete trial with that number.
@@ -145,23 +136,6 @@ def _write_result(layout: ProjectLayout, session: StudySession) -> SweepResult:
     report, folder = session.report(), layout.sweep(session.store.study)
     write_report(folder, report)
     return SweepResult(report=report, page=folder / PAGE)
-
-
-@dataclass(frozen=True)
-class _SweepOptions:
-    workers: int
-    chaos: int
-    engine: str
-
-
-class _NoDisplay:
-    """A display that shows nothing."""
-
-    def show(self, report: SweepReport, progress: Mapping[int, RunProgress], workers: int) -> None:
-        """Do nothing."""
-
-    def close(self, report: SweepReport) -> None:
-        """Do nothing."""
 
 
 def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None]) -> None:
@@ -180,24 +154,10 @@ def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None
         raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
 
 
-def require_cluster(machine: Machine) -> None:
-    """Raise SettingsError if workers cannot run on a cluster, before any slow work."""
-    if machine.study_storage is None:
-        raise SettingsError(
-            "--engine ray: workers on several machines share the study "
-            "through a database; set machine.study_storage to "
-            "its URL, such as postgresql://ratchet@db.example/studies"
-        )
-    ray_cluster.connect(machine.ray.address)
-
-
 def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
     """Raise SettingsError if the data lack something that an objective needs, before any training."""
-    metrics = [
-        objective.metric
-        for objective in settings.sweep.objectives
-        if objective.metric in VALIDATION_METRICS and objective.metric != VALIDATION_LOSS
-    ]
+    measured = set(VALIDATION_METRICS) - {VALIDATION_LOSS}
+    metrics = [objective.metric for objective in settings.sweep.objectives if objective.metric in measured]
     if not metrics:
         return
     job = ValidationJob(run_ids=(), metrics=tuple(map(scheduler.parse_row_metric, metrics)))
@@ -208,22 +168,25 @@ def require_objective_data(layout: ProjectLayout, settings: Settings) -> None:
 class _SweepCommand:
     """Runs the workers of a sweep and reports their progress, from the start of the command to its end."""
 
-    def __init__(self, session: StudySession, options: _SweepOptions, on_progress: Callable[[str], None]) -> None:
-        self._session, self._options, self._on_progress = session, options, on_progress
+    def __init__(
+        self, session: StudySession, on_progress: Callable[[str], None], workers: int, chaos: int, is_ray: bool
+    ) -> None:
+        self._session, self._on_progress = session, on_progress
+        self._worker_count, self._kill_count, self._is_ray = workers, chaos, is_ray
         self._layout, self._settings = session.layout, session.settings
         self._study = session.store.study
         self._folder = self._layout.sweep(self._study)
 
-    def run(self, display: SweepDisplay) -> None:
+    def run(self, display: LiveSweepTable | SweepLogPrinter | None) -> None:
         """Start workers and wait until the study is complete. Raises the exceptions of `sweep`."""
         for library, installed in samplers.library_versions().items():
             if (recorded := self._session.store.versions.get(library, installed)) != installed:
-                self._on_progress(
-                    f"the study was started with {library} {recorded}, installed "
-                    f"is {installed}: it may propose other values"
-                )
+                note = f"the study was started with {library} {recorded}, installed is {installed}"
+                self._on_progress(f"{note}: it may propose other values")
         if cause := self._session.resume_after_failures():
             self._on_progress(f"the sweep had stopped: {cause}; resuming")
+        if not self._session.store.trials():
+            self._report_estimate()
         pool = self._create_pool()
         status: Status = "FAILED"
         with ExitStack() as stack:
@@ -247,33 +210,38 @@ class _SweepCommand:
                 "  fix the cause and run the command again: the sweep resumes and does not count these failures"
             )
 
+    def _report_estimate(self) -> None:
+        settings = self._settings
+        estimate = estimate_search(self._layout, settings, self._session.space, self._worker_count)
+        self._on_progress(estimate.format())
+        pruner, first = settings.sweep.resolved_pruner, estimate.first_pruning
+        if pruner.kind != "none" and first > LATE_RUNG * pruner.min_resource_fraction:
+            self._on_progress(
+                f"the first rung, {pruner.min_resource_fraction:.0%} of a training, is compared at {first:.0%}: a "
+                f"smaller train.validate_every_steps (now {settings.train.validate_every_steps}) saves training"
+            )
+
     def _create_pool(self) -> WorkerPool:
         from ratchet.data import token_files
 
-        options, settings = self._options, self._settings
-        is_ray = options.engine == "ray"
-        machine = (
-            ray_cluster.adapt_machine_to_nodes(settings.machine)
-            if is_ray
-            else worker_pool.divide_threads(settings.machine, options.workers)
-        )
+        settings, root = self._settings, self._layout.root
+        if self._is_ray:
+            machine = ray_cluster.adapt_machine_to_nodes(settings.machine)
+        else:
+            machine = worker_pool.divide_threads(settings.machine, self._worker_count)
         worker_params = self._folder / "params.yaml"  # the project's file may change while workers run
         files.make_directory(self._folder)
-        final_round.write_objective(
-            self._layout, self._study, token_files.open_split(self._layout.data, "validation")["id"]
-        )
+        validation_ids = token_files.open_split(self._layout.data, "validation")["id"]
+        final_round.write_objective(self._layout, self._study, validation_ids)
         text = params_file.dump(settings.model_copy(update={"machine": machine}))
         files.write_atomic(worker_params, text)
-        kills = WorkerKillInjector(options.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if options.chaos else None
-        root = self._layout.root
-        engine: WorkerLauncher = (
-            ray_cluster.RayWorkerLauncher(machine.ray, root, text, self._on_progress)
-            if is_ray
-            else LocalWorkerLauncher([str(root), str(worker_params)])
-        )
-        return WorkerPool(engine, options.workers, self._folder, kills, self._on_progress)
+        kills = WorkerKillInjector(self._kill_count, settings.sweep.sampler.seed, CHAOS_GAP_S)
+        engine: WorkerLauncher = LocalWorkerLauncher([str(root), str(worker_params)])
+        if self._is_ray:
+            engine = ray_cluster.RayWorkerLauncher(machine.ray, root, text, self._on_progress)
+        return WorkerPool(engine, self._worker_count, self._folder, kills, self._on_progress)
 
-    def _watch(self, pool: WorkerPool, display: SweepDisplay, stop: StopSignal) -> Status:
+    def _watch(self, pool: WorkerPool, display: LiveSweepTable | SweepLogPrinter | None, stop: StopSignal) -> Status:
         progress = TrialProgressReader(self._layout.runs)
         final_round_progress = FinalRoundProgress(self._session)
         self._last = self._session.report(with_importances=False)
@@ -284,12 +252,14 @@ class _SweepCommand:
                     self._last = self._session.report(with_importances=False)
                     for line in final_round_progress.list_news(self._last):
                         self._on_progress(line)
-                display.show(self._last, progress.read(self._last), pool.alive_count)
+                if display is not None:
+                    display.show(self._last, progress.read(self._last), pool.alive_count)
                 stop.wait(POLL_S, _do_nothing)
             wait_s = self._settings.machine.storage_timeout_s
             self._last = retry_storage(lambda: self._session.report(with_importances=False), wait_s, _do_nothing)
         finally:
-            display.close(self._last)
+            if display is not None:
+                display.close(self._last)
         if pool.kill_count:
             self._on_progress(f"{pool.kill_count} workers were killed as requested (--chaos)")
         if stop.is_requested:
@@ -319,7 +289,8 @@ class _SweepCommand:
             return tracking.create_callback(paths, self._settings, plots.draw_loss_curve, reconcile=False)
 
         def reconcile() -> None:
-            for note in (*tracking.reconcile(self._layout.runs), *sweep_tracker.reconcile(self._is_alive)):
+            is_running = partial(is_sweep_running, self._layout)
+            for note in (*tracking.reconcile(self._layout.runs), *sweep_tracker.reconcile(is_running)):
                 self._on_progress(note)
 
         sync = SweepTrackingSync(
@@ -332,20 +303,14 @@ class _SweepCommand:
         sync.start()
         return sync
 
-    def _is_alive(self, study: str) -> bool:
-        """Return whether a command of this project runs the study; this command counts too."""
-        return FileLock(self._layout.stage_lock(f"sweep-{study}"), study).is_held()
-
     def _finish_tracking(self, tracking_sync: SweepTrackingSync, status: Status) -> None:
         """Write the report and send it with the remaining data to MLflow."""
         try:
             report = self._session.report()
         except (StorageError, LockHeldError):  # the storage has failed: MLflow receives the last report
             report = self._last
-        paths = write_report(self._folder, report)
-        tracking_sync.close(
-            self._settings.machine.tracking_timeout_s, partial(self._sweep_tracker.finish, report, {"": paths}, status)
-        )
+        finish = partial(self._sweep_tracker.finish, report, {"": write_report(self._folder, report)}, status)
+        tracking_sync.close(self._settings.machine.tracking_timeout_s, finish)
 
 
 def write_report(folder: Path, report: SweepReport) -> list[Path]:
@@ -357,14 +322,16 @@ def write_report(folder: Path, report: SweepReport) -> list[Path]:
     return [page, record]
 
 
+def is_sweep_running(layout: ProjectLayout, study: str) -> bool:
+    """Return whether a command of this project runs the study."""
+    return FileLock(layout.stage_lock(f"sweep-{study}"), study).is_held()
+
+
 def _savings_metrics(report: SweepReport) -> dict[str, float]:
     """Compute the metrics of the whole sweep for MLflow."""
     savings = compute_savings(report)
-    return {
-        "saved/tokens": float(savings.tokens),
-        "saved/seconds": savings.seconds,
-        "tokens": float(savings.trained_tokens),
-    }
+    tokens, trained = float(savings.tokens), float(savings.trained_tokens)
+    return {"saved/tokens": tokens, "saved/seconds": savings.seconds, "tokens": trained}
 
 
 def _do_nothing() -> None:

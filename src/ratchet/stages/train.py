@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ratchet.config.machine import Machine
-from ratchet.config.settings import Settings
 from ratchet.errors import InterruptedRunError, SettingsError
 from ratchet.reports import plots
 from ratchet.reports.training_page import format_profile, write_train_page
@@ -21,7 +20,6 @@ from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, require_extras
 from ratchet.storage import files
 from ratchet.storage.digests import code_version
-from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.training import (
     MIN_PROFILE_STEPS,
@@ -58,7 +56,7 @@ def train(
     """Run the stage: start or resume the run until its result is sealed, then link the result as the stage's output.
 
     Args:
-        project: the project.
+        project: a project in which stages base and prepare have run.
         create_callbacks: creates the callbacks of the run.
         publish: receives the run and its HTML page when the run is complete.
 
@@ -111,50 +109,40 @@ def profile_training(project: Project, steps: int) -> str:
         LockHeldError: another process profiles or trains in this project.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
-    with project.lock("train"):
-        return _profile(project.layout, project.settings, steps)
-
-
-def _profile(layout: ProjectLayout, settings: Settings, steps: int) -> str:
-    if steps < MIN_PROFILE_STEPS:
-        raise SettingsError(
-            f"--profile {steps}: it takes {MIN_PROFILE_STEPS} optimizer steps "
-            f"at least: one to warm up, two for a median, "
-            "one to trace"
-        )
-    launch = build_launch(layout, settings).model_copy(update={"profile_steps": steps})
-    spec = build_run_spec(layout, settings)
-    _require_steps(layout, settings)
-    if settings.machine.replica is not None:
-        print_message("a profile is not copied to machine.replica")
-    work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
-    _remove_profile(work)
-    run = RunDirectory.open(work.root.parent, spec)
-    try:
-        try:
-            supervise(run, launch, [], code_version())
-        except InterruptedRunError:
-            raise InterruptedRunError(
-                f"profile of run {spec.run_id}: interrupted; nothing of it is kept, the run is as it was"
-            ) from None
-        text = format_profile(TrainingProfile.load(work.result / PROFILE))
-        with storage_errors(target), files.sealed_directory(target, "profile") as scratch:
-            for name in (PROFILE, TRACE):
-                files.link_or_copy(work.result / name, scratch / name)
-            files.write_atomic(scratch / PAGE, text)
-        _remove_profile(work, run)
-    finally:
-        run.close()
-    return f"{text}\n  {target / PAGE}\n  {target / TRACE}: open it in https://ui.perfetto.dev or chrome://tracing"
-
-
-def _require_steps(layout: ProjectLayout, settings: Settings) -> None:
-    """Raise SettingsError for a training that is too short, before its worker loads the model for minutes."""
     from ratchet.data import token_files  # loads pyarrow, which otherwise only the worker needs
     from ratchet.data.batches import BatchPlan
 
-    files.verify_sealed(layout.data, "data")
-    require_steps(BatchPlan(token_files.read_lengths(layout.data, "train"), settings.train).steps)
+    layout, settings = project.layout, project.settings
+    if steps < MIN_PROFILE_STEPS:
+        raise SettingsError(
+            f"--profile {steps}: it takes {MIN_PROFILE_STEPS} optimizer steps at least: one to warm up, two for a "
+            "median, one to trace"
+        )
+    with project.lock("train"):
+        launch = build_launch(layout, settings).model_copy(update={"profile_steps": steps})
+        spec = build_run_spec(layout, settings)
+        files.verify_sealed(layout.data, "data")
+        # A training that is too short is refused before its worker loads the model for minutes.
+        require_steps(BatchPlan(token_files.read_lengths(layout.data, "train"), settings.train).steps)
+        if settings.machine.replica is not None:
+            print_message("a profile is not copied to machine.replica")
+        work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
+        _remove_profile(work)
+        run = RunDirectory.open(work.root.parent, spec)
+        try:
+            supervise(run, launch, [], code_version())
+            text = format_profile(TrainingProfile.load(work.result / PROFILE))
+            with storage_errors(target), files.sealed_directory(target, "profile") as scratch:
+                for name in (PROFILE, TRACE):
+                    files.link_or_copy(work.result / name, scratch / name)
+                files.write_atomic(scratch / PAGE, text)
+            _remove_profile(work, run)
+        except InterruptedRunError:
+            text = f"profile of run {spec.run_id}: interrupted; nothing of it is kept, the run is as it was"
+            raise InterruptedRunError(text) from None
+        finally:
+            run.close()
+    return f"{text}\n  {target / PAGE}\n  {target / TRACE}: open it in https://ui.perfetto.dev or chrome://tracing"
 
 
 def _remove_profile(work: RunPaths, run: RunDirectory | None = None) -> None:
@@ -165,14 +153,9 @@ def _remove_profile(work: RunPaths, run: RunDirectory | None = None) -> None:
 
 
 def write_page(paths: RunPaths) -> None:
-    """Write the page of a finished run: loss, modules, memory.
-
-    The page has data of this machine, so it is not an output of a stage.
-    """
-    report, analysis = (
-        TrainReport.load(paths.result / "train.json"),
-        AdapterAnalysis.load(paths.result / "analysis.json"),
-    )
+    """Write the page of a finished run. It has data of this machine, so it is not an output of a stage."""
+    report = TrainReport.load(paths.result / "train.json")
+    analysis = AdapterAnalysis.load(paths.result / "analysis.json")
     forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
     measured = status.read_progress(paths).memory.peaks
     loss = plots.build_loss_figure(paths.journal)

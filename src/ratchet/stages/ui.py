@@ -11,30 +11,29 @@ from ratchet.errors import SettingsError, TrackingError
 from ratchet.reports import plots
 from ratchet.runs.log import print_message
 from ratchet.stages.project import Project, ignore_progress
-from ratchet.storage.files import FileLock
-from ratchet.storage.layout import ProjectLayout
+from ratchet.stages.sweep import is_sweep_running
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 
 
 def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_progress) -> NoReturn:
-    """Replace this process by MLflow's server. The store is created if it does not exist.
+    """Replace this process by MLflow's server at 127.0.0.1. The store is created if it does not exist.
 
-    First, the function ends runs and sweeps that MLflow shows as RUNNING although no process works on them. If runs are
-    tracked on a server (machine.tracking_uri), the function prints the server's views too: only the project's own store
-    has registered models.
-
-    Args:
-        project: the project.
-        port: the port on 127.0.0.1.
-        on_progress: receives a line with name and address for each of Ratchet's views.
+    First, the function ends runs and sweeps that MLflow shows as RUNNING although no process works on them, and reports
+    name and address of each of Ratchet's views. If runs are tracked on a server (machine.tracking_uri), it reports the
+    server's views too: only the project's own store has registered models.
 
     Raises:
         SettingsError: another process uses the port.
         TrackingSchemaError: another version of MLflow wrote the store.
         TrackingError: the store cannot be read or written.
     """
-    _require_free_port(port)
+    with socket.socket() as probe:  # MLflow would report a port in use only in its log, and exit with 0
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as MLflow does: a port just closed is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from None
     layout, settings = project.layout, project.settings
     model_name = settings.promote.model_name
     local = MlflowTracker(layout, model_name)
@@ -61,26 +60,9 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
     os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 (no shell is wanted)
 
 
-def _require_free_port(port: int) -> None:
-    """Raise SettingsError if the port is in use. MLflow would report this only in its log, and exit with 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as MLflow's server does: a port that was just closed is free
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from None
-
-
 def _end_dead_runs(tracker: MlflowTracker, project: Project) -> None:
     """End runs and sweeps that are RUNNING although no process works on them, and send their missing data to MLflow."""
     for note in tracker.send_missing(project.layout.runs, project.settings, plots.draw_loss_curve):
         print_message(note)
-    for note in MlflowSweepTracker(tracker, lambda _: {}).reconcile(partial(_is_sweep_running, project.layout)):
+    for note in MlflowSweepTracker(tracker, lambda _: {}).reconcile(partial(is_sweep_running, project.layout)):
         print_message(note)
-
-
-def _is_sweep_running(layout: ProjectLayout, study: str) -> bool:
-    """Return whether a process works on a study of this project."""
-    return FileLock(layout.stage_lock(f"sweep-{study}"), study).is_held()

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.errors import DamagedFileError, DataError, ProjectError, SettingsError
-from ratchet.registry import model_store
+from ratchet.registry import keys, model_store, signature
 from ratchet.registry.deployment import release
-from ratchet.registry.signing import keys, signature
-from ratchet.registry.signing.keys import SHOWN_DIGITS, Keyring
-from ratchet.registry.signing.signature import SIGNATURE, SignatureVerdict
+from ratchet.registry.keys import SHOWN_DIGITS, Keyring
+from ratchet.registry.signature import SIGNATURE
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, compute_run_id
 from ratchet.runs.journal import JournalReader
 from ratchet.storage import digests, files
@@ -97,7 +96,7 @@ def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path 
         SettingsError: a path contains nothing that can be checked, or the file of the key contains no public key.
         ProjectError: `project` is not a project.
     """
-    trust = SignatureTrust(keys.build_keyring([keys.read_public_key(public_key)]) if public_key else None, project)
+    trust = SignatureTrust(Keyring(keys=(keys.read_public_key(public_key),)) if public_key else None, project)
     checks = [(_choose_check(path), path) for path in paths]
     return VerifyReport(findings=tuple(finding for check, path in checks for finding in check(path, trust)))
 
@@ -143,7 +142,6 @@ def _list_folders(parent: Path) -> list[Path]:
 
 
 def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """Check every release in a deployment directory."""
     folders = _list_folders(root / "releases")
     for folder in folders:
         yield from _verify_signed(folder, trust)
@@ -173,34 +171,25 @@ def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], t
     """Check who signed an undamaged folder, and whether that signer is trusted."""
     try:
         keyring = trust.keyring(path)
-        if keyring is None:
-            return _check_without_keyring(path)
-        if kind == "model":
+        if kind == "model" and keyring is not None:
             verdict = signature.verify_folder(path, keyring, known_digests)
         else:
-            verdict = signature.read_signature(path, keyring)
+            verdict = signature.read_signature(path, Keyring() if keyring is None else keyring)
         if kind == release.KIND and verdict.state == "trusted":
             release.require_signed(path, release.verify_release(path), verdict.files)
     except (DamagedFileError, DataError) as error:
         return _build_damage(path, error)
     if verdict.state == "trusted":
         return VerifyFinding(status="ok", path=path / SIGNATURE, kind="signature", text=verdict.message)
-    return _build_signature_problem(path, verdict)
-
-
-def _check_without_keyring(path: Path) -> VerifyFinding:
-    """Read the signature of a folder without a keyring to check it against."""
-    verdict = signature.read_signature(path, Keyring())
-    if verdict.state != "unknown":
-        return _build_signature_problem(path, verdict)
-    signer = (
-        f"key {verdict.signer[:SHOWN_DIGITS]}" if verdict.signer != signature.SIGSTORE else "an identity of sigstore"
-    )
-    text = (
-        f"claims to be signed by {signer}, but no project says whether to trust it; name one with --project DIR, "
-        "or the key with --public-key FILE"
-    )
-    return VerifyFinding(status="untrusted", path=path, text=text)
+    text = _strip_path(path, verdict.message)
+    if keyring is None and verdict.state == "unknown":
+        is_key = verdict.signer != signature.SIGSTORE
+        signer = f"key {verdict.signer[:SHOWN_DIGITS]}" if is_key else "an identity of sigstore"
+        text = (
+            f"claims to be signed by {signer}, but no project says whether to trust it; name one with --project DIR, "
+            "or the key with --public-key FILE"
+        )
+    return VerifyFinding(status=SIGNATURE_STATUS[verdict.state], path=path, text=text)
 
 
 def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> VerifyFinding:
@@ -220,10 +209,6 @@ def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | N
 
 def _build_damage(path: Path, error: Exception) -> VerifyFinding:
     return VerifyFinding(status="damaged", path=path, text=_strip_path(path, str(error)))
-
-
-def _build_signature_problem(path: Path, verdict: SignatureVerdict) -> VerifyFinding:
-    return VerifyFinding(status=SIGNATURE_STATUS[verdict.state], path=path, text=_strip_path(path, verdict.message))
 
 
 def _strip_path(path: Path, text: str) -> str:
@@ -277,21 +262,21 @@ def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
         yield _build_damage(root, error)
     else:
         yield VerifyFinding(status="ok", path=run.spec, kind="spec", digest=run_id, size_bytes=run.spec.stat().st_size)
-    yield _verify_journal(run)
+    yield _verify_journal(run.journal)
     for path in map(run.checkpoint, run.checkpoint_steps()):
         yield _verify_sealed(path, CHECKPOINT, spec)
     if run.result.exists():
         yield _verify_sealed(run.result, RESULT)
 
 
-def _verify_journal(run: RunPaths) -> VerifyFinding:
-    if not run.journal.exists():
-        return VerifyFinding(status="damaged", path=run.journal, text="missing")
-    reader = JournalReader(run.journal)
+def _verify_journal(path: Path) -> VerifyFinding:
+    if not path.exists():
+        return VerifyFinding(status="damaged", path=path, text="missing")
+    reader = JournalReader(path)
     events = sum(1 for _ in reader.read())
-    size = run.journal.stat().st_size
     if reader.damaged_lines:
         text = f"{reader.damaged_lines} damaged line(s) among {events} events"
-        return VerifyFinding(status="damaged", path=run.journal, text=text)
+        return VerifyFinding(status="damaged", path=path, text=text)
+    size = path.stat().st_size
     text = f"{events} events" + ("; the last line is not finished" if size > reader.offset else "")
-    return VerifyFinding(status="ok", path=run.journal, kind="journal", size_bytes=size, text=text)
+    return VerifyFinding(status="ok", path=path, kind="journal", size_bytes=size, text=text)

@@ -5,10 +5,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TextIO
 
 from rich.console import ConsoleDimensions, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -18,15 +18,11 @@ from ratchet.config.machine import Machine
 from ratchet.console.callback import LINE_EVERY_S, RunEventFormatter, step_unit, summarize_run
 from ratchet.console.run_screen import render_panel, render_table
 from ratchet.console.terminal import choose_overflow, clean_text, create_console, is_live_terminal
-from ratchet.errors import ReplicaError, SettingsError
+from ratchet.errors import ReplicaError, SettingsError, first_line
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.progress_view import LocalRunSource, RunSource
 from ratchet.storage.layout import ProjectLayout
-
-if TYPE_CHECKING:
-    from ratchet.runs.replication.remote_status import RemoteRunSource
-    from ratchet.runs.replication.store import ReplicaStore
 
 DRAW_INTERVAL_S = 0.5
 SEARCH_INTERVAL_S = 3.0
@@ -39,50 +35,58 @@ FILE_SIZE = 100, 40
 """Columns and lines of the screen if the output is not a terminal; the variable COLUMNS sets another width."""
 
 
-@dataclass(frozen=True)
-class WatchOptions:
-    """Options of `ratchet watch`."""
-
-    runs: tuple[str, ...] = ()
-    """Run ids, or their first characters; empty: all active runs."""
-    replica: str | bool | None = None
-    """A replica's URL; True: machine.replica; None: runs on this machine."""
-    once: bool = False
-    """Draw once and return."""
-
-
-class WatchSource(Protocol):
+@dataclass
+class _WatchSource:
     """The runs to show."""
 
     interval_s: float
     """Time between two calls of `refresh`, in seconds."""
     empty_text: str
-    """Text to show while the list of runs is empty."""
+    """Text to show while there are no runs."""
+    runs: dict[str, RunSource]
+    find_active: Callable[[Container[str]], Iterable[RunSource]] | None
+    """Finds active runs that are not among the given names; None: only runs that the user named are shown."""
+    searched_s: float = -math.inf
 
     def refresh(self) -> Sequence[RunSource]:
         """Read new events, and return the runs. A run that was returned before stays in the list."""
+        if self.find_active is not None and time.monotonic() - self.searched_s > SEARCH_INTERVAL_S:
+            self.searched_s = time.monotonic()
+            self.runs |= {run.name: run for run in self.find_active(self.runs)}
+        for run in self.runs.values():
+            run.refresh()
+        return list(self.runs.values())
 
 
-def watch(layout: ProjectLayout | None, machine: Machine, options: WatchOptions, stream: TextIO) -> None:
+def watch(
+    layout: ProjectLayout | None,
+    machine: Machine,
+    stream: TextIO,
+    names: Sequence[str] = (),
+    replica: str | bool | None = None,
+    once: bool = False,
+) -> None:
     """Show runs until all are finished or the user presses Ctrl-C; without a terminal, until none is active.
 
     Args:
         layout: the project; None outside one, where only a replica can be watched.
         machine: settings of the project, or the defaults.
-        options: which runs to show, and from where.
         stream: the output. If the output is not a terminal, a line is printed for each change.
+        names: run ids, or their first characters; empty: all active runs, or else the newest one.
+        replica: a replica's URL; True: machine.replica; None: runs on this machine.
+        once: draw once and return.
 
     Raises:
         DataError: no run has this id, or several do.
         SettingsError: there is no project and no replica, or the replica cannot be used.
         ReplicaError: the replica cannot be reached at the start.
     """
-    source = _choose_source(layout, machine, options)
+    source = _open_source(layout, machine, names, replica)
     try:
-        if options.once:
+        if once:
             _print_once(source, stream)
         elif is_live_terminal(stream):
-            _WatchScreen(source, stream).run()
+            _redraw_screen(source, stream)
         else:
             _print_events(source, stream)
     except KeyboardInterrupt:
@@ -103,97 +107,46 @@ def render_runs(runs: Sequence[RunSource], now: float, options: ConsoleOptions) 
     return Group(*(render_panel(*row, now, options) for row in rows))
 
 
-def _choose_source(layout: ProjectLayout | None, machine: Machine, options: WatchOptions) -> WatchSource:
-    if options.replica is not None:
+def _open_source(
+    layout: ProjectLayout | None, machine: Machine, names: Sequence[str], replica: str | bool | None
+) -> _WatchSource:
+    if replica is not None:
         from ratchet.runs.replication import remote_status
+        from ratchet.runs.replication.remote_status import RemoteRunSource
 
-        names = list(options.runs)
-        store, first = remote_status.resolve_replica(machine, options.replica, names[0] if names else None)
-        return _ReplicaWatchSource(store, [name for name in (first, *names[1:]) if name])
+        store, first = remote_status.resolve_replica(machine, replica, names[0] if names else None)
+        ids = [remote_status.find_remote_run(store, name) for name in (first, *names[1:]) if name]
+
+        def find_held(known: Container[str]) -> Iterable[RunSource]:
+            return [RemoteRunSource(store, name) for name in remote_status.list_held_runs(store) if name not in known]
+
+        text = f"no machine trains a run in {store.display_url} now; to name one, `ratchet status --replica` lists them"
+        remote_runs: dict[str, RunSource] = {name: RemoteRunSource(store, name) for name in ids}
+        return _WatchSource(REPLICA_INTERVAL_S, text, remote_runs, None if ids else find_held)
     if layout is None:
         raise SettingsError(
             "there is no params.yaml in this directory or above it: name a project (--project DIR) or a replica "
             "(--replica URL)"
         )
-    return _LocalWatchSource((layout.runs, layout.generations), options.runs)
+    folders = layout.runs, layout.generations
+
+    def open_run(paths: RunPaths) -> RunSource:
+        paths.require_known_format()
+        return LocalRunSource(paths)
+
+    def find_active(known: Container[str]) -> Iterable[RunSource]:
+        new = [paths for paths in directory.list_runs(*folders) if paths.root.name not in known]
+        active = [paths for paths in new if paths.lock().is_held()]
+        if not known and not active and (newest := directory.find_newest_run(*folders)):
+            active = [newest]
+        return map(open_run, active)
+
+    text = f"no run in {folders[0]} yet; `dvc repro`, `ratchet sweep` or `ratchet generate` starts one"
+    runs = {run.name: run for run in (open_run(directory.find_run(folders, name)) for name in names)}
+    return _WatchSource(DRAW_INTERVAL_S, text, runs, None if names else find_active)
 
 
-class _LocalWatchSource:
-    """Runs of a project on this machine.
-
-    Args:
-        folders: directories that contain run directories.
-        names: run ids, or their first characters; empty: every run that becomes active, or else the newest one.
-    """
-
-    interval_s = DRAW_INTERVAL_S
-
-    def __init__(self, folders: tuple[Path, ...], names: Sequence[str]) -> None:
-        self._folders, self._is_search = folders, not names
-        self._runs: dict[str, LocalRunSource] = {}
-        self._last_search_s = -math.inf
-        for name in names:
-            self._add(directory.find_run(folders, name))
-        self.empty_text = f"no run in {folders[0]} yet; `dvc repro`, `ratchet sweep` or `ratchet generate` starts one"
-
-    def _add(self, paths: RunPaths) -> None:
-        if paths.root.name not in self._runs:
-            paths.require_known_format()
-            self._runs[paths.root.name] = LocalRunSource(paths)
-
-    def refresh(self) -> Sequence[RunSource]:
-        """See `WatchSource.refresh`."""
-        if self._is_search and time.monotonic() - self._last_search_s > SEARCH_INTERVAL_S:
-            self._last_search_s = time.monotonic()
-            for paths in directory.list_runs(*self._folders):
-                if paths.lock().is_held():
-                    self._add(paths)
-            if not self._runs and (newest := directory.find_newest_run(*self._folders)):
-                self._add(newest)
-        for run in self._runs.values():
-            run.refresh()
-        return list(self._runs.values())
-
-
-class _ReplicaWatchSource:
-    """Runs in a replica.
-
-    Args:
-        store: the replica.
-        names: run ids, or their first characters; empty: every run whose lease a machine holds.
-    """
-
-    interval_s = REPLICA_INTERVAL_S
-
-    def __init__(self, store: "ReplicaStore", names: Sequence[str]) -> None:
-        from ratchet.runs.replication import remote_status
-
-        self._store, self._is_search = store, not names
-        self._runs: dict[str, RemoteRunSource] = {}
-        for name in names:
-            self._add(remote_status.find_remote_run(store, name))
-        self.empty_text = (
-            f"no machine trains a run in {store.display_url} now; to name one, `ratchet status --replica` lists them"
-        )
-
-    def _add(self, name: str) -> None:
-        from ratchet.runs.replication.remote_status import RemoteRunSource
-
-        self._runs.setdefault(name, RemoteRunSource(self._store, name))
-
-    def refresh(self) -> Sequence[RunSource]:
-        """See `WatchSource.refresh`."""
-        from ratchet.runs.replication import remote_status
-
-        if self._is_search:
-            for name in remote_status.list_held_runs(self._store):
-                self._add(name)
-        for run in self._runs.values():
-            run.refresh()
-        return list(self._runs.values())
-
-
-def _print_once(source: WatchSource, stream: TextIO) -> None:
+def _print_once(source: _WatchSource, stream: TextIO) -> None:
     """Draw the runs once."""
     runs = source.refresh()
     if not runs:
@@ -205,51 +158,40 @@ def _print_once(source: WatchSource, stream: TextIO) -> None:
     console.print(render_runs(runs, time.time(), console.options))
 
 
-class _WatchScreen:
-    """Redraws on the terminal's alternate screen, and leaves the last picture on the normal screen."""
+def _redraw_screen(source: _WatchSource, stream: TextIO) -> None:
+    """Redraw on the terminal's alternate screen until all runs are finished; leave the last picture on the normal one.
 
-    def __init__(self, source: WatchSource, stream: TextIO) -> None:
-        self._source, self._console = source, create_console(stream)
-        self._runs: Sequence[RunSource] = []
-        self._refreshed_s = -math.inf
-        self._problem = ""
+    Raises ReplicaError if the first refresh fails; later failures are shown below the runs.
+    """
+    console, problem = create_console(stream), ""
+    runs, refreshed_s = source.refresh(), time.monotonic()
 
-    def run(self) -> None:
-        """Redraw until all runs are finished. Raises ReplicaError if the first refresh fails."""
-        self._refresh()
-        try:
-            with Live(console=self._console, screen=True, auto_refresh=False) as live:
-                while True:
-                    live.update(self._render(), refresh=True)
-                    if self._runs and all(run.sidecar.finished for run in self._runs):
-                        break
-                    time.sleep(DRAW_INTERVAL_S)
-                    self._refresh_if_due()
-        finally:
-            self._console.print(self._render())
-
-    def _refresh_if_due(self) -> None:
-        if time.monotonic() - self._refreshed_s < self._source.interval_s:
-            return
-        try:
-            self._refresh()
-        except ReplicaError as error:
-            self._refreshed_s, self._problem = time.monotonic(), str(error).splitlines()[0]
-
-    def _refresh(self) -> None:
-        self._runs = self._source.refresh()
-        self._refreshed_s, self._problem = time.monotonic(), ""
-
-    def _render(self) -> RenderableType:
-        options = self._console.options
+    def render() -> RenderableType:
+        options = console.options
         options.max_height = max(1, options.max_height - 2)
-        parts = [render_runs(self._runs, time.time(), options) if self._runs else Text(self._source.empty_text)]
-        if self._problem:
-            parts.append(Text(clean_text(f"! {self._problem}"), no_wrap=True, overflow=choose_overflow(options)))
+        parts = [render_runs(runs, time.time(), options) if runs else Text(source.empty_text)]
+        if problem:
+            parts.append(Text(clean_text(f"! {problem}"), no_wrap=True, overflow=choose_overflow(options)))
         return Group(*parts)
 
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(render(), refresh=True)
+                if runs and all(run.sidecar.finished for run in runs):
+                    break
+                time.sleep(DRAW_INTERVAL_S)
+                if time.monotonic() - refreshed_s >= source.interval_s:
+                    try:
+                        runs, problem = source.refresh(), ""
+                    except ReplicaError as error:
+                        problem = first_line(error)
+                    refreshed_s = time.monotonic()
+    finally:
+        console.print(render())
 
-def _print_events(source: WatchSource, stream: TextIO) -> None:
+
+def _print_events(source: _WatchSource, stream: TextIO) -> None:
     """Print lines: a summary of each run when it is first seen, then its events, until no run is active."""
     console = create_console(stream)
     formatters: dict[str, RunEventFormatter] = {}

@@ -10,7 +10,6 @@ Fault injection replaces `before`, which is called before each operation that ch
 OSError, wait, or kill the process (runs/fault_injection/injection.py).
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -73,7 +72,12 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Digest of the names and contents of the files."""
-        return digests.hash_files({name: sha for name, (sha, _) in self.files.items()})
+        return digests.hash_files(self.file_digests)
+
+    @property
+    def file_digests(self) -> dict[str, str]:
+        """SHA-256 of each file by name."""
+        return {name: sha for name, (sha, _) in self.files.items()}
 
     @property
     def size_bytes(self) -> int:
@@ -97,12 +101,10 @@ def make_directory(path: Path) -> None:
 
 
 def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], None] = _do_nothing) -> None:
-    """Write a file and fsync it. The caller makes its name durable when it seals or renames it.
+    """Write a file and fsync it; `on_block` is called after each block. The caller makes its name durable when it seals
+    or renames it.
 
-    Args:
-        path: the file. An existing file is overwritten in place, so it must not be sealed.
-        blocks: contents of the file.
-        on_block: called after each block.
+    An existing file is overwritten in place, so it must not be sealed.
     """
     before("write", path)
     with name_file_in_errors(path), path.open("wb") as stream:
@@ -172,15 +174,15 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
     """Yield a scratch directory. On success it is sealed and published as `target`; on an error it is removed.
 
     An existing `target` is replaced: readers see the old directory or the new one (on file systems that cannot exchange
-    two names, there is briefly none; see `publish_directory`).
-
-    Args:
-        target: final path of the directory.
-        kind: kind of the contents, for `verify_sealed`.
-        known: see `seal_directory`. The caller may fill it inside the context.
+    two names, there is briefly none; see `publish_directory`). For `kind` and `known` see `seal_directory`; the caller
+    may fill `known` inside the context.
     """
     make_directory(target.parent)
-    _remove_orphans(target)
+    for prefix in (PARTIAL, DISPLACED):  # leftovers of killed processes that wrote `target`
+        for path in target.parent.glob(f"{prefix}{glob.escape(target.name)}-*"):
+            pid = path.name.removeprefix(f"{prefix}{target.name}-").removeprefix("doomed-")
+            if pid.isdigit() and (pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists()):
+                _remove_or_restore(path)
     scratch = target.parent / f"{PARTIAL}{target.name}-{os.getpid()}"
     try:
         before("mkdir", scratch)
@@ -193,23 +195,11 @@ def sealed_directory(target: Path, kind: str, known: Mapping[str, Entry] | None 
         raise
 
 
-def _remove_orphans(target: Path) -> None:
-    """Remove or restore the leftovers of killed processes that wrote `target`."""
-    for prefix in (PARTIAL, DISPLACED):
-        for path in target.parent.glob(f"{prefix}{glob.escape(target.name)}-*"):
-            pid = path.name.removeprefix(f"{prefix}{target.name}-").removeprefix("doomed-")
-            if pid.isdigit() and (pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists()):
-                _remove_or_restore(path)
-
-
 def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -> Manifest:
     """Fsync every file and folder below `directory`, then write and return the manifest.
 
-    Args:
-        directory: directory to seal.
-        kind: kind of the contents, for `verify_sealed`.
-        known: SHA-256 and size, by name, of files that are already durable and need not be read again, such as links to
-            sealed files.
+    `kind` is the kind of the contents, for `verify_sealed`. `known` has SHA-256 and size, by name, of files that are
+    already durable and need not be read again, such as links to sealed files.
     """
     entries: dict[str, Entry] = {}
     for name in _list_files(directory):
@@ -291,22 +281,18 @@ def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
         names = str(directory / extra[0]) + (f" and {len(extra) - 1} more" if extra[1:] else "")
         cause = " (a cache file of `datasets.map`)" if Path(extra[0]).match("cache-*.arrow") else ""
         raise DamagedFileError(f"{names}: not in the manifest{cause}; remove it, or create the directory again")
-    for name, entry in manifest.files.items():
+    for name, (sha, size) in manifest.files.items():
+        path = directory / name
         try:
-            _check_file(directory / name, entry)
+            if not path.is_file():
+                raise DamagedFileError(f"{path}: missing, but listed in the manifest")
+            if path.stat().st_size != size:
+                raise DamagedFileError(f"{path}: found {path.stat().st_size} bytes; expected {size} (manifest)")
+            if digests.hash_file(path) != sha:
+                raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
         except OSError as error:  # for example a bad sector
-            raise DamagedFileError(f"{directory / name}: cannot be read ({error.strerror})") from None
+            raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
     return manifest
-
-
-def _check_file(path: Path, entry: Entry) -> None:
-    sha, size = entry
-    if not path.is_file():
-        raise DamagedFileError(f"{path}: missing, but listed in the manifest")
-    if path.stat().st_size != size:
-        raise DamagedFileError(f"{path}: found {path.stat().st_size} bytes; expected {size} (manifest)")
-    if digests.hash_file(path) != sha:
-        raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
 
 
 def link_file(source: Path, target: Path) -> bool:
@@ -403,11 +389,9 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def require_writable(target: Path, option: str) -> None:
-    """Check that a file can be created, in a folder that need not exist. Leaves no file or folder behind.
+    """Check that a file can be created or replaced, in a folder that need not exist. Leaves no file or folder behind.
 
-    Args:
-        target: the file. An existing regular file may be replaced.
-        option: command-line option that names the file, for the message.
+    The message names the command-line option.
 
     Raises:
         SettingsError: the target is a directory or a broken link, its folder cannot be created or written, or its name
@@ -421,28 +405,24 @@ def require_writable(target: Path, option: str) -> None:
         elif target.exists() and not target.is_file():
             problem = "expected a regular file; choose another name"
         else:
-            _create_and_remove(target)
-            return
+            created: list[Path] = []
+            # The name is as long as any partial name in this module.
+            probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")
+            try:
+                for folder in reversed([parent for parent in target.parents if not parent.is_dir()]):
+                    folder.mkdir()
+                    created.append(folder)
+                os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+                probe.unlink()
+                return
+            finally:
+                for folder in reversed(created):
+                    with suppress(OSError):  # another process has created a file in it
+                        folder.rmdir()
     except OSError as error:
-        folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
-        problem = f"cannot be created ({folder}{error.strerror}); choose another name"
+        where = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
+        problem = f"cannot be created ({where}{error.strerror}); choose another name"
     raise SettingsError(f"{option} {target}: {problem}")
-
-
-def _create_and_remove(target: Path) -> None:
-    """Create missing folders and an empty file next to the target, and remove them. Raises OSError."""
-    created: list[Path] = []
-    probe = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # as long as any partial name in this module
-    try:
-        for folder in reversed([parent for parent in target.parents if not parent.is_dir()]):
-            folder.mkdir()
-            created.append(folder)
-        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
-        probe.unlink()
-    finally:
-        for folder in reversed(created):
-            with suppress(OSError):  # another process has created a file in it
-                folder.rmdir()
 
 
 def exchange_names(a: Path, b: Path) -> bool:
@@ -470,12 +450,9 @@ def grant_read(path: Path, like: Path) -> None:
 
 
 def point_symlink(link: Path, target: str, partial: Path) -> None:
-    """Point a symbolic link to `target` atomically: readers find the old target or the new one.
+    """Create or replace a symbolic link atomically: readers find the old target or the new one.
 
-    Args:
-        link: the link to create or replace.
-        target: text of the link, relative to its folder.
-        partial: temporary name of the link in the same folder.
+    `target` is relative to the folder of the link; `partial` is a temporary name in the same folder.
     """
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -487,14 +464,10 @@ def point_symlink(link: Path, target: str, partial: Path) -> None:
 
 
 class FileLock:
-    """An exclusive advisory lock (flock).
+    """An exclusive advisory lock (flock) on a file; `subject` names the protected object in messages.
 
     The kernel releases the lock when its holder ends, so a leftover lock file has no effect. A child process that
     inherits the descriptor holds the lock too, until it ends.
-
-    Args:
-        path: lock file.
-        subject: name of the protected object, for messages.
     """
 
     def __init__(self, path: Path, subject: str) -> None:
@@ -515,18 +488,21 @@ class FileLock:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         # A process that asks `is_held` has a shared lock for a moment, so one refusal is not enough.
         deadline = time.monotonic() + max(wait_s, 2 * LOCK_POLL_S)
-        while not _try_lock(fd):
-            if time.monotonic() >= deadline:
-                holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-                os.close(fd)
-                raise LockHeldError(
-                    f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
-                )
-            time.sleep(LOCK_POLL_S)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(LOCK_POLL_S)
+                    continue
+            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise LockHeldError(
+                f"{self.subject} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
+            )
         self._fd = fd
-        with contextlib.suppress(
-            OSError
-        ):  # the content is only for the message above; a full disk must not prevent locking
+        with suppress(OSError):  # the content is only for the message above; a full disk must not prevent locking
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return self
@@ -559,11 +535,3 @@ class FileLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -61,10 +61,12 @@ def require_writable_target(target: Path) -> None:
     if target.suffix.lower() != ENDING:
         raise SettingsError(f"{message} (the name of a page must end in {ENDING}); choose such a name")
     files.require_writable(target, "--output")
-    if target.is_file() and not _is_page(target):
-        raise SettingsError(
-            f"{message} (the existing file is not a page of `ratchet`); choose another name, or remove the file"
-        )
+    if target.is_file():
+        with target.open("rb") as stream:
+            if stream.read(len(OPENING)) != OPENING:
+                raise SettingsError(
+                    f"{message} (the existing file is not a page of `ratchet`); choose another name, or remove the file"
+                )
 
 
 def write(target: Path, text: str) -> None:
@@ -82,8 +84,3 @@ def write(target: Path, text: str) -> None:
             f"--output {target}: cannot be written ({error.filename or target}: {error.strerror}); choose a file in a "
             "folder that exists or can be created"
         ) from None
-
-
-def _is_page(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(len(OPENING)) == OPENING

@@ -44,25 +44,16 @@ def explain_missing_card(output: Path) -> str:
     return f"{path.name} is not such a card" if path.exists() else f"{path.name} is missing"
 
 
-def _keep_all_keys(_: OutputCard, keys: list[str]) -> list[str]:
-    return keys
-
-
 def is_output_current(
     output: Path,
     spec: Record,
     kind: type[Kind],
     command: str,
-    select_keys: Callable[[Kind, list[str]], list[str]] = _keep_all_keys,
+    select_keys: Callable[[Kind, list[str]], list[str]] = lambda _, keys: keys,
 ) -> bool:
-    """Return whether the output exists, unchanged and with this specification.
+    """Return whether the output of a command exists, unchanged and with this specification.
 
-    Args:
-        output: output file.
-        spec: everything that determines its content.
-        kind: class of its card.
-        command: command of Ratchet that writes it.
-        select_keys: receives the card and all keys that differ; returns the keys to report, at least one.
+    `select_keys` receives the card and all keys that differ; it returns the keys to report, at least one.
 
     Raises:
         SettingsError: the file exists, but has another specification, was changed, or is not an output of the command.
@@ -86,16 +77,8 @@ def is_output_current(
 def write_output(output: Path, write: Callable[[Path], None], card: Kind) -> Kind:
     """Write an output with its card, atomically: after a crash the output is complete or absent.
 
-    Args:
-        output: output file. An existing file is replaced.
-        write: function that writes the content durably to a path.
-        card: card without the SHA-256 of the output.
-
-    Returns:
-        The card as written.
-
-    Raises:
-        OSError: the disk cannot be written; no partial file remains.
+    `write` writes the content durably to a path; `card` has no SHA-256 of the output. Returns the card as written.
+    After an OSError, no partial file remains.
     """
     files.make_directory(output.parent)
     partial = output.with_name(f"{files.PARTIAL}{output.name}")

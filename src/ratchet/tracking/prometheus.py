@@ -6,16 +6,13 @@ them. All of this runs in the supervisor, not in the worker. The module is impor
 
 import errno
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -30,18 +27,12 @@ from ratchet.storage.records.gate import Verdict
 
 WRITE_EVERY_S = 15.0
 """Seconds between two writes of the file, which is the usual scrape interval of Prometheus."""
-CLIENT_TIMEOUT_S = 10.0
-"""Seconds after which a client that neither reads nor writes is disconnected."""
 
 
 class RunMetricsCollector(Collector):
     """Callback of one run that is also a collector of prometheus_client.
 
-    Args:
-        run: run id, a label of every series.
-        project: name of the project.
-        machine: settings.
-        on_last_values: called at the end of the run, when the values are final.
+    `on_last_values` is called at the end of the run, when the values are final.
     """
 
     name = "prometheus"
@@ -69,18 +60,19 @@ class RunMetricsCollector(Collector):
             if not self._series.progress.last_t:
                 return
             samples, (buckets, seconds) = list(self._series.samples()), self._series.step_durations()
-        yield from _group_families(self._run, (self._add_project(sample) for sample in samples))
+        samples = [
+            sample._replace(labels=sample.labels | {"project": self._project})
+            if "project" in METRICS[sample.name].labels
+            else sample
+            for sample in samples
+        ]
+        yield from _group_families(self._run, samples)
         steps = Family(STEP_SECONDS, METRICS[STEP_SECONDS].help, "histogram")
         for bound, count in buckets:
             steps.add_sample(f"{STEP_SECONDS}_bucket", {"run": self._run, "le": bound}, count)
         steps.add_sample(f"{STEP_SECONDS}_count", {"run": self._run}, buckets[-1][1])
         steps.add_sample(f"{STEP_SECONDS}_sum", {"run": self._run}, seconds)
         yield steps
-
-    def _add_project(self, sample: PrometheusSample) -> PrometheusSample:
-        if "project" not in METRICS[sample.name].labels:
-            return sample
-        return sample._replace(labels=sample.labels | {"project": self._project})
 
 
 class PrometheusExporter:
@@ -94,10 +86,20 @@ class PrometheusExporter:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._registry = CollectorRegistry()
-        self._writer = _MetricsFileWriter.from_settings(machine, self._registry)
-        self._server = _MetricsServer.from_settings(machine, self._registry)
-        if self._server:
-            threading.Thread(target=self._server.serve_forever, name="metrics-port", daemon=True).start()
+        self._writer = None
+        if machine.metrics_file is not None:
+            path = Path(machine.metrics_file)
+            if not path.parent.is_dir():
+                raise StorageError(
+                    f"machine.metrics_file: {path.parent} is not a directory; create it, or set another file"
+                )
+            if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+                raise StorageError(
+                    f"machine.metrics_file: {path} cannot be written; change its permissions, or set another"
+                )
+            self._writer = _MetricsFileWriter(path, self._registry)
+        port = machine.metrics_port
+        self._server = None if port is None else _MetricsServer(machine.metrics_host, port, self._registry)
         if self._writer:
             self._writer.start()
 
@@ -110,8 +112,7 @@ class PrometheusExporter:
     def close(self) -> None:
         """Stop the server and the writer. The file is kept."""
         if self._server:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
         if self._writer:
             self._writer.end()
 
@@ -127,11 +128,9 @@ class PrometheusExporter:
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:
-    """Write the gate's verdict to a separate metrics file. A failure is printed on standard error.
+    """Write the gate's verdict to a metrics file next to `path` (`machine.metrics_file`), with `-gate` in its name.
 
-    Args:
-        path: `machine.metrics_file`; the file is written next to it, with `-gate` added to its name.
-        verdict: the decision.
+    A failure is printed on standard error.
     """
 
     class VerdictCollector(Collector):
@@ -159,13 +158,6 @@ def _group_families(run: str, samples: Iterable[PrometheusSample]) -> Iterator[F
     return iter(families.values())
 
 
-class _QuietMetricsRequest(WSGIRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
-
-    def log_message(self, *args: object) -> None:
-        """Do nothing: requests are not logged."""
-
-
 class _MetricsResponse(list[bytes]):
     """Body of a response. The server calls `close` after it has sent the body."""
 
@@ -174,29 +166,19 @@ class _MetricsResponse(list[bytes]):
         self.close = on_sent
 
 
-class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """HTTP server with a thread for each request, so that a slow client does not delay other clients."""
+class _MetricsServer:
+    """HTTP server of prometheus_client with a thread for each request, which notes when a scrape is complete.
 
-    daemon_threads = True
+    Raises SettingsError if the port cannot be bound.
+    """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _QuietMetricsRequest)
         self._fetched_s: float | None = None
         """Time of the last completed scrape, by time.monotonic()."""
         self._has_ended = False
         self._last_values_sent = threading.Event()
-        self._application = make_wsgi_app(registry)
-        self.set_app(self._serve)
-
-    @classmethod
-    def from_settings(cls, machine: Machine, registry: CollectorRegistry) -> "_MetricsServer | None":
-        """Start the server if the settings enable it. Raises SettingsError if the port cannot be bound."""
-        port, host = machine.metrics_port, machine.metrics_host
-        if port is None:
-            return None
         try:
-            return cls(host, port, registry)
+            self._server, _ = start_http_server(port, host, registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise SettingsError(
@@ -207,15 +189,13 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
                 f"machine.metrics_host, machine.metrics_port: cannot bind {host}, port {port} "
                 f"({error.strerror or error}); set an address of this machine and a port >= 1024"
             ) from None
+        self._application: Any = self._server.get_app()
+        self._server.set_app(self._serve)
 
-    def server_bind(self) -> None:
-        """Bind without a lookup of this host's name, which is slow on hosts without one."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-    def handle_error(self, *args: object) -> None:
-        """Do nothing: the client has closed the connection."""
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
 
     def wait_for_fetch(self, wait_s: float) -> None:
         """Wait up to `wait_s` seconds for a scrape of the last values. Return at once if the last scrape is older than
@@ -244,22 +224,6 @@ class _MetricsFileWriter(threading.Thread):
         self._ended = threading.Event()
         self._mutex = threading.Lock()
         self._is_failure_reported = False
-
-    @classmethod
-    def from_settings(cls, machine: Machine, registry: CollectorRegistry) -> "_MetricsFileWriter | None":
-        """Create the writer if the settings enable it. Raises StorageError if its file cannot be written."""
-        if machine.metrics_file is None:
-            return None
-        path = Path(machine.metrics_file)
-        if not path.parent.is_dir():
-            raise StorageError(
-                f"machine.metrics_file: {path.parent} is not a directory; create it, or set another file"
-            )
-        if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-            raise StorageError(
-                f"machine.metrics_file: {path} cannot be written; change its permissions, or set another"
-            )
-        return cls(path, registry)
 
     def run(self) -> None:
         while not self._ended.wait(WRITE_EVERY_S):

@@ -58,10 +58,7 @@ class Webhook:
         """Send an event if it is enabled. Return within `wait_s` seconds. Print a failure on standard error; never
         raise.
 
-        Args:
-            event: kind of event.
-            text: message that chat services show. The project's name is added in front.
-            fields: values for programs.
+        Chat services show the text, after the project's name; programs read the fields.
         """
         if event not in self.events:
             return
@@ -90,12 +87,7 @@ def _build_body(project: str, event: WebhookEvent, text: str, fields: dict[str, 
 
 
 class WebhookCallback:
-    """Callback that sends events of one run. Events before the start of this process are not sent.
-
-    Args:
-        webhook: receives the events.
-        run: run id.
-    """
+    """Callback that sends events of one run. Events before the start of this process are not sent."""
 
     name = "webhook"
 

@@ -15,9 +15,8 @@ yourself.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -51,14 +50,8 @@ MOST_MODULES = 0.75
 LOW_RANK_SHARE, HIGH_RANK_SHARE = 0.5, 0.9
 """Limits of the effective rank divided by the rank: below the first, advice suggests a smaller rank; from the second
 on, a larger rank."""
-MIN_SPREAD = 10.0
-"""Smallest factor that is reported between two kinds of modules, in their median ratios of update to weights."""
 MIN_UPDATE = 1e-3
 """Median ratio of update to weights below which a training has changed almost nothing."""
-MIN_GROWTH = 3.0
-"""Smallest factor that is reported by which gradient norms grew from the first to the last third of the run."""
-MIN_STEPS = 12
-"""Minimum number of steps with recorded gradient norms before a trend is reported."""
 MAX_NAMES = 4
 """Maximum number of module names that a sentence lists."""
 
@@ -68,19 +61,16 @@ Modules = Mapping[str, ModuleAnalysis]
 # Gradient norms during training.
 
 
-@lru_cache(maxsize=8)
-def analysis_steps(steps: int) -> frozenset[int]:
-    """Return the optimizer steps (from 1) at which module norms are recorded: evenly spread, first and last
-    included."""
-    if steps <= GRID_POINTS:
-        return frozenset(range(1, steps + 1))
-    gaps = GRID_POINTS - 1
-    return frozenset(1 + (2 * k * (steps - 1) + gaps) // (2 * gaps) for k in range(GRID_POINTS))
-
-
 def is_due(step: int, steps: int) -> bool:
-    """Return whether module norms are recorded at optimizer step `step` (from 1) of `steps`."""
-    return step in analysis_steps(steps)
+    """Return whether module norms are recorded at optimizer step `step` (from 1) of `steps`.
+
+    They are recorded at GRID_POINTS evenly spread steps, the first and the last included.
+    """
+    if steps <= GRID_POINTS or not 1 <= step <= steps:
+        return 1 <= step <= steps
+    gaps, length = GRID_POINTS - 1, steps - 1
+    nearest = (2 * gaps * (step - 1) + length) // (2 * length)
+    return step == 1 + (2 * nearest * length + gaps) // (2 * gaps)
 
 
 def compute_module_norms(model: Model) -> dict[str, float]:
@@ -88,12 +78,11 @@ def compute_module_norms(model: Model) -> dict[str, float]:
 
     Call this function when the gradient of the step is complete, before clipping. It waits for the device once.
     """
-    gradients = [
-        (name, parameter.grad)
-        for name, parameters in _trainable_by_module(model)
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+    gradients: list[tuple[str, Tensor]] = []
+    for layer_name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, BaseTunerLayer) and (parameters := _own_parameters(layer)):
+            name = name_in_base(layer_name, layer).removesuffix(".token_adapter")
+            gradients += [(name, parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for _, gradient in gradients])
@@ -110,13 +99,6 @@ def record_norms(state: TrainState, step: int, norms: Mapping[str, float]) -> Tr
     earlier, missing = state.module_norms, (0.0,) * len(state.module_norm_steps)
     series = {name: (*earlier.get(name, missing), norms.get(name, 0.0)) for name in dict.fromkeys((*earlier, *norms))}
     return replace(state, module_norm_steps=(*state.module_norm_steps, step), module_norms=series)
-
-
-def _trainable_by_module(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
-    """Yield the name of each module with an adapter, and the trainable parameters of its adapter."""
-    for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, BaseTunerLayer) and (parameters := _own_parameters(layer)):
-            yield name_in_base(name, layer).removesuffix(".token_adapter"), parameters
 
 
 def _own_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -138,11 +120,6 @@ def analyse(model: Model, state: TrainState, settings: Train) -> AdapterAnalysis
     are root mean squares over the experts, and the effective rank is the mean of the experts' effective ranks.
     `weight_norm` is 0 if the weights cannot be read. Rows of added tokens are left out: the state has their gradient
     norms, but they have no rank.
-
-    Args:
-        model: model with the weights that the run keeps; one layer at a time is dequantised.
-        state: state after the last step.
-        settings: settings of the run.
     """
     with torch.no_grad():
         modules = {factors.name: _analyse_module(factors, state) for factors in adapters.iterate_factors(model)}
@@ -159,9 +136,9 @@ def _analyse_module(factors: LoraFactors, state: TrainState) -> ModuleAnalysis:
     values = compute_singular_values(factors)  # [experts, rank]; a layer is one expert
     weight = _read_frozen_weight(factors.layer)
     update_norm = math.hypot(*values.flatten().tolist())
-    magnitude = _dora_magnitude(factors.layer)
-    if magnitude is not None and weight is not None:
-        update_norm = _dora_update_norm(weight, factors, magnitude)
+    magnitudes = list((getattr(factors.layer, "lora_magnitude_vector", None) or {}).values())
+    if magnitudes and weight is not None:
+        update_norm = _dora_update_norm(weight, factors, magnitudes[0].weight.detach().double().cpu().flatten())
     spectrum = values.square().mean(dim=0).sqrt().tolist()
     return ModuleAnalysis(
         rank=factors.rank,
@@ -212,16 +189,6 @@ def _compute_row_norms(weight: Tensor) -> Tensor:
     return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
 
 
-def _dora_magnitude(layer: torch.nn.Module) -> Tensor | None:
-    """Return DoRA's magnitudes [outputs] in float64; None for other adapters."""
-    vectors = getattr(layer, "lora_magnitude_vector", None)
-    if not vectors:
-        return None
-    (vector,) = vectors.values()
-    magnitude: Tensor = vector.weight.detach().double().cpu().flatten()
-    return magnitude
-
-
 def _dora_update_norm(weight: Tensor, factors: LoraFactors, magnitude: Tensor) -> float:
     """Return ‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
 
@@ -270,27 +237,19 @@ def suggest_changes(modules: Modules, still: Sequence[str], settings: Train) -> 
         return ()
     if not any(module.update_norm for module in modules.values()):
         return ("Nothing was learned: no module's weights have changed. Look at the loss and at train.learning_rate.",)
-    rules: tuple[Callable[[], str | None], ...] = (
-        lambda: _suggest_on_small_updates(modules, settings),
-        lambda: _suggest_on_rank(modules, settings),
-        lambda: _suggest_on_still_modules(modules, still),
-        lambda: _suggest_on_spread(modules),
-        lambda: _suggest_on_growth(modules, settings),
-    )
-    return tuple(text for rule in rules if (text := rule()))
-
-
-def _suggest_on_small_updates(modules: Modules, settings: Train) -> str | None:
+    texts = [_suggest_on_rank(modules, settings), _suggest_on_still_modules(modules, still)]
     typical = statistics.median(module.update_ratio for module in modules.values())
-    if typical >= MIN_UPDATE:
-        return None
-    return (
-        f"train.learning_rate: try {5 * settings.learning_rate:g}: the update is {typical:.2g} of a module's weights "
-        "in the median, almost nothing; if the validation loss hardly fell, steps were too small or too few."
-    )
+    if typical < MIN_UPDATE:
+        facts = f"the update is {typical:.2g} of a module's weights in the median, almost nothing"
+        texts.insert(
+            0,
+            f"train.learning_rate: try {5 * settings.learning_rate:g}: {facts}; if the validation loss hardly fell, "
+            "steps were too small or too few.",
+        )
+    return tuple(filter(None, texts))
 
 
-def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
+def _suggest_on_rank(modules: Modules, settings: Train) -> str:
     """Suggest another rank if most modules use little of their rank, or almost all of it.
 
     A few directions do most of the work of a low-rank update (Hu et al. 2021, section 7.2). If an update uses all
@@ -298,7 +257,7 @@ def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
     """
     moved = [module for module in modules.values() if module.singular_values and module.update_norm]
     if not moved or settings.adapter == "adalora":  # AdaLoRA allocates its ranks itself
-        return None
+        return ""
     shares = [module.effective_rank / len(module.singular_values) for module in moved]
     below = sum(share < LOW_RANK_SHARE for share in shares)
     near = sum(share >= HIGH_RANK_SHARE for share in shares)
@@ -316,59 +275,22 @@ def _suggest_on_rank(modules: Modules, settings: Train) -> str | None:
             f"train.rank: {2 * settings.rank} may learn more{stable}: {near} of {len(shares)} modules use at least "
             f"{HIGH_RANK_SHARE:.0%} of their rank ({facts}). Compare the validation loss."
         )
-    return None
+    return ""
 
 
-def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str | None:
+def _suggest_on_still_modules(modules: Modules, still: Sequence[str]) -> str:
     if not still:
-        return None
+        return ""
     parameters = sum(modules[name].parameters for name in still)
     share = parameters / max(1, sum(module.parameters for module in modules.values()))
     kinds: dict[str, list[str]] = {}
     for name in modules:
         kinds.setdefault(parse_module_name(name).kind, []).append(name)
     complete_kinds = sorted(kind for kind, members in kinds.items() if set(members) <= set(still))
-    names = f"every {_join_names(complete_kinds)}" if complete_kinds else _join_names(still)
+    listed = complete_kinds or still
+    rest = f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else ""
+    names = f"{'every ' if complete_kinds else ''}{', '.join(listed[:MAX_NAMES])}{rest}"
     return (
         f"train.target_modules: leave out the modules that barely moved, {len(still)} of {len(modules)} ({names}), "
         f"with {share:.1%} of the trainable parameters."
     )
-
-
-def _suggest_on_spread(modules: Modules) -> str | None:
-    """Compare kinds of modules, such as all q_proj, because modules of one kind have the same task."""
-    kinds: dict[str, list[float]] = {}
-    for name, module in modules.items():
-        kinds.setdefault(parse_module_name(name).kind, []).append(module.update_ratio)
-    medians = {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
-    moved = {kind: ratio for kind, ratio in medians.items() if ratio > 0}
-    if len(moved) < 2:
-        return None
-    most, least = max(moved, key=lambda kind: moved[kind]), min(moved, key=lambda kind: moved[kind])
-    if moved[most] < MIN_SPREAD * moved[least]:
-        return None
-    return (
-        f"train.rank_pattern, train.alpha_pattern: {most} changed by {moved[most]:.2%} of its weights in the median, "
-        f"{least} by {moved[least]:.2%}; a different rank or alpha for the two may balance them "
-        "(budgets by importance: Zhang et al. 2023, AdaLoRA)."
-    )
-
-
-def _suggest_on_growth(modules: Modules, settings: Train) -> str | None:
-    series = [module.gradient_norms for module in modules.values() if module.gradient_norms]
-    if not series or len(series[0]) < MIN_STEPS:
-        return None
-    totals = [math.hypot(*step) for step in zip(*series, strict=True)]
-    third = len(totals) // 3
-    first, last = statistics.median(totals[:third]), statistics.median(totals[-third:])
-    if first <= 0 or last < MIN_GROWTH * first:
-        return None
-    return (
-        f"train.learning_rate: try {settings.learning_rate / 2:g}: the gradient norm grew from {first:.3g} in the "
-        f"first third of the run to {last:.3g} in the last; steps may be too large."
-    )
-
-
-def _join_names(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + rest

@@ -7,6 +7,7 @@ on numbers of the run itself, so a repeated step gets the same decision.
 import math
 import statistics
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ratchet.config.train import GuardSettings
 from ratchet.training.train_state import TrainState
@@ -20,76 +21,45 @@ without this limit every step would be a spike."""
 
 
 @dataclass(frozen=True)
-class StepAcceptance:
-    """Verdict: apply the step."""
+class StepVerdict:
+    """The action for a step, with its reason."""
 
-
-@dataclass(frozen=True)
-class GradientSpike:
-    """Verdict: apply the step, and report that its gradient is unusually large."""
-
-    median: float
-    """Median gradient norm of the previous steps."""
-    deviations: float
-    """Distance of the norm from the median, divided by the scaled median absolute deviation, or by MIN_DEVIATION times
-    the median if that is larger."""
-
-
-@dataclass(frozen=True)
-class StepRepeat:
-    """Verdict: compute the same step again, because a transient hardware error does not repeat."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class StepSkip:
-    """Verdict: continue without applying this step."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class StepRollback:
-    """Verdict: continue with the weights of the last snapshot. This step and the steps since then are skipped."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class TrainingHalt:
-    """Verdict: end the run; a person must decide."""
-
-    diagnosis: str
-
-
-Verdict = StepAcceptance | GradientSpike | StepRepeat | StepSkip | StepRollback | TrainingHalt
+    action: Literal["apply", "report", "repeat", "skip", "roll_back", "stop"]
+    """`report`: apply the step, and report that its gradient is unusually large. `repeat`: compute the same step again,
+    because a transient hardware error does not repeat. `skip`: continue without it. `roll_back`: continue with the
+    weights of the last snapshot, without the steps since then. `stop`: end the run; a person must decide."""
+    reason: str = ""
+    """The problem of the step; for `stop` a diagnosis."""
+    median: float = 0.0
+    """For `report`: median gradient norm of the previous steps."""
+    deviations: float = 0.0
+    """For `report`: distance of the norm from the median, divided by the scaled median absolute deviation, or by
+    MIN_DEVIATION times the median if that is larger."""
 
 
 def judge_step(
     rules: GuardSettings, state: TrainState, loss: float, norm: float, learning_rate: float, *, repeated: bool
-) -> Verdict:
-    """Return what to do about the step after `state.step`.
-
-    Args:
-        rules: `train.guards`.
-        state: state before the step.
-        loss: loss of the step, in nats per answer token.
-        norm: L2 norm of the step's gradient before clipping.
-        learning_rate: learning rate of the step.
-        repeated: whether the step is computed again because of a StepRepeat.
-    """
-    problem = _describe_non_finite(loss, norm)
-    if problem:
-        if not repeated:
-            return StepRepeat(problem)
-        return _choose_remedy(rules, state, f"{problem}, computed twice", learning_rate, rules.on_non_finite)
-    spike = _detect_spike(rules, state, norm)
-    if spike is None:
-        return StepAcceptance()
+) -> StepVerdict:
+    """Return what to do about the step after `state.step`, by its loss (nats per answer token) and the L2 norm of its
+    gradient before clipping. `repeated`: it is computed again after the verdict `repeat`."""
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if not math.isfinite(value):
+            reason = f"{name} is {value}"
+            if not repeated:
+                return StepVerdict("repeat", reason)
+            return _choose_remedy(rules, state, f"{reason}, computed twice", learning_rate, rules.on_non_finite)
+    norms = state.grad_norms[-rules.window_steps :]
+    if len(norms) < rules.window_steps // 2:
+        return StepVerdict("apply")
+    median = statistics.median(norms)
+    spread = MAD_SCALE * statistics.median(abs(value - median) for value in norms)
+    deviation = max(spread, MIN_DEVIATION * median)
+    if norm <= median + rules.spike_deviations * deviation or deviation == 0:
+        return StepVerdict("apply")  # a window of zeros has no scale
+    deviations = (norm - median) / deviation
     if rules.on_spike == "report":
-        return spike
-    text = f"gradient norm {norm:.4g} is {spike.deviations:.4g} deviations above the running median {spike.median:.4g}"
+        return StepVerdict("report", median=median, deviations=deviations)
+    text = f"gradient norm {norm:.4g} is {deviations:.4g} deviations above the running median {median:.4g}"
     return _choose_remedy(rules, state, text, learning_rate, rules.on_spike)
 
 
@@ -127,32 +97,18 @@ def _recent_bad_steps(rules: GuardSettings, state: TrainState) -> tuple[int, ...
     return tuple(step for step in state.bad_steps if step > state.step + 1 - rules.window_steps)
 
 
-def _describe_non_finite(loss: float, norm: float) -> str:
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if not math.isfinite(value):
-            return f"{name} is {value}"
-    return ""
-
-
-def _detect_spike(rules: GuardSettings, state: TrainState, norm: float) -> GradientSpike | None:
-    """Return how far the norm is above the previous norms; None if the norm is normal, or if too few are known."""
-    norms = state.grad_norms[-rules.window_steps :]
-    if len(norms) < rules.window_steps // 2:
-        return None
-    median = statistics.median(norms)
-    spread = MAD_SCALE * statistics.median(abs(value - median) for value in norms)
-    deviation = max(spread, MIN_DEVIATION * median)
-    if norm <= median + rules.spike_deviations * deviation or deviation == 0:
-        return None  # a window of zeros has no scale
-    return GradientSpike(median, (norm - median) / deviation)
-
-
-def _choose_remedy(rules: GuardSettings, state: TrainState, reason: str, learning_rate: float, action: str) -> Verdict:
-    """Skip the step, roll back, or halt after too many bad steps."""
+def _choose_remedy(
+    rules: GuardSettings,
+    state: TrainState,
+    reason: str,
+    learning_rate: float,
+    action: Literal["skip", "roll_back", "stop"],
+) -> StepVerdict:
+    """Skip the step, roll back, or stop after too many bad steps."""
     bad = (*_recent_bad_steps(rules, state), state.step + 1)
     if action == "stop" or len(bad) > rules.max_bad_steps:
-        return TrainingHalt(_write_diagnosis(rules, state, reason, learning_rate, bad))
-    return StepRollback(reason) if action == "roll_back" else StepSkip(reason)
+        return StepVerdict("stop", _write_diagnosis(rules, state, reason, learning_rate, bad))
+    return StepVerdict(action, reason)
 
 
 def _write_diagnosis(
@@ -171,11 +127,8 @@ def _write_diagnosis(
     norms = state.grad_norms[-rules.window_steps :]
     if norms:
         lines.append(f"median gradient norm of the last {len(norms)} good steps {statistics.median(norms):.4g}")
-    scale = (
-        ""
-        if state.learning_rate_scale == 1
-        else f" (train.guards has multiplied it by {state.learning_rate_scale:.4g})"
-    )
+    factor = state.learning_rate_scale
+    scale = "" if factor == 1 else f" (train.guards has multiplied it by {factor:.4g})"
     lines.append(f"learning rate {learning_rate:.4g}{scale}; these steps changed no weight")
     if norms or len(bad) > 1:
         advice = "lower train.learning_rate or raise train.warmup_ratio, and check the rows of these steps"

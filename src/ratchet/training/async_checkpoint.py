@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ratchet.config.fields import parse_interval
@@ -41,24 +40,6 @@ POLL_S = 0.05
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def checkpoint_cost_s(blocked_s: float, save_s: float) -> float:
-    """Return the cost of one checkpoint in seconds: the time that it blocks training, plus a share of the save."""
-    return blocked_s + BACKGROUND_SHARE * save_s
-
-
-def mean_failure_interval_s(deaths: int, observed_s: float) -> float:
-    """Return the mean time between failures in seconds, estimated from the run itself.
-
-    Failures are assumed to be a Poisson process, and the failure rate has a Gamma(1, PRIOR_S) prior. The result is the
-    inverse of the posterior mean of the failure rate.
-
-    Args:
-        deaths: number of failures of this run so far.
-        observed_s: training time in which they occurred.
-    """
-    return (observed_s + PRIOR_S) / (deaths + 1)
-
-
 def optimal_interval_s(cost_s: float, failure_s: float) -> float:
     """Return the time between two checkpoints that loses the least, in seconds; 0 if a checkpoint costs nothing.
 
@@ -73,9 +54,11 @@ def optimal_interval_s(cost_s: float, failure_s: float) -> float:
 def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: float) -> float:
     """Return the interval of `auto`, in seconds.
 
-    The interval is at most MAX_INTERVAL_S, unless checkpoints would then cost more than MAX_COST_SHARE of the time.
-    Because of this share, the interval is at least ten times the duration of a save, so a save ends before the next
-    save begins.
+    A checkpoint costs the time that it blocks training, plus BACKGROUND_SHARE of the save. Failures are assumed to be a
+    Poisson process with a Gamma(1, PRIOR_S) prior of its rate; the mean time between failures is the inverse of the
+    posterior mean of the rate. The interval is at most MAX_INTERVAL_S, unless checkpoints would then cost more than
+    MAX_COST_SHARE of the time. Because of this share, the interval is at least ten times the duration of a save, so a
+    save ends before the next save begins.
 
     Args:
         blocked_s: time that one checkpoint blocks training.
@@ -83,11 +66,9 @@ def auto_interval_s(blocked_s: float, save_s: float, deaths: int, observed_s: fl
         deaths: failures of this run so far.
         observed_s: training time of this run so far, over all attempts.
     """
-    cost = checkpoint_cost_s(blocked_s, save_s)
-    return max(
-        min(MAX_INTERVAL_S, optimal_interval_s(cost, mean_failure_interval_s(deaths, observed_s))),
-        cost / MAX_COST_SHARE,
-    )
+    cost_s = blocked_s + BACKGROUND_SHARE * save_s
+    failure_s = (observed_s + PRIOR_S) / (deaths + 1)
+    return max(min(MAX_INTERVAL_S, optimal_interval_s(cost_s, failure_s)), cost_s / MAX_COST_SHARE)
 
 
 class CheckpointInterval:
@@ -105,7 +86,10 @@ class CheckpointInterval:
     """
 
     def __init__(self, setting: str | int, step: int, now_s: float, deaths: int = 0, observed_s: float = 0.0) -> None:
-        self._setting = _parse_interval(setting)
+        try:
+            self._setting = parse_interval(setting)
+        except ValueError as error:
+            raise SettingsError(f"machine.checkpoint_every: found {setting!r}; {error}") from None
         self._start_s = self._last_s = now_s
         self._last_step = step
         self._deaths, self._observed_s = deaths, observed_s
@@ -137,60 +121,29 @@ class CheckpointInterval:
         return interval_s is not None and now_s - self._last_s >= interval_s
 
     def record(self, step: int, now_s: float, blocked_s: float, save_s: float) -> None:
-        """Record that a checkpoint was taken, for whatever reason.
-
-        Args:
-            step: step of the checkpoint.
-            now_s: current time.
-            blocked_s: time that the checkpoint blocked training.
-            save_s: duration of the last completed save; 0 before the first.
-        """
+        """Record that a checkpoint was taken, for any reason."""
         self._last_step, self._last_s = step, now_s
         self._count += 1
         self._mean_blocked_s += (blocked_s - self._mean_blocked_s) / self._count
         self._save_s = save_s or self._save_s
 
 
-def _parse_interval(setting: str | int) -> int | float | None:
-    """Return a number of steps as int, seconds as float, None for `auto`."""
-    try:
-        return parse_interval(setting)
-    except ValueError as error:
-        raise SettingsError(f"machine.checkpoint_every: found {setting!r}; {error}") from None
-
-
-@dataclass(frozen=True)
-class _PendingSnapshot:
-    """A snapshot to be saved, and the seconds for which taking the snapshot blocked training."""
-
-    snapshot: TrainSnapshot
-    blocked_s: float
-
-
 class AsyncCheckpointer:
-    """Seals snapshots in the order of their steps, in a background thread.
-
-    Args:
-        paths: the run.
-        journal: gets an event for every sealed checkpoint and every outage.
-        identity: spec and environment, saved with each checkpoint (checkpoint.py).
-        keep: `machine.keep_checkpoints`.
-        sealed: state of the newest checkpoint on disk; without a checkpoint, the state of step 0.
-    """
+    """Seals snapshots in the order of their steps, in a background thread. `sealed` is the state of the newest
+    checkpoint on disk; without a checkpoint, of step 0."""
 
     def __init__(
         self, paths: RunPaths, journal: Journal, identity: dict[str, Any], keep: int, sealed: TrainState
     ) -> None:
         self._paths, self._journal, self._identity, self._keep = paths, journal, identity, keep
         self.sealed = sealed
-        """State of the newest checkpoint on disk."""
         self.save_s = 0.0
         """Duration of the last save in seconds; 0 before the first."""
         self.outage = ""
-        """Error because of which saving currently fails; empty while saving works."""
         self.progress = 0
         """Counter that grows while a save makes progress."""
-        self._waiting: dict[int, _PendingSnapshot] = {}
+        self._waiting: dict[int, tuple[TrainSnapshot, float]] = {}
+        """Snapshots to save, with the seconds for which taking them blocked training, by step."""
         self._saving_step: int | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -212,16 +165,12 @@ class AsyncCheckpointer:
         with self._changed:
             required = snapshot.state.required_steps | {self._saving_step}
             self._waiting = {step: item for step, item in self._waiting.items() if step in required}
-            self._waiting[snapshot.state.step] = _PendingSnapshot(snapshot, blocked_s)
+            self._waiting[snapshot.state.step] = (snapshot, blocked_s)
             self._changed.notify_all()
 
     def drain(self, timeout_s: float, beat: Callable[[], None]) -> bool:
-        """Wait until everything is sealed; return False after `timeout_s`.
-
-        Args:
-            timeout_s: limit, counted from the last progress.
-            beat: sends a heartbeat; called while the disk makes progress or reports errors.
-        """
+        """Wait until everything is sealed; return False `timeout_s` after the last progress. `beat` is called while the
+        disk makes progress or reports errors."""
         self._retry_s = FIRST_RETRY_S
         seen, since_s = self.progress, time.monotonic()
         while self.is_saving or self._waiting:
@@ -249,15 +198,18 @@ class AsyncCheckpointer:
                         self._changed.wait()
                     if self._closed:
                         return
-                    step, item = min(self._waiting.items())
+                    step, (snapshot, blocked_s) = min(self._waiting.items())
                     self._saving_step = step
                 try:
-                    self._save(item)
+                    self._save(snapshot, blocked_s)
                 except OSError as error:
-                    self._free_disk_space(error)
-                    self._report_outage(error)
+                    self._wait_out_error(error)
                 else:
-                    self._report_recovery()
+                    self._retry_s = FIRST_RETRY_S
+                    if self.outage:
+                        self.outage = ""
+                        text = f"checkpoints are saved again; the newest is of step {self.sealed.step}"
+                        self._journal.append("alert", text=text)
                     with self._changed:
                         del self._waiting[step]
                         self._saving_step = None
@@ -267,38 +219,31 @@ class AsyncCheckpointer:
                 self._error = error
                 self._changed.notify_all()
 
-    def _save(self, item: _PendingSnapshot) -> None:
-        started_s, state = time.monotonic(), item.snapshot.state
+    def _save(self, snapshot: TrainSnapshot, blocked_s: float) -> None:
+        started_s, state = time.monotonic(), snapshot.state
         self._journal.sync()  # events up to the checkpoint must not be lost with the machine
         if state != self.sealed:
-            written = checkpoint.write(self._paths, item.snapshot, self._identity, self._beat)
+            written = checkpoint.write(self._paths, snapshot, self._identity, self._beat)
             self.sealed = state
             self.save_s = time.monotonic() - started_s
             self._journal.append(
                 "checkpoint_saved", step=state.step, is_best=state.best_step == state.step,
                 size_bytes=written.size_bytes, bytes_written=written.bytes_written, bytes_linked=written.bytes_linked,
-                blocked_s=round(item.blocked_s, 6), seconds=round(self.save_s, 4),
+                blocked_s=round(blocked_s, 6), seconds=round(self.save_s, 4),
             )  # fmt: skip
-        checkpoint.rotate(
-            self._paths,
-            self._keep,
-            {state.best_step, state.rollback_step} | replication_protocol.find_unsent_steps(self._paths),
-        )
+        unsent_steps = replication_protocol.find_unsent_steps(self._paths)
+        checkpoint.rotate(self._paths, self._keep, {state.best_step, state.rollback_step} | unsent_steps)
 
-    def _free_disk_space(self, error: OSError) -> None:
-        """Remove old checkpoints from a full disk, even if the replica lacks them, because newer checkpoints replace
-        them."""
+    def _wait_out_error(self, error: OSError) -> None:
+        """Report the first error of an outage, and wait before the next attempt.
+
+        From a full disk, old checkpoints are removed even if the replica lacks them, because newer ones replace them.
+        """
         if error.errno in DISK_FULL:
-            required = {self.sealed.best_step, self.sealed.rollback_step} | replication_protocol.find_steps_in_flight(
-                self._paths
-            )
+            in_flight = replication_protocol.find_steps_in_flight(self._paths)
             with contextlib.suppress(OSError):  # the first error is the one to report
+                required = {self.sealed.best_step, self.sealed.rollback_step} | in_flight
                 checkpoint.rotate(self._paths, self._keep, required)
-
-    def _beat(self) -> None:
-        self.progress += 1
-
-    def _report_outage(self, error: OSError) -> None:
         if not self.outage:
             self.outage = str(error)
             where = self._paths.checkpoints
@@ -311,15 +256,13 @@ class AsyncCheckpointer:
             self._changed.wait(self._retry_s)
         self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
 
-    def _report_recovery(self) -> None:
-        self._retry_s = FIRST_RETRY_S
-        if self.outage:
-            self.outage = ""
-            self._journal.append("alert", text=f"checkpoints are saved again; the newest is of step {self.sealed.step}")
+    def _beat(self) -> None:
+        self.progress += 1
 
 
 class NullCheckpointer:
-    """Checkpointer of a rank that is not its machine's writer: it saves nothing."""
+    """Checkpointer of a rank that is not its machine's writer: it saves nothing. The writer saves the same
+    snapshots."""
 
     is_saving = False
     save_s = 0.0
@@ -327,15 +270,12 @@ class NullCheckpointer:
 
     def __init__(self, sealed: TrainState) -> None:
         self.sealed = sealed
-        """State of the newest submitted snapshot."""
 
     def submit(self, snapshot: TrainSnapshot, blocked_s: float) -> None:
-        """Do nothing: the writer saves the same snapshot."""
         self.sealed = snapshot.state
 
     def drain(self, timeout_s: float, beat: Callable[[], None]) -> bool:
-        """Return True, because nothing is being saved."""
         return True
 
     def close(self) -> None:
-        """Do nothing."""
+        pass

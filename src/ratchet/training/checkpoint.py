@@ -15,21 +15,22 @@ earlier checkpoints.
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ratchet.errors import DamagedFileError, NonFiniteStateError
-from ratchet.models import adapters
+from ratchet.models import adapters, safetensors_format
 from ratchet.models.device import Model
 from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec
 from ratchet.storage import digests, files
@@ -47,37 +48,26 @@ STATE = "state.json"
 IDENTITY = "identity.json"
 QUARANTINE_PREFIX = "damaged-"
 """Prefix of the directory names of damaged checkpoints: the run has resumed from an older checkpoint."""
-CHUNK_BYTES = 16 * 2**20
-"""Maximum number of bytes that are written at once."""
-
 _CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
 _DEFAULT_ENVIRONMENT = {"ranks": "1"}
 """Values of those entries of the environment that a checkpoint leaves out."""
+_STATE = TypeAdapter(TrainState)
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions that parsing the JSON files of a checkpoint may raise if their content is invalid."""
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-}  # fmt: skip
 
 
 # Safetensors files.
 
 
-def _ignore_beat() -> None:
-    """Send no heartbeat."""
+def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = lambda: None) -> tuple[str, int]:
+    """Return SHA-256 and size in bytes of the file that `write_safetensors` writes for these tensors. Raises TypeError
+    if safetensors has no name for a tensor's dtype."""
+    return _hash_blocks(_iterate_blocks(tensors), beat)
 
 
-def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> tuple[str, int]:
-    """Return SHA-256 and size in bytes of the file that `write_safetensors` writes for these tensors.
-
-    Raises:
-        TypeError: safetensors has no name for a tensor's dtype.
-    """
+def _hash_blocks(blocks: Iterable[files.Block], beat: Callable[[], None]) -> files.Entry:
     sha, size = hashlib.sha256(), 0
-    for block in _iterate_blocks(tensors):
+    for block in blocks:
         for piece in block:
             sha.update(piece)
             size += len(piece)
@@ -85,60 +75,29 @@ def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], No
     return sha.hexdigest(), size
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = _ignore_beat) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
     """Write a new safetensors file in chunks, and fsync it. The caller makes its name durable.
 
-    Equal tensors give equal bytes. The tensors are not copied in memory. Format (README of huggingface/safetensors): 8
-    bytes, the length N of the header as a little-endian integer; N bytes of JSON with the dtype, shape and offsets of
-    each name; the tensors' bytes, row-major and little-endian, without gaps. The library's own writer is not used,
-    because it can neither inject faults nor compute the digest of the file.
-
-    Args:
-        path: the file.
-        tensors: tensors on the CPU; only tensors that are not contiguous are copied.
-        beat: sends a heartbeat; called after each chunk of at most CHUNK_BYTES.
+    Equal tensors give equal bytes. The tensors are not copied in memory.
     """
     files.write_blocks(path, _iterate_blocks(tensors), beat)
 
 
 def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
-    """Yield the bytes of the file in blocks of at most CHUNK_BYTES. A block is a list of pieces."""
-    if sys.byteorder != "little":
-        raise RuntimeError("this machine is big-endian; checkpoints need a little-endian machine")
-    # Tensors with the largest elements come first, so that each tensor begins at a multiple of its element size, as
-    # readers require.
+    """Yield the bytes of the file in blocks of at most safetensors_format.CHUNK_BYTES. A block is a list of pieces."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    block: list[bytes | memoryview] = [_build_header(tensors, order)]
-    left = CHUNK_BYTES - len(block[0])
+    entries = ((name, tensors[name].dtype, tensors[name].shape) for name in order)
+    block: list[bytes | memoryview] = [safetensors_format.encode_header(entries, None, sort_names=True)]
+    left = safetensors_format.CHUNK_BYTES - len(block[0])
     for name in order:
-        view = _view_bytes(tensors[name])
-        while len(view):
+        view = safetensors_format.view_bytes(tensors[name])
+        while view:
             if left <= 0:
                 yield block
-                block, left = [], CHUNK_BYTES
+                block, left = [], safetensors_format.CHUNK_BYTES
             block.append(view[:left])
             view, left = view[left:], left - len(block[-1])
     yield block
-
-
-def _view_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    view: memoryview = memoryview(flat.view(torch.uint8).numpy())
-    return view
-
-
-def _build_header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
-    entries, begin = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise TypeError(f"{name}: safetensors has no name for {tensor.dtype}")
-        end = begin + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 # The JSON files of a checkpoint. They are validated when they are read; invalid content raises DamagedFileError.
@@ -150,17 +109,13 @@ class CheckpointMetadata:
 
     state: TrainState
     optimizer_values: dict[str, Any]
-    """The optimizer's values other than tensors."""
     identity: dict[str, Any]
     """`spec` of the run and the `environment` that computed the checkpoint."""
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """Read state and identity of a checkpoint. The bytes of the two files are not compared with the manifest.
-
-    Raises:
-        DamagedFileError: a file is invalid or has another format.
-    """
+    """Read state and identity of a checkpoint. The bytes of the two files are not compared with the manifest. Raises
+    DamagedFileError if a file is invalid or has another format."""
     document = read_json(path / STATE)
     version = document.get("format", 1)
     if version != FORMAT:
@@ -198,18 +153,13 @@ def _reject_non_finite(word: str) -> float:
 
 
 def _parse_state(raw: dict[str, Any]) -> TrainState:
-    state = TrainState.from_json(raw)
-    for parsed, default in (
-        (state, TrainState()),
-        (state.budget, TrainState().budget),
-        (state.validation_budget, TrainState().budget),
-    ):
-        for field in fields(default):
-            value, example = getattr(parsed, field.name), getattr(default, field.name)
-            allowed = {type(example)} | ({int} if example is None or type(example) is float else set())
-            if type(value) not in allowed:
-                raise TypeError(f"{field.name} is {value!r}")
-    return state
+    if missing := sorted({field.name for field in fields(TrainState)} - raw.keys()):
+        raise KeyError(*missing)
+    try:
+        return _STATE.validate_json(json.dumps(raw), strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 # Snapshots: the only part of a checkpoint that blocks training.
@@ -221,16 +171,12 @@ def take_snapshot(state: TrainState, model: Model, optimizer: optimizers.Optimiz
     Tensors on a CPU are copied explicitly, because `.cpu()` would return the same tensor.
     """
     optimizer_tensors, optimizer_values = optimizers.flatten_state(optimizer)
-    weights = _copy_tensors({name: parameter.detach() for name, parameter in adapters.trainable_parameters(model)})
-    copied_tensors = _copy_tensors(optimizer_tensors)
-    adapter_tensors = _copy_tensors(adapters.extra_tensors(model))
+    weights = {name: _copy_to_host(parameter.detach()) for name, parameter in adapters.trainable_parameters(model)}
+    copied_tensors = {name: _copy_to_host(tensor) for name, tensor in optimizer_tensors.items()}
+    adapter_tensors = {name: _copy_to_host(tensor) for name, tensor in adapters.extra_tensors(model).items()}
     if any(tensor.is_cuda for tensor in optimizer_tensors.values()) or model.device.type == "cuda":
         torch.cuda.synchronize()  # the copies are asynchronous
     return TrainSnapshot(state, weights, copied_tensors, optimizer_values, adapter_tensors)
-
-
-def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _copy_to_host(tensor) for name, tensor in tensors.items()}
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
@@ -254,18 +200,9 @@ class CheckpointWriteStats:
     """Sizes of a saved checkpoint."""
 
     size_bytes: int
-    """Bytes of all files of the checkpoint."""
     bytes_written: int
     bytes_linked: int
     """Bytes of files that are hard links to files of an earlier checkpoint, and so take no space."""
-
-
-@dataclass(frozen=True)
-class _CheckpointFile:
-    """A file to write: its manifest entry, and a function that writes it."""
-
-    entry: files.Entry
-    write: Callable[[Path], None]
 
 
 def write(
@@ -277,81 +214,55 @@ def write(
     linked to the newest checkpoint. So every file is on the disk twice, and one flipped bit cannot damage all
     checkpoints.
 
-    Args:
-        paths: the run.
-        snapshot: the snapshot to save.
-        identity: `spec` of the run and its `environment`, as JSON.
-        beat: sends a heartbeat; called after each piece of work.
-
     Raises:
         NonFiniteStateError: a weight, or a tensor of optimizer or adapter, is not finite.
         OSError: the disk is full or failing; existing checkpoints are unchanged.
     """
     for tensors in (snapshot.weights, snapshot.optimizer_tensors, snapshot.adapter_tensors):
-        _require_finite(tensors, snapshot.state.step)
+        for name, tensor in tensors.items():
+            if not is_finite({name: tensor}):
+                raise NonFiniteStateError(
+                    f"{name} is not finite after step {snapshot.state.step}; the state was not saved"
+                )
         beat()
-    planned = _plan_files(snapshot, identity, beat)
-    earlier = _find_second_newest(paths, snapshot.state.step)
-    linked = {name for name, file in planned.items() if earlier is not None and _has_entry(earlier / name, file.entry)}
-    size = sum(file.entry[1] for file in planned.values())
-    size_linked = sum(planned[name].entry[1] for name in linked)
+    contents = _plan_files(snapshot, identity)
+    entries = {name: _hash_blocks(blocks(), beat) for name, blocks in contents.items()}
+    sealed = [step for step in paths.checkpoint_steps() if step != snapshot.state.step and _looks_sealed(paths, step)]
+    earlier = paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
+    linked = {name for name, entry in entries.items() if earlier is not None and _has_entry(earlier / name, entry)}
+    size, size_linked = sum(size for _, size in entries.values()), sum(entries[name][1] for name in linked)
     target = paths.checkpoint(snapshot.state.step)
     files.make_directory(target.parent)
     files.require_space(target.parent, size - size_linked)
-    with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in planned.items()}) as scratch:
-        for name, file in planned.items():
+    with files.sealed_directory(target, CHECKPOINT, entries) as scratch:
+        for name, blocks in contents.items():
             if earlier is None or name not in linked or not files.link_file(earlier / name, scratch / name):
-                file.write(scratch / name)
-                size_linked -= file.entry[1] if name in linked else 0
+                files.write_blocks(scratch / name, blocks(), beat)
+                size_linked -= entries[name][1] if name in linked else 0
             beat()
     return CheckpointWriteStats(size, size - size_linked, size_linked)
 
 
-def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
-    for name, tensor in tensors.items():
-        if not is_finite({name: tensor}):
-            raise NonFiniteStateError(f"{name} is not finite after step {step}; the state was not saved")
-
-
-def _plan_files(
-    snapshot: TrainSnapshot, identity: dict[str, Any], beat: Callable[[], None]
-) -> dict[str, _CheckpointFile]:
+def _plan_files(snapshot: TrainSnapshot, identity: dict[str, Any]) -> dict[str, Callable[[], Iterable[files.Block]]]:
+    """Return a function for each file of the checkpoint that yields the blocks of the file."""
     constants = {path: t for path, t in snapshot.optimizer_tensors.items() if path.rsplit("/", 1)[-1] in _CONSTANT_KEYS}
     changing = {path: tensor for path, tensor in snapshot.optimizer_tensors.items() if path not in constants}
-    state = {"format": FORMAT, "state": snapshot.state.to_json(), "optimizer": snapshot.optimizer_values}
-    planned = {
-        WEIGHTS: _make_tensor_file(snapshot.weights, beat),
-        OPTIMIZER: _make_tensor_file(changing, beat),
-        STATE: _make_json_file(state),
-        IDENTITY: _make_json_file(identity),
-    }
     residuals = {
         f"{rank}/{name}": tensor for rank, tensors in enumerate(snapshot.residuals) for name, tensor in tensors.items()
     }
     optional = {CONSTANTS: constants, ADAPTER: snapshot.adapter_tensors, RESIDUALS: residuals}
-    return planned | {name: _make_tensor_file(tensors, beat) for name, tensors in optional.items() if tensors}
-
-
-def _make_tensor_file(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _CheckpointFile:
-    entry = compute_digest_and_size(tensors, beat)
-    return _CheckpointFile(entry, lambda path: write_safetensors(path, tensors, beat))
-
-
-def _make_json_file(value: Any) -> _CheckpointFile:
-    data = files.json_bytes(value)
-    return _CheckpointFile((digests.hash_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
+    tensor_files = {WEIGHTS: snapshot.weights, OPTIMIZER: changing, **{name: t for name, t in optional.items() if t}}
+    state = {"format": FORMAT, "state": asdict(snapshot.state), "optimizer": snapshot.optimizer_values}
+    json_files = {STATE: [[files.json_bytes(state)]], IDENTITY: [[files.json_bytes(identity)]]}
+    return {name: partial(_iterate_blocks, tensors) for name, tensors in tensor_files.items()} | {
+        name: partial(list, blocks) for name, blocks in json_files.items()
+    }
 
 
 def _looks_sealed(paths: RunPaths, step: int) -> bool:
     with suppress(DamagedFileError):
         return files.read_manifest(paths.checkpoint(step)).kind == CHECKPOINT
     return False
-
-
-def _find_second_newest(paths: RunPaths, saving_step: int) -> Path | None:
-    """Return the second-newest sealed checkpoint; a checkpoint of step `saving_step` does not count."""
-    sealed = [step for step in paths.checkpoint_steps() if step != saving_step and _looks_sealed(paths, step)]
-    return paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
 
 
 def _has_entry(path: Path, entry: files.Entry) -> bool:
@@ -364,10 +275,8 @@ def _has_entry(path: Path, entry: files.Entry) -> bool:
 def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint that is valid together with all checkpoints that its state requires.
 
-    Newer checkpoints that are damaged or outdated are reported to `notice` and skipped.
-
-    Raises:
-        DamagedFileError: an intact checkpoint was written by a newer version, or belongs to another run.
+    Newer checkpoints that are damaged or outdated are reported to `notice` and skipped. Raises DamagedFileError if an
+    intact checkpoint was written by a newer version, or belongs to another run.
     """
     for step in reversed(paths.checkpoint_steps()):
         path = paths.checkpoint(step)
@@ -451,57 +360,45 @@ def list_environment_differences(path: Path, identity: dict[str, Any]) -> list[s
 
 
 def read(path: Path) -> TrainSnapshot:
-    """Read a checkpoint as a snapshot.
-
-    Raises:
-        DamagedFileError: the files differ from the manifest, or the state has another format.
-    """
+    """Read a checkpoint as a snapshot. Raises DamagedFileError if the files differ from the manifest, or the state has
+    another format."""
     metadata = read_metadata(path)
+    residuals: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in _load_tensors(path, RESIDUALS, is_optional=True).items():
+        rank, name = key.split("/", 1)
+        residuals.setdefault(int(rank), {})[name] = tensor
     return TrainSnapshot(
         state=metadata.state,
         weights=_load_tensors(path, WEIGHTS),
-        optimizer_tensors=_load_tensors(path, OPTIMIZER) | _load_optional_tensors(path, CONSTANTS),
+        optimizer_tensors=_load_tensors(path, OPTIMIZER) | _load_tensors(path, CONSTANTS, is_optional=True),
         optimizer_values=metadata.optimizer_values,
-        adapter_tensors=_load_optional_tensors(path, ADAPTER),
-        residuals=_split_by_rank(_load_optional_tensors(path, RESIDUALS)),
+        adapter_tensors=_load_tensors(path, ADAPTER, is_optional=True),
+        residuals=tuple(residuals[rank] for rank in sorted(residuals)),
     )
 
 
-def _split_by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-    by_rank: dict[int, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        rank, name = path.split("/", 1)
-        by_rank.setdefault(int(rank), {})[name] = tensor
-    return tuple(by_rank[rank] for rank in sorted(by_rank))
-
-
-def _load_optional_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file that not every checkpoint has; return no tensors if the manifest does not list the
-    file."""
-    return _load_tensors(path, name) if name in files.read_manifest(path).files else {}
-
-
-def _load_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of a file, and compare their digest with the manifest.
+def _load_tensors(path: Path, name: str, is_optional: bool = False) -> dict[str, Tensor]:
+    """Load the tensors of a file, and compare their digest with the manifest. Return none if the file is optional and
+    the manifest does not list it.
 
     The digest is computed from the tensors in memory, because the file may change after it was verified. The tensors
     are copied, because `load_file` maps the file.
     """
+    entry = files.read_manifest(path).files.get(name)
+    if entry is None and is_optional:
+        return {}
     try:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{path / name}: cannot be read ({error})") from None
-    if compute_digest_and_size(tensors) != files.read_manifest(path).files.get(name):
+    if compute_digest_and_size(tensors) != entry:
         raise DamagedFileError(f"{path / name}: content differs from the manifest (SHA-256)")
     return tensors
 
 
 def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
-    """Restore model and optimizer from a snapshot. Later training steps do not change the snapshot.
-
-    Raises:
-        DamagedFileError: the snapshot has other parameters than this model trains, or another optimizer.
-    """
+    """Restore model and optimizer from a snapshot. Later training steps do not change the snapshot. Raises
+    DamagedFileError if the snapshot has other parameters than this model trains, or another optimizer."""
     _load_into_model(snapshot.weights, snapshot.adapter_tensors, model, f"the checkpoint of step {snapshot.state.step}")
     tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer_tensors.items()}  # torch would not copy
     optimizers.restore(optimizer, tensors, deepcopy(snapshot.optimizer_values))
@@ -509,7 +406,7 @@ def restore(snapshot: TrainSnapshot, model: Model, optimizer: optimizers.Optimiz
 
 def load_weights(path: Path, model: Model) -> None:
     """Load the adapter of a checkpoint into the model. Raises DamagedFileError if the adapter does not fit."""
-    _load_into_model(_load_tensors(path, WEIGHTS), _load_optional_tensors(path, ADAPTER), model, str(path))
+    _load_into_model(_load_tensors(path, WEIGHTS), _load_tensors(path, ADAPTER, is_optional=True), model, str(path))
 
 
 def _load_into_model(saved: dict[str, Tensor], adapter_tensors: dict[str, Tensor], model: Model, where: str) -> None:

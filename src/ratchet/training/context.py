@@ -44,19 +44,15 @@ class TrainingContext:
     initial_micro_batch_tokens: int | None = None
     """Limit of padded tokens per micro-batch at the first step; None: only the settings limit a micro-batch."""
     initial_loss_scale: float = 1.0
-    """Loss scale of the first step (optimizer.py)."""
     faults: FaultInjector = field(default_factory=FaultInjector)
     spans: StepSpans = field(default_factory=StepSpans)
-    """Measures the parts of a step while the profiler runs; otherwise does nothing."""
     ranks: RankGroup = field(
         default_factory=lambda: RankGroup(RankEnvironment(), torch.device("cpu"), lambda: None, 0.0)
     )
-    """All processes that train this run."""
     is_base_sharded: bool = False
     """Whether the base is sharded (sharding.py). Then layers are gathered from all ranks, and every rank must take part
     in every forward pass."""
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
-    """Source of the distillation targets; None without distillation."""
 
     @property
     def settings(self) -> Train:

@@ -42,9 +42,7 @@ from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
 from ratchet.training import checkpoint
 
 KIND = "distill"
-"""Kind of the sealed directory with all shards."""
 SHARD = "distill-shard"
-"""Kind of the sealed directory of a single shard."""
 SHARD_POSITIONS = 2**16
 """Number of positions per shard. A killed process loses at most the work of one shard. With 32 tokens per position, a
 shard has 12.7 MB."""
@@ -91,13 +89,7 @@ class TeacherShardReader:
     """Reads the distillation targets of batches of training rows from shards."""
 
     def __init__(self, directory: Path, rows: TokenRows, settings: DistillSettings, distillation_digest: str) -> None:
-        """Open the shards; only headers are read.
-
-        Args:
-            directory: output of `ratchet distill`.
-            rows: the training split.
-            settings: weight, temperature and direction of the distillation loss.
-            distillation_digest: digest of the shards in the run's spec.
+        """Open the shards in the output of `ratchet distill`, with the digest in the run's spec; only headers are read.
 
         Raises:
             DamagedFileError: a file has changed since it was sealed.
@@ -116,14 +108,10 @@ class TeacherShardReader:
         self._shards = [_map_shard(directory / name) for name, _ in plan.shards]
 
     def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> StoredTeacherTargets:
-        """Return the targets of all trained positions.
-
-        Args:
-            sequences: rows of each sequence.
-            batch: the same sequences as tensors.
-        """
+        """Return the targets of all trained positions of sequences of rows, which `batch` has as tensors."""
         device = batch.labels.device
-        tokens, values = zip(*(self._read_row(row) for sequence in sequences for row in sequence), strict=True)
+        rows = [self._read_row(row) for sequence in sequences for row in sequence]
+        tokens, values = zip(*rows, strict=True)
         return StoredTeacherTargets(
             torch.cat(tokens).to(device, torch.int64), torch.cat(values).to(device, torch.float32),
             self.settings.weight, self.settings.temperature, self.settings.direction,
@@ -180,9 +168,20 @@ class TeacherShardWriter:
             MemoryExhaustedError: a single row does not fit into memory.
         """
         missing = self.list_missing()
-        reporter = _ProgressReporter(progress, sum(len(span) for _, span in missing))
+        total, completed = sum(len(span) for _, span in missing), 0
+        started_s = reported_s = time.monotonic()
+
+        def report(count: int) -> None:
+            nonlocal completed, reported_s
+            completed, now_s = completed + count, time.monotonic()
+            if now_s - reported_s >= REPORT_EVERY_S:
+                reported_s = now_s
+                rate = completed / (now_s - started_s)
+                left_min = (total - completed) / rate / 60
+                progress(f"{completed:,} of {total:,} rows, {rate:,.1f} rows/s, {left_min:,.0f} min left")
+
         for name, span in missing:
-            tensors = self._compute_shard(teacher, rows, span, micro_batch_size, reporter)
+            tensors = _compute_shard(teacher, rows, span, micro_batch_size, report)
             with files.sealed_directory(self.folder / name, SHARD) as scratch:
                 checkpoint.write_safetensors(scratch / name, tensors)
 
@@ -213,29 +212,28 @@ class TeacherShardWriter:
         except (DamagedFileError, KeyError):
             return None
 
-    def _compute_shard(
-        self, teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_size: int, reporter: "_ProgressReporter"
-    ) -> dict[str, Tensor]:
-        """Return the tensors of a shard. Rows of similar length are computed together, the longest first."""
-        lengths = [rows.count_tokens([row]) for row in span]
-        outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        sums = torch.zeros(2, dtype=torch.float64)
-        for piece in split_micro_batches(list(span), lengths, micro_batch_size):
-            for part, predictions in _compute_predictions(teacher, rows, piece):
-                sums += torch.tensor([predictions.loss, predictions.left_out], dtype=torch.float64)
-                counts = [rows.count_trained([row]) for row in part]
-                tensors = zip(
-                    predictions.tokens.split(counts), predictions.log_probabilities.split(counts), strict=True
-                )
-                outputs |= dict(zip(part, tensors, strict=True))
-            reporter.add(len(piece))
-        offsets = torch.tensor([0, *(len(outputs[row][0]) for row in span)])
-        return {
-            "tokens": torch.cat([outputs[row][0] for row in span]),
-            "log_probabilities": torch.cat([outputs[row][1] for row in span]),
-            "offsets": offsets.cumsum(0),
-            "sums": sums,
-        }
+
+def _compute_shard(
+    teacher: TeacherModel, rows: TokenRows, span: range, micro_batch_size: int, report: Callable[[int], None]
+) -> dict[str, Tensor]:
+    """Return the tensors of a shard. Rows of similar length are computed together, the longest first."""
+    lengths = [rows.count_tokens([row]) for row in span]
+    outputs: dict[int, tuple[Tensor, Tensor]] = {}
+    sums = torch.zeros(2, dtype=torch.float64)
+    for piece in split_micro_batches(list(span), lengths, micro_batch_size):
+        for part, predictions in _compute_predictions(teacher, rows, piece):
+            sums += torch.tensor([predictions.loss, predictions.left_out], dtype=torch.float64)
+            counts = [rows.count_trained([row]) for row in part]
+            tensors = zip(predictions.tokens.split(counts), predictions.log_probabilities.split(counts), strict=True)
+            outputs |= dict(zip(part, tensors, strict=True))
+        report(len(piece))
+    offsets = torch.tensor([0, *(len(outputs[row][0]) for row in span)])
+    return {
+        "tokens": torch.cat([outputs[row][0] for row in span]),
+        "log_probabilities": torch.cat([outputs[row][1] for row in span]),
+        "offsets": offsets.cumsum(0),
+        "sums": sums,
+    }
 
 
 def _compute_predictions(
@@ -263,34 +261,11 @@ def _compute_predictions(
     ]
 
 
-class _ProgressReporter:
-    """Reports completed rows every REPORT_EVERY_S seconds."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.total, self.completed = progress, total, 0
-        self.started_s = self.reported_s = time.monotonic()
-
-    def add(self, count: int) -> None:
-        """Count completed rows."""
-        self.completed += count
-        now_s = time.monotonic()
-        if now_s - self.reported_s >= REPORT_EVERY_S:
-            self.reported_s = now_s
-            rate = self.completed / (now_s - self.started_s)
-            left_s = (self.total - self.completed) / rate
-            self.progress(f"{self.completed:,} of {self.total:,} rows, {rate:,.1f} rows/s, {left_s / 60:,.0f} min left")
-
-
 # The teacher in the memory of a worker.
 
 
 def find_teacher(spec: RunSpec, launch: TrainingLaunchSpec, rows: TokenRows) -> TeacherCandidate | None:
     """Check the teacher of an online distillation before any model is loaded; return None without online distillation.
-
-    Args:
-        spec: the run.
-        launch: its paths of base and teacher are used.
-        rows: the training split.
 
     Raises:
         BaseModelError: the teacher is missing, damaged, or has changed since the run was started.
@@ -316,13 +291,7 @@ class OnlineTeacherReader:
     """Computes the distillation targets of batches of training rows with a teacher in memory."""
 
     def __init__(self, teacher: TeacherCandidate, settings: Train, rows: TokenRows, device: torch.device) -> None:
-        """Load the teacher.
-
-        Args:
-            teacher: the teacher to load.
-            settings: section train.
-            rows: the training split.
-            device: device of student and teacher.
+        """Load the teacher for the training rows.
 
         Raises:
             SettingsError: the teacher cannot be loaded as train.distill requires, or would mix the rows of a pack.
@@ -339,12 +308,7 @@ class OnlineTeacherReader:
                 raise SettingsError(f"{KEY}: {teacher.path}: {error}") from None
 
     def get_targets(self, sequences: Sequence[Sequence[int]], batch: SequenceBatch) -> OnlineTeacherTargets:
-        """Run the teacher on a micro-batch.
-
-        Args:
-            sequences: rows of each sequence.
-            batch: the same sequences as tensors.
-        """
+        """Run the teacher on a micro-batch of sequences of rows, which `batch` has as tensors."""
         rows = [row for sequence in sequences for row in sequence]
         ends = list(accumulate(self._rows.count_trained([row]) for row in rows))
         return self._teacher.compute_targets(batch, lambda position: rows[bisect_right(ends, position)])

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ratchet.errors import PeersLostError, SettingsError
-from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.runs.journal import Journal, RunDecisions
 from ratchet.runs.rendezvous import REQUIREMENT, describe_difference
@@ -75,21 +74,17 @@ class RankGroup:
     def __init__(
         self, environment: RankEnvironment, device: torch.device, beat: Callable[[], None], timeout_s: float
     ) -> None:
-        """Join the other ranks; with a single rank, do nothing.
+        """Join the other ranks; with a single rank, do nothing. Raises PeersLostError if the others do not join.
 
         Args:
             environment: position of this process.
             device: the device of this rank.
             beat: sends a heartbeat; called while waiting.
             timeout_s: how long each operation waits for the other ranks before they count as lost.
-
-        Raises:
-            PeersLostError: the other ranks do not join.
         """
         self.environment = environment
         self._beat, self._timeout_s = beat, timeout_s
         self.group: Any = None
-        """Process group of the gradients; None for a single rank."""
         if environment.world_size == 1:
             return
         try:
@@ -124,10 +119,6 @@ class RankGroup:
         self.wait(dist.all_gather(by_rank, own, async_op=True))
         return [tensor.tolist() for tensor in by_rank]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Return sums over ranks, added in the order of ranks, so that every rank gets the same bits."""
-        return [sum(column) for column in zip(*self.gather(values), strict=True)]
-
     def any(self, flag: bool) -> bool:
         """Return whether the flag of any rank is set."""
         return any(value for (value,) in self.gather([float(flag)]))
@@ -156,12 +147,15 @@ class RankGroup:
         self.wait(dist.all_gather(by_rank, own, async_op=True))
         return [bytes(tensor[:size].numpy().data) for tensor, size in zip(by_rank, sizes, strict=True)]
 
-    def broadcast_block(self, source: int, block: bytes | None, size: int) -> bytes:
-        """Return the block of `size` bytes of rank `source`; the other ranks pass None."""
-        data = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(size, dtype=torch.uint8)
-        if size:
-            self.wait(dist.broadcast(data, source, async_op=True))
-        return bytes(data.numpy().data)
+    def broadcast_file(self, source: int, path: Path | None, size: int) -> Iterator[bytes]:
+        """Yield the blocks of a file of `size` bytes of rank `source`; the other ranks pass None as `path`."""
+        with path.open("rb") if path else nullcontext() as stream:
+            for start in range(0, size, BLOCK_BYTES):
+                data = torch.empty(min(BLOCK_BYTES, size - start), dtype=torch.uint8)
+                if stream:
+                    data = torch.frombuffer(bytearray(stream.read(len(data))), dtype=torch.uint8)
+                self.wait(dist.broadcast(data, source, async_op=True))
+                yield bytes(data.numpy().data)
 
     # Waiting.
 
@@ -180,10 +174,7 @@ class RankGroup:
     @contextmanager
     def collective_section(self, is_needed: bool) -> Iterator[None]:
         """Wrap work that exchanges data between ranks by itself, through DTensors. All ranks begin the work together.
-
-        Raises:
-            PeersLostError: another rank was lost during the work.
-        """
+        Raises PeersLostError if another rank was lost during the work."""
         if not is_needed:
             yield
             return
@@ -201,15 +192,8 @@ class RankGroup:
             self.wait(_CudaWork())
 
     def wait(self, work: Any, timeout_s: float | None = None) -> None:
-        """Wait until a collective operation is done, and send heartbeats.
-
-        Args:
-            work: torch's handle of the operation.
-            timeout_s: how long to wait; None: the group's timeout.
-
-        Raises:
-            PeersLostError: another rank has ended, or does not join the operation in time.
-        """
+        """Wait until a collective operation is done, and send heartbeats. Raises PeersLostError if another rank has
+        ended, or does not join the operation in time."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         started_s = beaten_s = time.monotonic()
         try:
@@ -257,10 +241,6 @@ def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[in
     Every rank gets the same result. With this rule (longest processing time first), the rank with the most work has at
     most 4/3 of the optimum (Graham 1969).
 
-    Args:
-        padded_tokens: size of each micro-batch.
-        world_size: number of ranks.
-
     Returns:
         For each rank the numbers of its micro-batches, ascending.
     """
@@ -278,12 +258,8 @@ def assign_shares(padded_tokens: Sequence[int], world_size: int) -> list[list[in
 
 
 def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
-    """Raise SettingsError, on every rank, unless all ranks have the same properties.
-
-    Args:
-        ranks: all ranks.
-        properties: JSON object of this rank, as `rendezvous.describe_difference` takes it.
-    """
+    """Raise SettingsError, on every rank, unless all ranks have the same properties (JSON objects as
+    `rendezvous.describe_difference` takes them)."""
     by_rank = ranks.gather_json({"host": socket.gethostname(), "properties": properties})
     first = by_rank[0]
     for rank, description in enumerate(by_rank):
@@ -297,12 +273,7 @@ def require_consistent(ranks: RankGroup, properties: dict[str, Any]) -> None:
 def agree_on_checkpoint(ranks: RankGroup, paths: RunPaths, own: Path | None) -> Path | None:
     """Copy the newest checkpoint of all ranks to every machine, and return its path; None if no rank has one.
 
-    The checkpoints that the state of the newest checkpoint requires are copied, too.
-
-    Args:
-        ranks: all ranks.
-        paths: the run, on this machine.
-        own: the newest valid checkpoint of this machine.
+    The checkpoints that its state requires are copied, too. `own` is the newest valid checkpoint of this machine.
     """
     if ranks.is_single:
         return own
@@ -330,7 +301,7 @@ def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, is_missi
     entries = {name: (str(digest), int(size)) for name, (digest, size) in source_manifest.items()}
     if not is_missing:
         for name, (_, size) in entries.items():
-            for _ in _broadcast_blocks(ranks, source, folder / name if is_source else None, size):
+            for _ in ranks.broadcast_file(source, folder / name if is_source else None, size):
                 pass  # only ranks without the directory write the blocks
         return
     if folder.exists():
@@ -339,75 +310,39 @@ def _copy_sealed_directory(ranks: RankGroup, source: int, folder: Path, is_missi
     with files.sealed_directory(folder, CHECKPOINT, entries) as scratch:
         for name, (expected, size) in entries.items():
             target = scratch / name
-            files.write_blocks(target, ([block] for block in _broadcast_blocks(ranks, source, None, size)))
+            files.write_blocks(target, ([block] for block in ranks.broadcast_file(source, None, size)))
             if digests.hash_file(target) != expected:
                 raise OSError(f"{folder.name}/{name}: differs from the file of rank {source}: damaged in transit")
-
-
-def _broadcast_blocks(ranks: RankGroup, source: int, path: Path | None, size: int) -> Iterator[bytes]:
-    stream = path.open("rb") if path else None
-    try:
-        for start in range(0, size, BLOCK_BYTES):
-            length = min(BLOCK_BYTES, size - start)
-            yield ranks.broadcast_block(source, stream.read(length) if stream else None, length)
-    finally:
-        if stream:
-            stream.close()
-
-
-def list_machines(ranks: RankGroup, paths: RunPaths) -> list[str]:
-    """Return the names of all machines' replicators; a replicator's name is the owner of its lease on the replica.
-
-    Args:
-        ranks: all ranks.
-        paths: the run, on this machine.
-    """
-    state = replication_protocol.read_replication_state(paths)
-    return sorted({name for name in ranks.gather_json(state.node if state else "") if name})
 
 
 def merge_decisions(ranks: RankGroup, own: RunDecisions) -> RunDecisions:
     """Return the decisions of earlier attempts from the rank that has the most, because a new machine has no
     journal."""
-    by_rank = ranks.gather_json(
-        {
-            "budgets": [[phase, step, data] for (phase, step), data in own.budgets.items()],
-            "skipped": [[step, data] for step, data in own.skipped_steps.items()],
-        }
+    by_rank = ranks.gather_json([list(own.budgets.values()), list(own.skipped_steps.values())])
+    budgets, skipped = max(by_rank, key=lambda decisions: sum(map(len, decisions)))
+    return RunDecisions(
+        {(data["phase"], data["step"]): data for data in budgets}, {data["step"]: data for data in skipped}
     )
-    fullest = max(by_rank, key=lambda decisions: len(decisions["budgets"]) + len(decisions["skipped"]))
-    budgets = {(phase, step): data for phase, step, data in fullest["budgets"]}
-    return RunDecisions(budgets, dict(fullest["skipped"]))
 
 
 class StragglerMonitor:
-    """Reports how long each rank computes, because a slow rank slows all others.
+    """Reports in the journal how long each rank computes, because a slow rank slows all others."""
 
-    Args:
-        journal: gets the events `rank_timings`.
-        clock: returns monotonic seconds.
-    """
-
-    def __init__(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:
-        self._journal, self._clock = journal, clock
-        self._reported_s = clock()
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._reported_s = time.monotonic()
         self._steps, self._seconds = 0, 0.0
         self._busy_s: list[float] = []
 
     def add(self, step: int, seconds: float, busy_s: Sequence[float]) -> None:
-        """Add a completed step.
-
-        Args:
-            step: number of the step.
-            seconds: duration of the step.
-            busy_s: seconds that each rank spent on its own micro-batches; a single rank is not reported.
-        """
+        """Add a completed step: number, duration, and the seconds that each rank spent on its own rows. A single
+        rank is not reported."""
         if len(busy_s) < 2:
             return
         self._steps, self._seconds = self._steps + 1, self._seconds + seconds
         totals = self._busy_s or [0.0] * len(busy_s)
         self._busy_s = [total_s + step_s for total_s, step_s in zip(totals, busy_s, strict=True)]
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._steps < 2 or now_s - self._reported_s < REPORT_EVERY_S:
             return
         self._journal.append(

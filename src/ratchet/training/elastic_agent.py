@@ -18,7 +18,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ratchet.config.machine import Machine
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS, SettingsError
@@ -83,16 +83,15 @@ def main(arguments: list[str]) -> int:
         except (RendezvousError, DistError) as error:
             if isinstance(error, RendezvousTimeoutError):
                 failure = "rendezvous"
-            journal.append("worker_error", failure_class=failure, text=_describe_failure(machine, failure, error))
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            where = machine.rendezvous or "this machine"
+            if failure == "peers":
+                text = f"the connection to the rendezvous at {where} was lost: {text}"
+            else:
+                limit_s = machine.rendezvous_timeout_s
+                text = f"{machine.nodes} machines did not meet at {where} within {limit_s:g} s ({text})"
+            journal.append("worker_error", failure_class=failure, text=text)
             return EXIT_PEERS
-
-
-def _describe_failure(machine: Machine, failure: FailureClass, error: Exception) -> str:
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    where = machine.rendezvous or "this machine"
-    if failure == "peers":
-        return f"the connection to the rendezvous at {where} was lost: {text}"
-    return f"{machine.nodes} machines did not meet at {where} within {machine.rendezvous_timeout_s:g} s ({text})"
 
 
 def _connect_rendezvous(paths: RunPaths, machine: Machine, journal: Journal) -> "RendezvousHandler":
@@ -223,7 +222,6 @@ class _AgentHeartbeat(threading.Thread):
         self._heartbeats = [Heartbeat.attach_at(address, rank, *limits) for rank in range(count)]
         self._machine = machine
         self.agent: LocalElasticAgent | None = None
-        """The agent that starts the ranks; None before it exists."""
         self.journal: Journal | None = None
         """Gets a notice if this machine waits long at the rendezvous; None before this machine has connected."""
         self.start()
@@ -231,7 +229,7 @@ class _AgentHeartbeat(threading.Thread):
     def run(self) -> None:
         from torch.distributed.elastic.agent.server.api import WorkerState
 
-        idle_since_s, is_reported = time.monotonic(), False
+        machine, idle_since_s, is_reported = self._machine, time.monotonic(), False
         while True:
             if self.agent is not None and self.agent.get_worker_group().state == WorkerState.HEALTHY:
                 idle_since_s, is_reported = time.monotonic(), False
@@ -240,17 +238,13 @@ class _AgentHeartbeat(threading.Thread):
                     heartbeat.beat("load")
                 if not is_reported and self.journal and time.monotonic() - idle_since_s > REPORT_AFTER_S:
                     is_reported = True
-                    self._report_wait(self.journal)
+                    if machine.active_rendezvous:
+                        text = (
+                            f"this machine waits at {machine.active_rendezvous}: {machine.nodes} machines train the "
+                            "run together, and either too few have joined, or enough have and this one is a spare"
+                        )
+                        self.journal.append("notice", text=text)
             time.sleep(HEARTBEAT_S)
-
-    def _report_wait(self, journal: Journal) -> None:
-        machine = self._machine
-        if machine.active_rendezvous:
-            journal.append(
-                "notice",
-                text=f"this machine waits at {machine.active_rendezvous}: {machine.nodes} machines train the run "
-                "together, and either too few have joined, or enough have and this one is a spare",
-            )
 
 
 def _combine_exit_codes(codes: list[int]) -> int:
@@ -258,22 +252,15 @@ def _combine_exit_codes(codes: list[int]) -> int:
 
     If a signal ended that rank, end this process by the same signal.
     """
-    own_failures = [code for code in codes if code != EXIT_PEERS]
     if not codes:
         return EXIT_OK
-    if not own_failures:
-        return EXIT_PEERS
-    if own_failures[0] < 0:
-        _die_of_signal(-own_failures[0])
-    return own_failures[0]
-
-
-def _die_of_signal(number: int) -> NoReturn:
-    """End this process by a signal."""
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    os._exit(EXIT_BUG)
+    code = next((code for code in codes if code != EXIT_PEERS), EXIT_PEERS)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        os._exit(EXIT_BUG)
+    return code
 
 
 if __name__ == "__main__":

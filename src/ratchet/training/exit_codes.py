@@ -27,7 +27,6 @@ from ratchet.runs.journal import Journal
 from ratchet.runs.restart_policy import FailureClass
 
 MAX_TEXT_LENGTH = 2000
-"""Maximum number of characters of an error message in the journal."""
 
 _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
     (StorageError, "storage"),  # the worker has already waited; another attempt would not help
@@ -43,13 +42,7 @@ _FAILURE_CLASSES: tuple[tuple[type[RatchetError], FailureClass], ...] = (
 
 
 def report_worker_end(error: BaseException, journal: Journal, memory_advice: str) -> int:
-    """Report why a worker ends; return its exit code.
-
-    Args:
-        error: the exception that ended the worker.
-        journal: journal of the run.
-        memory_advice: advice for the case that memory ran out outside of a step, where no micro-batch could shrink.
-    """
+    """Report why a worker ends; return its exit code. `memory_advice` is for memory that ran out outside of a step."""
     if isinstance(error, InterruptedRunError):
         return EXIT_INTERRUPTED
     failure = _classify_error(error)

@@ -33,9 +33,7 @@ class PhaseMemoryPeaks:
     peak_bytes: int = 0
     """On a GPU, all memory in use on the device, including other processes; on a CPU, the same as `host_bytes`."""
     allocated_bytes: int = 0
-    """Bytes of tensors on a GPU."""
     host_bytes: int = 0
-    """Resident memory of the process."""
 
 
 class MemoryMonitor:
@@ -74,7 +72,15 @@ class MemoryMonitor:
             "memory_peak", phase=phase, peak_bytes=peaks.peak_bytes, allocated_bytes=peaks.allocated_bytes,
             host_bytes=peaks.host_bytes, device=self.device.type, device_bytes=self._total_bytes,
         )  # fmt: skip
-        self._warn(phase, peaks.peak_bytes)
+        share = peaks.peak_bytes / self._total_bytes
+        if exceeded := [limit for limit in self._pending_warnings if share >= limit]:
+            self._pending_warnings = [limit for limit in self._pending_warnings if share < limit]
+            where = "GPU" if self.device.type == "cuda" else "machine"
+            self.journal.append(
+                "alert",
+                text=f"memory: {share:.0%} of the {where}'s {units.format_bytes(self._total_bytes)} are in use "
+                f"in phase {phase} (the alert is due at {max(exceeded):.0%})",
+            )
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
@@ -92,18 +98,6 @@ class MemoryMonitor:
         other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))
         return PhaseMemoryPeaks(reserved + other_bytes, torch.cuda.max_memory_allocated(self.device), host)
 
-    def _warn(self, phase: Phase, used: int) -> None:
-        share = used / self._total_bytes
-        exceeded = [limit for limit in self._pending_warnings if share >= limit]
-        self._pending_warnings = [limit for limit in self._pending_warnings if share < limit]
-        if exceeded:
-            where = "GPU" if self.device.type == "cuda" else "machine"
-            self.journal.append(
-                "alert",
-                text=f"memory: {share:.0%} of the {where}'s {units.format_bytes(self._total_bytes)} are in use "
-                f"in phase {phase} (machine.memory_warnings: {max(exceeded):.0%})",
-            )
-
 
 # The forecast before anything is loaded.
 
@@ -113,10 +107,14 @@ def compute_largest_work(
 ) -> MemoryWorkload:
     """Return the largest micro-batches that these rows can form, which are the micro-batches of the longest
     sequences."""
-    sequences = _limit_to_micro_batch(_longest_sequences(plan, train, machine.micro_batch_size), train, machine)
-    validation_sequences = _limit_to_micro_batch(
-        _longest_rows(validation, machine.micro_batch_size), validation, machine
-    )
+    longest = _longest_rows(train, machine.micro_batch_size)
+    if plan.batching == "packed":
+        steps = range(-(-plan.sequences // plan.batch_size))
+        packs = [sequence for step in steps for sequence in plan.batch(step)]
+        longest = sorted(packs, key=train.count_tokens, reverse=True)[: machine.micro_batch_size]
+    sequences = _limit_to_micro_batch(longest, train, machine)
+    longest = _longest_rows(validation, machine.micro_batch_size)
+    validation_sequences = _limit_to_micro_batch(longest, validation, machine)
     return MemoryWorkload(
         rows=len(sequences),
         row_tokens=max(map(train.count_tokens, sequences)),
@@ -127,14 +125,6 @@ def compute_largest_work(
         validation_tokens=max(map(validation.count_tokens, validation_sequences), default=1),
         validation_learned_tokens=_count_trained_positions(validation, validation_sequences),
     )
-
-
-def _longest_sequences(plan: BatchPlan, rows: TokenRows, count: int) -> list[list[int]]:
-    if plan.batching != "packed":
-        return _longest_rows(rows, count)
-    steps = range(-(-plan.sequences // plan.batch_size))
-    packs = [sequence for step in steps for sequence in plan.batch(step)]
-    return sorted(packs, key=rows.count_tokens, reverse=True)[:count]
 
 
 def _limit_to_micro_batch(sequences: list[list[int]], rows: TokenRows, machine: Machine) -> list[list[int]]:
@@ -166,7 +156,6 @@ class InitialMemoryPlan:
     CPU, such an allocation succeeds, because Linux overcommits memory, and later the OOM killer kills a process.
     """
     recompute: bool = False
-    """Whether activations are recomputed in the backward pass."""
     shard_base: bool = False
     """Whether the base is sharded among all ranks. This is the choice of one rank by its own memory; if any rank
     chooses to shard, all ranks do (worker.py)."""
@@ -179,17 +168,17 @@ def require_memory(
 
     Smaller micro-batches are chosen first, because they cost the least time. If even a single row would not fit,
     activations are recomputed (machine.activation_checkpointing), the base is sharded (machine.shard_base), or both.
-    Only a setting that is `auto` is changed in this way.
-
-    Raises:
-        InsufficientMemoryError: the training does not fit, and `machine.on_insufficient_memory` is `refuse`.
+    Only a setting that is `auto` is changed in this way. Raises InsufficientMemoryError if the training does not fit,
+    and `machine.on_insufficient_memory` is `refuse`.
     """
     if machine.shard_base is True and work.ranks == 1:
         journal.append("notice", text="machine.shard_base: true has no effect with a single rank")
     run_forecast = _get_forecast(paths, base, settings, machine, work, journal)
     if run_forecast is None:
         return _make_initial_plan(machine, work)
-    machine = _apply_forecast_options(machine, run_forecast)
+    # An earlier attempt may have chosen these options; then they are in the run's forecast.
+    options = {name: True for name in ("activation_checkpointing", "shard_base") if getattr(run_forecast, name)}
+    machine = machine.model_copy(update=options)
     available = capacity.measure_device(torch.device(work.device)).available_bytes // work.local_ranks
     peak = run_forecast.needed_bytes(work.local_ranks)
     if peak <= available:
@@ -234,13 +223,6 @@ def _make_initial_plan(
     return InitialMemoryPlan(micro_batch_tokens, recompute, forecast.is_base_sharded(machine, work.ranks))
 
 
-def _apply_forecast_options(machine: Machine, known: MemoryForecast) -> Machine:
-    """Return the machine settings with the options that are in the run's forecast; an earlier attempt may have chosen
-    them."""
-    options = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
-    return machine.model_copy(update={name: True for name, value in options.items() if value})
-
-
 def _minimum_bytes(base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> int:
     """Return the bytes that a training with one row at a time needs on one rank."""
     return forecast.forecast(base, settings, machine, work.single_row()).needed_bytes(work.local_ranks)
@@ -249,10 +231,8 @@ def _minimum_bytes(base: ModelSpec, settings: Train, machine: Machine, work: Mem
 def _find_fitting_rows(
     base: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload, available: int
 ) -> int | None:
-    """Halve the number of rows until the forecast is below SAFE_SHARE of the memory, or a single row is left.
-
-    Return None on a GPU, where an allocation that does not fit fails and the micro-batch is then made smaller.
-    """
+    """Return how many rows fit into SAFE_SHARE of the memory, halved until they do; None on a GPU, where an allocation
+    that does not fit fails and the micro-batch is then made smaller."""
     if work.device == "cuda":
         return None
     rows = work.rows

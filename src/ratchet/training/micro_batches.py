@@ -29,7 +29,6 @@ class MicroBatch:
     """Sequences that are computed at once."""
 
     sequences: list[list[int]]
-    """Row numbers of each sequence."""
     padded_tokens: int
     """Number of sequences times the length of the longest sequence."""
     is_own: bool = True
@@ -52,22 +51,12 @@ class PassResult:
     failed_rows: int
     """Number of sequences in the largest micro-batch that did not fit into memory; 0 if all fitted."""
     failed_tokens: int
-    """Padded tokens of that micro-batch."""
     busy_s: list[float]
     """Seconds that each rank spent on its own micro-batches, by rank."""
 
 
 class BatchPass:
-    """One pass over a batch of sequences, by all ranks.
-
-    Args:
-        context: inputs of the training.
-        phase: `train` or `validation`.
-        step: number of the optimizer step, from 1.
-        sequences: rows of each sequence of the batch, all ranks together.
-        budget: limit of a micro-batch.
-        parameters: trainable parameters.
-    """
+    """One pass over a batch of sequences, by all ranks."""
 
     def __init__(
         self,
@@ -86,19 +75,19 @@ class BatchPass:
         self.trained_tokens = sum(map(self._rows.count_trained, sequences))
         self.loss_factor = context.faults.loss_factor(step) if phase == "train" else 1.0
         """Factor of the loss; 1 unless a fault is injected."""
-        self._assigned = self._assign_micro_batches(lengths, budget)
+        # Each rank gets at least one micro-batch if there are enough sequences.
+        world_size, machine = context.ranks.environment.world_size, context.machine
+        size = min(machine.micro_batch_size, -(-len(lengths) // world_size))
+        limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
+        pieces = split_micro_batches(list(range(len(lengths))), lengths, size, min(limits, default=None))
+        micro_batches = [
+            MicroBatch([sequences[k] for k in piece], len(piece) * max(lengths[k] for k in piece)) for piece in pieces
+        ]
+        shares = assign_shares([micro_batch.padded_tokens for micro_batch in micro_batches], world_size)
+        self._assigned = [[micro_batches[number] for number in numbers] for numbers in shares]
         self._loss = 0.0
         self._failed: MicroBatch | None = None
         self._started_s = time.monotonic()
-
-    @property
-    def gradient_scale(self) -> float:
-        """Factor of the gradient of every micro-batch.
-
-        The factor divides by the trained tokens of the whole step, so the size of micro-batches changes the memory and
-        nothing else.
-        """
-        return self.loss_factor / self.trained_tokens
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches that this rank computes; end early at a request to stop or when memory runs out."""
@@ -178,21 +167,6 @@ class BatchPass:
             failed_tokens=int(failed_tokens[largest]),
             busy_s=list(busy_s),
         )
-
-    def _assign_micro_batches(self, lengths: list[int], budget: MicrobatchBudget) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each rank, at least one per rank if there are enough sequences."""
-        world_size, machine = self._context.ranks.environment.world_size, self._context.machine
-        size = min(machine.micro_batch_size, -(-len(lengths) // world_size))
-        limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
-        indices = list(range(len(lengths)))
-        pieces = split_micro_batches(indices, lengths, size, min(limits, default=None))
-        padded_tokens = [len(piece) * max(lengths[k] for k in piece) for piece in pieces]
-        micro_batches = [
-            MicroBatch([self.sequences[k] for k in piece], tokens)
-            for piece, tokens in zip(pieces, padded_tokens, strict=True)
-        ]
-        shares = assign_shares(padded_tokens, world_size)
-        return [[micro_batches[number] for number in numbers] for numbers in shares]
 
     def _beat(self) -> None:
         self._context.heartbeat.beat("step" if self._phase == "train" else "validate")

@@ -5,6 +5,7 @@ same micro-batches, and sums are rounded the same way.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,6 @@ GROW = 1.25
 GROW_AFTER_STEPS = 50
 """Number of good steps before a shrunk budget grows. It doubles each time that a grown budget fails."""
 MAX_WAIT_STEPS = 10_000
-"""Upper limit of the number of good steps before a budget grows."""
 DEFAULT_TRAINED_SHARE = 0.5
 """Assumed share of a row's tokens that are trained, if stage prepare has not run."""
 
@@ -49,17 +49,10 @@ class MicrobatchBudget:
     """Whether the last change enlarged the budget. If so, a failure doubles `wait_steps`."""
 
     def shrink(self, failed_tokens: int, repeated: bool) -> "MicrobatchBudget":
-        """Return the budget after a micro-batch did not fit.
+        """Return the budget after a micro-batch did not fit; `repeated`: not for the first time in this step.
 
         The result is smaller than `failed_tokens` and never larger than the present budget, so repeated failures end at
         single rows. The caller handles a single row that does not fit, because it cannot be divided.
-
-        Args:
-            failed_tokens: padded tokens of the micro-batch.
-            repeated: whether the budget was already made smaller in this step.
-
-        Raises:
-            ValueError: `failed_tokens` is not positive.
         """
         if failed_tokens < 1:
             raise ValueError(f"failed_tokens: found {failed_tokens}; expected at least 1")
@@ -99,32 +92,22 @@ def make_work_estimator(
         teacher: the teacher of train.distill; its memory counts if the settings keep it in memory.
     """
 
-    def complete(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
-        work = replace(work, teacher=teacher if settings.train.distill.is_online else None)
-        return _divide_among_ranks(work, settings)
-
-    if data is None:
-        return lambda settings: complete(_assume_work(settings, device), settings)
-    train, validation = token_files.load_rows(data, "train"), token_files.load_rows(data, "validation")
+    rows = None if data is None else (token_files.load_rows(data, "train"), token_files.load_rows(data, "validation"))
 
     def estimate_work(settings: Settings) -> MemoryWorkload:
-        try:
-            plan = BatchPlan(train.lengths, settings.train)
-        except SettingsError:  # the longest rows would not fit into packs of this size
-            work = _assume_work(settings, device)
-        else:
-            work = _cut_to_max_length(
-                memory_monitor.compute_largest_work(plan, train, validation, settings.machine, device), settings
-            )
-        return complete(work, settings)
+        work = _assume_work(settings, device)
+        if rows is not None:
+            with suppress(SettingsError):  # the longest rows would not fit into packs of this size
+                plan = BatchPlan(rows[0].lengths, settings.train)
+                work = _cut_to_max_length(
+                    memory_monitor.compute_largest_work(plan, *rows, settings.machine, device), settings
+                )
+        work = replace(work, teacher=teacher if settings.train.distill.is_online else None)
+        local_ranks = rendezvous.count_local_ranks(settings.machine)
+        ranks_per_memory = local_ranks if work.device == "cpu" else 1
+        return work.on_ranks(local_ranks * settings.machine.node_range[0], ranks_per_memory, settings.train.batch_size)
 
     return estimate_work
-
-
-def _divide_among_ranks(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
-    local_ranks = rendezvous.count_local_ranks(settings.machine)
-    ranks_per_memory = local_ranks if work.device == "cpu" else 1
-    return work.on_ranks(local_ranks * settings.machine.node_range[0], ranks_per_memory, settings.train.batch_size)
 
 
 def _cut_to_max_length(work: MemoryWorkload, settings: Settings) -> MemoryWorkload:
@@ -143,11 +126,8 @@ def _cut_to_max_length(work: MemoryWorkload, settings: Settings) -> MemoryWorklo
 
 
 def _assume_work(settings: Settings, device: torch.device) -> MemoryWorkload:
-    length, validation_length, rows = (
-        _longest_sequence_tokens(settings),
-        settings.prepare.max_tokens,
-        settings.machine.micro_batch_size,
-    )
+    length, validation_length = _longest_sequence_tokens(settings), settings.prepare.max_tokens
+    rows = settings.machine.micro_batch_size
     return MemoryWorkload(
         rows=rows,
         row_tokens=length,

@@ -9,7 +9,6 @@ is computed again. Powers of two scale floating-point numbers exactly, so the sc
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -62,12 +61,21 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
     """Return the optimizer of `train.optimizer` for the trainable parameters of `model`.
 
-    The entry `loraplus_lr_ratio` of each parameter group is the factor of the group's learning rate.
-
-    Raises:
-        SettingsError: a paged optimizer has no GPU, or the optimizer would compute in float16.
+    The entry `loraplus_lr_ratio` of each parameter group is the factor of the group's learning rate. Raises
+    SettingsError if a paged optimizer has no GPU, or the optimizer would compute in float16.
     """
-    groups = _build_groups(model, settings)
+    # At most three groups: matrices, matrices B with a higher rate (LoRA+: Hayou et al. 2024, arXiv 2402.12354), other
+    # parameters. Only matrices have weight decay, which pulls an update towards "no change". Weight decay would pull
+    # DoRA's magnitudes and the rows of new tokens towards zero.
+    members: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in adapters.trainable_parameters(model):
+        ratio = settings.loraplus_lr_ratio if "lora_B" in name else 1.0
+        decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
+        members.setdefault((ratio, decay), []).append(parameter)
+    groups = [
+        {"params": parameters, "lr": settings.learning_rate * ratio, "weight_decay": decay, "loraplus_lr_ratio": ratio}
+        for (ratio, decay), parameters in members.items()
+    ]
     if settings.optimizer == "adamw" and settings.adapter_dtype == "float16":
         raise SettingsError(
             "train.adapter_dtype: found float16, but adamw stores squared gradients in the adapter's dtype, where "
@@ -84,29 +92,6 @@ def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
         bitsandbytes.optim.PagedAdamW8bit if settings.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
     )
     return optimizer_class(groups, lr=settings.learning_rate)
-
-
-def _build_groups(model: Model, settings: Train) -> list[dict[str, Any]]:
-    """Return at most three groups: matrices, matrices B with a higher rate (LoRA+), other parameters.
-
-    LoRA+: Hayou et al. 2024, arXiv 2402.12354. Only matrices have weight decay, which pulls an update towards "no
-    change". Weight decay would pull DoRA's magnitudes and the rows of new tokens towards zero.
-    """
-    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-    for name, parameter in adapters.trainable_parameters(model):
-        ratio = settings.loraplus_lr_ratio if "lora_B" in name else 1.0
-        decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
-        groups.setdefault((ratio, decay), []).append(parameter)
-    return [
-        {"params": parameters, "lr": settings.learning_rate * ratio, "weight_decay": decay, "loraplus_lr_ratio": ratio}
-        for (ratio, decay), parameters in groups.items()
-    ]
-
-
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group of an optimizer from `build`."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["loraplus_lr_ratio"]
 
 
 def flatten_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -129,11 +114,8 @@ def _extract_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]
 
 
 def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Load a state from `flatten_state`.
-
-    Raises:
-        DamagedFileError: the state belongs to another optimizer or other parameters.
-    """
+    """Load a state from `flatten_state`. Raises DamagedFileError if the state belongs to another optimizer or other
+    parameters."""
     state = {int(index): entries for index, entries in values["values"].items()}
     for path, tensor in tensors.items():
         index, *folders, key = path.split("/")
@@ -155,14 +137,6 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, 
 def initial_loss_scale(compute_dtype: torch.dtype) -> float:
     """Return the loss scale of the first step; 1 for bfloat16 and float32, whose range covers all gradients."""
     return INITIAL_SCALE if compute_dtype == torch.float16 else 1.0
-
-
-def unscale_gradients(parameters: Iterable[torch.nn.Parameter], loss_scale: float) -> None:
-    """Divide every gradient by the loss scale, in place."""
-    if loss_scale != 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(loss_scale)
 
 
 def is_overflow(state: TrainState, loss: float, grad_norm: float) -> bool:

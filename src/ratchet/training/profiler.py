@@ -52,7 +52,6 @@ WARM_SHARE, TRACED_STEPS = 0.1, 3
 SNAPSHOTS = 3
 """Number of snapshots. Their median duration counts, because another process may disturb one of them."""
 MAX_OPERATORS = 10
-"""Maximum number of operators in the profile."""
 BLOCK_S, BLOCKS = 0.02, 5
 """Minimum duration in seconds of a block of calls, and number of blocks. The median of the blocks counts."""
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
@@ -92,13 +91,8 @@ def _synchronize(device: torch.device) -> None:
 def measure_product_flops_per_s(
     shapes: Counter[tuple[int, int, int]], dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the operations per second of matrix products, over all products.
-
-    Args:
-        shapes: number of products [rows, inputs] x [inputs, outputs], by (rows, inputs, outputs).
-        dtype: dtype of the matrices.
-        device: the device to measure.
-    """
+    """Return the operations per second over all products [rows, inputs] x [inputs, outputs]; `shapes` has the number of
+    products by (rows, inputs, outputs)."""
     flops = spent_s = 0.0
     for (rows, inputs, outputs), count in shapes.items():
         left = torch.randn(rows, inputs, device=device).to(dtype)
@@ -108,27 +102,10 @@ def measure_product_flops_per_s(
     return flops / spent_s
 
 
-def measure_square_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of a product of large square matrices, the practical peak rate of the device."""
-    side = SQUARE_SIDE[device.type]
-    return measure_product_flops_per_s(Counter([(side, side, side)]), dtype, device)
-
-
-def measure_bandwidth_bytes_per_s(device: torch.device) -> float:
-    """Return the bytes per second of a large copy; read and written bytes both count."""
-    size = min(COPY_BYTES[device.type], capacity.measure_device(device).available_bytes // 8)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return 2.0 * size / measure_seconds(lambda: target.copy_(source), device)
-
-
 def count_product_shapes(model: Model, rows: int, trained: int) -> Counter[tuple[int, int, int]]:
     """Count the products of a micro-batch with the frozen matrices, forward and backward, without the adapter.
 
-    Args:
-        model: model with its adapter.
-        rows: padded tokens of the micro-batch.
-        trained: trained positions of the micro-batch; the head computes only these.
+    `rows` is its padded tokens; the head computes only its `trained` positions.
     """
     head = model.get_output_embeddings()
     shapes: Counter[tuple[int, int, int]] = Counter()
@@ -203,10 +180,10 @@ def count_workload(model: Model) -> Iterator[StepWorkload]:
 def _flop_formulas() -> dict[Any, Any]:
     """Return formulas for operations that torch (2.13) does not count: fused attention on CPUs, and 4-bit products."""
 
-    def forward(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    def attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
 
-    def backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    def attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(gradient, query, key, value))
 
     def product_4bit(left: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
@@ -215,23 +192,16 @@ def _flop_formulas() -> dict[Any, Any]:
     aten = torch.ops.aten
     return {
         torch.ops.bitsandbytes.gemm_4bit: product_4bit,
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }
 
 
 def estimate_moved_bytes(
     model: Model, workload: StepWorkload, micro_batches: int, passes: int, states_bytes: int
 ) -> dict[str, float]:
-    """Return the bytes that a step must move between memory and processor, by kind.
-
-    Args:
-        model: model with its adapter.
-        workload: workload of the step.
-        micro_batches: number of micro-batches of the step.
-        passes: passes over the weights per micro-batch: forward, backward, and one more with recomputed activations.
-        states_bytes: bytes of the optimizer's state.
-    """
+    """Return the bytes that a step must move between memory and processor, by kind. `passes` over the weights: forward,
+    backward, and one more with recomputed activations."""
     layers = [module for module, _, _ in iterate_matrices(model)]
     layer_weights = {id(module.weight) for module in layers}
     embeddings = {
@@ -260,20 +230,10 @@ class StepMeasurement:
 
     timings: StepTimings
     step: int
-    """Number of the step, from 0."""
     input_tokens: int
     trained_tokens: int
     is_synchronized: bool
     """Whether the GPU was synchronised at the edges of all spans, so that the spans are known."""
-
-
-@dataclass(frozen=True)
-class PeriodicCosts:
-    """Costs that do not occur at every step, in seconds."""
-
-    validation_s: float
-    snapshot_s: float
-    save_s: float
 
 
 def profile_training(context: TrainingContext, steps: int) -> None:
@@ -297,18 +257,11 @@ def profile_training(context: TrainingContext, steps: int) -> None:
 
 
 class _TrainingProfiler:
-    """Runs the measurements of a profile in order.
-
-    Args:
-        loop: a training that has not begun.
-        timer: timer of its steps.
-        trace_path: file for the trace of torch's profiler.
-    """
+    """Runs the measurements of a profile in order, in a training that has not begun."""
 
     def __init__(self, loop: TrainingLoop, timer: StepTimer, trace_path: Path) -> None:
         self.loop, self.timer, self.trace_path = loop, timer, trace_path
         self.context, self.executor = loop.context, loop.executor
-        self.operators: tuple[OperatorTime, ...] = ()
 
     def profile(self, steps: int) -> TrainingProfile:
         context = self.context
@@ -320,13 +273,48 @@ class _TrainingProfiler:
         context.memory_monitor.enter("steady")
         measured = self._measure_steps(counted // 2)
         context.memory_monitor.close()  # the trace takes memory that training does not
-        self._trace(traced)
+        operators = self._trace(traced)
         measured += self._measure_steps(counted - counted // 2)
-        periodic = self._measure_periodic_costs()
-        typical = _select_median_step(measured)
-        workload = self._count_workload(typical)
+        costs_s, save_s = self._measure_periodic_costs()
+        # The step of median size is computed again, without timing or applying it, to count its operations.
+        typical = sorted(measured, key=lambda step: (step.timings.padded_tokens, step.step))[len(measured) // 2]
+        with count_workload(context.model) as workload:
+            self.executor.compute_gradients(typical.step + 1)
+        self._raise_if_stopped()
+        self.executor.optimizer.zero_grad(set_to_none=True)
         limits = self._measure_limits(measured, typical, workload)
-        return self._build_profile(measured, periodic, workload, limits, (warm, traced))
+
+        synchronized = [step for step in measured if step.is_synchronized]
+        undisturbed = [step for step in measured if not step.is_synchronized] or synchronized
+        seconds = [step.timings.seconds for step in undisturbed]
+        step_s = statistics.median(seconds)
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [step_s] * 3
+        synchronised_step_s = statistics.median(step.timings.seconds for step in synchronized)
+        peaks = context.memory_monitor.peaks
+        return TrainingProfile(
+            run_id=context.spec.run_id,
+            device=context.environment["device"],
+            compute_dtype=context.environment["compute_dtype"],
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            warmup_steps=warm,
+            measured_steps=len(measured),
+            traced_steps=traced,
+            step_s=step_s,
+            quartiles_s=(quartiles[0], quartiles[2]),
+            synchronised_step_s=None if undisturbed is synchronized else synchronised_step_s,
+            parts=_build_parts(synchronized, costs_s, self._compute_intervals(costs_s["snapshot"], save_s, step_s)),
+            operators=operators,
+            micro_batches=statistics.fmean(step.timings.micro_batches for step in measured),
+            input_tokens=statistics.fmean(step.input_tokens for step in measured),
+            padded_tokens=statistics.fmean(step.timings.padded_tokens for step in measured),
+            trained_tokens=statistics.fmean(step.trained_tokens for step in measured),
+            limits=limits,
+            saved_activation_bytes=workload.peak_saved_bytes,
+            peak_bytes=(peaks.get("steady") or peaks["first_step"]).peak_bytes,
+            save_s=save_s,
+            notes=_NOTES if adapters.uses_activation_checkpointing(context.model) else _NOTES[:1],
+        )
 
     def _measure_steps(self, count: int) -> list[StepMeasurement]:
         """Measure steps. On a GPU, only every second step is synchronised at its spans, because synchronising costs
@@ -354,8 +342,8 @@ class _TrainingProfiler:
         if self.context.shutdown.is_requested:
             raise InterruptedRunError("profile: stopped on request")
 
-    def _trace(self, steps: int) -> None:
-        """Run steps under torch's profiler, write the trace, and list the operators that took the most time."""
+    def _trace(self, steps: int) -> tuple[OperatorTime, ...]:
+        """Run steps under torch's profiler, write the trace, and return the operators that took the most time."""
         is_gpu = self.context.device.type == "cuda"
         self.timer.synchronizes_spans, self.timer.marks_spans = False, True
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
@@ -365,10 +353,11 @@ class _TrainingProfiler:
         self.timer.marks_spans = False
         self.context.heartbeat.beat("save")
         profiler.export_chrome_trace(str(self.trace_path))
-        self.operators = _list_operators(profiler.key_averages(), steps, is_gpu)
         self.context.heartbeat.beat("step")
+        return _list_operators(profiler.key_averages(), steps, is_gpu)
 
-    def _measure_periodic_costs(self) -> PeriodicCosts:
+    def _measure_periodic_costs(self) -> tuple[dict[PartName, float], float]:
+        """Return the seconds of a validation and of a snapshot, and the seconds of a save."""
         context, timer = self.context, self.timer
         timer.synchronizes_spans = False
         timer.start()
@@ -383,15 +372,7 @@ class _TrainingProfiler:
                 f"no checkpoint could be saved ({self.loop.checkpointer.outage}). Free disk space, then run the same "
                 "command again"
             )
-        return PeriodicCosts(validation_s, snapshot_s, self.loop.checkpointer.save_s)
-
-    def _count_workload(self, typical: StepMeasurement) -> StepWorkload:
-        """Compute the gradient of a step again, without timing or applying it, and count the operations."""
-        with count_workload(self.context.model) as workload:
-            self.executor.compute_gradients(typical.step + 1)
-        self._raise_if_stopped()
-        self.executor.optimizer.zero_grad(set_to_none=True)
-        return workload
+        return {"evaluation": validation_s, "snapshot": snapshot_s}, self.loop.checkpointer.save_s
 
     def _measure_limits(
         self, measured: Sequence[StepMeasurement], typical: StepMeasurement, workload: StepWorkload
@@ -401,66 +382,26 @@ class _TrainingProfiler:
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
         states = sum(tensor.nbytes for tensor in optimizer.flatten_state(self.executor.optimizer)[0].values())
         passes = 3 if adapters.uses_activation_checkpointing(context.model) else 2
-        shapes = count_product_shapes(
-            context.model,
-            timings.padded_tokens // timings.micro_batches,
-            typical.trained_tokens // timings.micro_batches,
-        )
-        mean_tokens = _compute_mean(measured, lambda step: step.timings.padded_tokens)
+        rows, trained = (count // timings.micro_batches for count in (timings.padded_tokens, typical.trained_tokens))
+        shapes = count_product_shapes(context.model, rows, trained)
+        mean_tokens = statistics.fmean(step.timings.padded_tokens for step in measured)
+        side = SQUARE_SIDE[context.device.type]
+        size = min(COPY_BYTES[context.device.type], capacity.measure_device(context.device).available_bytes // 8)
         context.heartbeat.beat("load")  # the measurements may take long
+        source = torch.ones(size, dtype=torch.uint8, device=context.device)
+        target = torch.zeros_like(source)
+        copy_s = measure_seconds(lambda: target.copy_(source), context.device)
         return RooflineLimits(
             # Steps differ in size, so the operations of the typical step are scaled to the average number of tokens.
             flops=workload.flops * mean_tokens / timings.padded_tokens,
             model_flops_per_s=measure_product_flops_per_s(shapes, dtype, context.device),
-            square_flops_per_s=measure_square_flops_per_s(dtype, context.device),
+            square_flops_per_s=measure_product_flops_per_s(Counter([(side, side, side)]), dtype, context.device),
             datasheet_flops_per_s=datasheet_flops_per_s(name, dtype),
             moved_bytes=estimate_moved_bytes(context.model, workload, timings.micro_batches, passes, states),
-            bandwidth_bytes_per_s=measure_bandwidth_bytes_per_s(context.device),
+            bandwidth_bytes_per_s=2.0 * size / copy_s,  # bytes that are read and bytes that are written
         )
 
-    def _build_profile(
-        self,
-        measured: Sequence[StepMeasurement],
-        periodic: PeriodicCosts,
-        workload: StepWorkload,
-        limits: RooflineLimits,
-        unmeasured_steps: tuple[int, int],
-    ) -> TrainingProfile:
-        context = self.context
-        synchronized = [step for step in measured if step.is_synchronized]
-        undisturbed = [step for step in measured if not step.is_synchronized] or synchronized
-        seconds = [step.timings.seconds for step in undisturbed]
-        step_s = statistics.median(seconds)
-        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [step_s] * 3
-        steady = context.memory_monitor.peaks.get("steady") or context.memory_monitor.peaks["first_step"]
-        return TrainingProfile(
-            run_id=context.spec.run_id,
-            device=context.environment["device"],
-            compute_dtype=context.environment["compute_dtype"],
-            threads=torch.get_num_threads(),
-            torch=torch.__version__,
-            warmup_steps=unmeasured_steps[0],
-            measured_steps=len(measured),
-            traced_steps=unmeasured_steps[1],
-            step_s=step_s,
-            quartiles_s=(quartiles[0], quartiles[2]),
-            synchronised_step_s=None
-            if undisturbed is synchronized
-            else statistics.median(step.timings.seconds for step in synchronized),
-            parts=_build_parts(synchronized, periodic, self._compute_intervals(periodic, step_s)),
-            operators=self.operators,
-            micro_batches=_compute_mean(measured, lambda step: step.timings.micro_batches),
-            input_tokens=_compute_mean(measured, lambda step: step.input_tokens),
-            padded_tokens=_compute_mean(measured, lambda step: step.timings.padded_tokens),
-            trained_tokens=_compute_mean(measured, lambda step: step.trained_tokens),
-            limits=limits,
-            saved_activation_bytes=workload.peak_saved_bytes,
-            peak_bytes=steady.peak_bytes,
-            save_s=periodic.save_s,
-            notes=_write_notes(context),
-        )
-
-    def _compute_intervals(self, periodic: PeriodicCosts, step_s: float) -> dict[PartName, float]:
+    def _compute_intervals(self, snapshot_s: float, save_s: float, step_s: float) -> dict[PartName, float]:
         """Return the numbers of steps between two validations and between two snapshots.
 
         Snapshots count at least as often as validations, because every new best validation loss causes a snapshot.
@@ -471,42 +412,28 @@ class _TrainingProfiler:
         steps = parse_interval(setting)
         if not isinstance(steps, int):
             interval = CheckpointInterval(setting, 0, 0.0)
-            interval.record(0, 0.0, periodic.snapshot_s, periodic.save_s)
+            interval.record(0, 0.0, snapshot_s, save_s)
             steps = max(1, int((interval.seconds(0.0) or 0.0) / step_s))
         return {"evaluation": validation, "snapshot": min(steps, validation)}
 
 
-def _select_median_step(measured: Sequence[StepMeasurement]) -> StepMeasurement:
-    """Return the step of median size."""
-    return sorted(measured, key=lambda step: (step.timings.padded_tokens, step.step))[len(measured) // 2]
-
-
-def _compute_mean(measured: Sequence[StepMeasurement], value: Callable[[StepMeasurement], float]) -> float:
-    return statistics.fmean(map(value, measured))
-
-
 def _build_parts(
-    measured: Sequence[StepMeasurement], periodic: PeriodicCosts, intervals: dict[PartName, float]
+    measured: Sequence[StepMeasurement], costs_s: dict[PartName, float], intervals: dict[PartName, float]
 ) -> tuple[StepPart, ...]:
-    """Return the duration of each part, and its share of the training time.
-
-    Args:
-        measured: measured steps with known spans.
-        periodic: costs of parts that do not occur at every step.
-        intervals: steps between two occurrences of these parts.
-    """
+    """Return the duration of each part, and its share of the training time."""
     durations_s: dict[PartName, float] = {
         name: statistics.median(step.timings.spans.get(name, 0.0) for step in measured) for name in PARTS
     }
-    durations_s["snapshot"], durations_s["evaluation"] = periodic.snapshot_s, periodic.validation_s
+    durations_s |= costs_s
     durations_s["waiting"] = statistics.median(step.timings.rest_s for step in measured)
-    total_s = sum(durations_s[name] / intervals.get(name, 1.0) for name in PARTS)
+    per_step_s = {name: durations_s[name] / intervals.get(name, 1.0) for name in PARTS}
+    total_s = sum(per_step_s.values())
     return tuple(
         StepPart(
             name=name,
             duration_s=durations_s[name],
             every_steps=intervals.get(name, 1.0),
-            share=durations_s[name] / intervals.get(name, 1) / total_s,
+            share=per_step_s[name] / total_s,
         )
         for name in PARTS
     )
@@ -528,14 +455,10 @@ def _list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTi
     )
 
 
-def _write_notes(context: TrainingContext) -> tuple[str, ...]:
-    notes = [
-        "Operations are the executed products and attention, including the adapter's, as torch counts them. torch "
-        "counts attention of every position to every other; causal kernels skip up to half of it."
-    ]
-    if adapters.uses_activation_checkpointing(context.model):
-        notes.append(
-            "Activations are recomputed: the operations include the second forward pass, and only tensors outside the "
-            "recomputed blocks are counted as saved activations."
-        )
-    return tuple(notes)
+_NOTES = (
+    "Operations are the executed products and attention, including the adapter's, as torch counts them. torch counts "
+    "attention of every position to every other; causal kernels skip up to half of it.",
+    "Activations are recomputed: the operations include the second forward pass, and only tensors outside the "
+    "recomputed blocks are counted as saved activations.",
+)
+"""Notes of a profile; the second applies if activations are recomputed."""

@@ -33,14 +33,8 @@ from ratchet.training.distributed import RankGroup
 def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
     """Keep this rank's share of the base on the rank's device, and gather each layer when it is needed.
 
-    Args:
-        model: model with its adapter, in the host's memory; everything but the adapter is frozen. The model is changed
-            in place: afterwards, all ranks must run the same forward and backward passes together.
-        ranks: two or more ranks.
-        device: device of this rank.
-
-    Raises:
-        SettingsError: the model has no list of separate layers.
+    The model, in the host's memory, is changed in place: afterwards, all ranks must run the same passes together.
+    Raises SettingsError if it has no list of separate layers.
     """
     name, layers = _find_layers(model)
     mesh = DeviceMesh.from_group(ranks.group, device.type)
@@ -49,7 +43,10 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
         layer.to(device)
         for module in layer.modules():
             if isinstance(module, Linear4bit):
-                _shard_linear4bit(module)
+                # FSDP gathers plain parameters, so the quantisation constants move from the parameter to the layer.
+                module.quant_state = module.weight.quant_state
+                module.weight = nn.Parameter(module.weight.data.as_subclass(Tensor), requires_grad=False)
+                module.__class__ = _ShardedLinear4bit
         unsharded = set(layer.parameters()) - set(rank_memory.iterate_shardable_matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
         layer.set_custom_all_gather(all_gather)
@@ -98,13 +95,6 @@ class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has 
         return output.to(x.dtype)
 
 
-def _shard_linear4bit(layer: Linear4bit) -> None:
-    """Move the quantisation constants from the parameter to the layer, because FSDP gathers plain parameters."""
-    layer.quant_state = layer.weight.quant_state
-    layer.weight = nn.Parameter(layer.weight.data.as_subclass(Tensor), requires_grad=False)
-    layer.__class__ = _ShardedLinear4bit
-
-
 class _LayerAllGather:
     """Gathers a layer. Over gloo (on a CPU), a rank sends heartbeats while it waits, so that only a stopped rank is
     silent."""
@@ -125,16 +115,10 @@ class _LayerAllGather:
         if not self._waits:
             return work
         self._ranks.wait(work)
-        self._trim_heap(output_tensor.nbytes)
-        return None
-
-    def _trim_heap(self, count: int) -> None:
-        """Return freed memory to the system from time to time. `count` is the bytes of a gathered layer.
-
-        glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so glibc would keep
-        the memory of every layer that was ever gathered. A layer counts twice, because it was in memory twice.
-        """
-        self._gathered_bytes += 2 * count
+        # glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so it would keep
+        # the memory of every layer that was ever gathered. A layer counts twice, because it was in memory twice.
+        self._gathered_bytes += 2 * output_tensor.nbytes
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:
             self._gathered_bytes = 0
             weights.trim_heap()
+        return None

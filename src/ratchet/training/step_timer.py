@@ -97,11 +97,7 @@ class StepSpans:
         return _UNTIMED
 
     def count_micro_batch(self, padded_tokens: int) -> None:
-        """Count a micro-batch that is about to be computed.
-
-        Args:
-            padded_tokens: its number of sequences times the length of the longest.
-        """
+        """Count a micro-batch (number of sequences times the length of the longest) that is about to be computed."""
 
 
 @dataclass
@@ -168,7 +164,6 @@ class StepTimer(StepSpans):
                     self._inner_s[-1] += spent_s
 
     def count_micro_batch(self, padded_tokens: int) -> None:
-        """See `StepSpans.count_micro_batch`."""
         self._timings.micro_batches += 1
         self._timings.padded_tokens += padded_tokens
 

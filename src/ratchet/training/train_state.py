@@ -1,6 +1,6 @@
 """State of a training after a step: everything that later steps depend on, in addition to weights and optimizer."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,6 @@ class TrainState:
     bad_validations: int = 0
     """Number of validations since the best validation."""
     train_loss: float = 0.0
-    """Loss of the last applied step."""
     trained_tokens: int = 0
     input_tokens: int = 0
     skipped_steps: int = 0
@@ -31,17 +30,14 @@ class TrainState:
     learning_rate_scale: float = 1.0
     """Factor by which the guards have multiplied the learning rate."""
     rollback_step: int = 0
-    """Step of the snapshot that the guards may roll back to."""
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass; 1 except in float16."""
     loss_scale_steps: int = 0
     """Number of steps without overflow since the loss scale last changed."""
     module_norm_steps: tuple[int, ...] = ()
-    """Steps at which the gradient norm of each module was recorded."""
     module_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """L2 norms of the gradients before clipping, at `module_norm_steps`, by module."""
     budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
-    """Limit of training micro-batches."""
     validation_budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
 
     @property
@@ -54,24 +50,6 @@ class TrainState:
         """Steps whose checkpoints this state needs in addition to its own."""
         return frozenset({self.best_step, self.rollback_step} - {0, self.step})
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for `from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> "TrainState":
-        """Parse the values of `to_json`. Raises TypeError, KeyError or ValueError for other values."""
-        parsed: dict[str, Any] = {
-            "validation_loss": {int(step): float(loss) for step, loss in raw["validation_loss"].items()},
-            "grad_norms": tuple(map(float, raw["grad_norms"])),
-            "bad_steps": tuple(map(int, raw["bad_steps"])),
-            "module_norm_steps": tuple(map(int, raw["module_norm_steps"])),
-            "module_norms": {str(name): tuple(map(float, norms)) for name, norms in raw["module_norms"].items()},
-            "budget": MicrobatchBudget(**raw["budget"]),
-            "validation_budget": MicrobatchBudget(**raw["validation_budget"]),
-        }
-        return cls(**{**raw, **parsed})
-
 
 @dataclass(frozen=True)
 class TrainSnapshot:
@@ -83,7 +61,6 @@ class TrainSnapshot:
     optimizer_tensors: dict[str, Tensor]
     """The optimizer's tensors, by path (`optimizer.flatten_state`)."""
     optimizer_values: dict[str, Any]
-    """The optimizer's values that are not tensors, as JSON."""
     adapter_tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that this kind of adapter needs in addition to its matrices (adapters.extra_tensors)."""
     residuals: tuple[dict[str, Tensor], ...] = ()

@@ -20,16 +20,7 @@ from ratchet.runs.fault_injection.injection import Phase
 from ratchet.runs.journal import RunDecisions
 from ratchet.storage import digests
 from ratchet.training import analysis, checkpoint, optimizer
-from ratchet.training.anomaly_detection import (
-    GradientSpike,
-    StepRepeat,
-    StepRollback,
-    StepSkip,
-    TrainingHalt,
-    judge_step,
-    record_bad_step,
-    record_good_step,
-)
+from ratchet.training.anomaly_detection import StepVerdict, judge_step, record_bad_step, record_good_step
 from ratchet.training.context import TrainingContext
 from ratchet.training.distributed import StragglerMonitor
 from ratchet.training.micro_batches import BatchPass, PassResult
@@ -56,9 +47,7 @@ class StepExecutor:
         self.optimizer = optimizer.build(context.model, context.settings, context.device)
         self.state = TrainState(loss_scale=context.initial_loss_scale)
         self.state_lock = threading.Lock()
-        """Lock under which weights, optimizer and state change."""
         self.recorded = RunDecisions()
-        """Decisions of earlier attempts, from the journal."""
         self._straggler_monitor = StragglerMonitor(context.journal)
         self._reducer: GradientReducer | None = None
         """Sums gradients over ranks. A single rank also has a reducer if gradients are compressed, because earlier
@@ -90,14 +79,12 @@ class StepExecutor:
             self._skip_step(recorded["action"], recorded["reason"])
             return
         self._apply_recorded_budget("train", number)
-        learning_rate = self._compute_learning_rate()
+        learning_rate = optimizer.compute_learning_rate(self.state.step, self.plan.steps, context.settings)
+        learning_rate *= self.state.learning_rate_scale
         is_repeated = has_shrunk = False
         while True:  # repeat after out of memory, an overflow of the loss scale, or a loss or norm that is not finite
             self.optimizer.zero_grad(set_to_none=True)
-            optimizer.seed_step(context.settings.seed, number - 1, context.ranks.environment.rank)
-            model.train()
-            batch_pass = self.start_pass("train", number)
-            self._forward_backward(batch_pass)
+            batch_pass = self._compute_pass(number)
             result = batch_pass.gather()
             if result.is_stopped:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -108,97 +95,75 @@ class StepExecutor:
                 continue
             with context.spans.measure("optimizer"):
                 self._reduce_gradients()
-                module_norms = self._measure_module_norms(number)
+                is_analysed = analysis.is_due(number, self.plan.steps)
+                module_norms = analysis.compute_module_norms(model) if is_analysed else {}
                 grad_norm = float(clip_grad_norm_(self.parameters, context.settings.max_grad_norm))
             if optimizer.is_overflow(self.state, result.loss, grad_norm):
-                self._reduce_loss_scale(number)
+                self._discard_residuals()
+                self.state = optimizer.reduce_loss_scale(self.state)
+                context.journal.append("loss_scale", step=number, loss_scale=self.state.loss_scale)
                 continue
             verdict = judge_step(
                 context.settings.guards, self.state, result.loss, grad_norm, learning_rate, repeated=is_repeated
             )
-            if not isinstance(verdict, StepRepeat):
+            if verdict.action != "repeat":
                 break
-            self._repeat_step(number, verdict)
+            self._discard_residuals()
+            context.journal.append("step_repeated", step=number, reason=verdict.reason)
             is_repeated, has_shrunk = True, False
-        if isinstance(verdict, StepSkip | StepRollback | TrainingHalt):
+        if verdict.action not in ("apply", "report"):
             self._handle_bad_step(verdict)
             return
-        if isinstance(verdict, GradientSpike):
-            self._report_spike(number, grad_norm, verdict)
+        if verdict.action == "report":
+            context.journal.append(
+                "gradient_spike", step=number, grad_norm=grad_norm, rows=self._list_rows(), median=verdict.median,
+                deviations=verdict.deviations,
+            )  # fmt: skip
         with self.state_lock:
             with context.spans.measure("optimizer"):
-                optimizer.set_learning_rate(self.optimizer, learning_rate)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate * group["loraplus_lr_ratio"]
                 self.optimizer.step()
                 adapters.update_rank_allocation(model, number, self.plan.steps)
                 self.optimizer.zero_grad(set_to_none=True)
             self._record_step(batch_pass, result, grad_norm, module_norms, learning_rate, started_s)
 
-    def _forward_backward(self, batch_pass: BatchPass) -> None:
-        """Add the gradient of each micro-batch of this rank to the parameters' gradients."""
+    def _compute_pass(self, number: int) -> BatchPass:
+        """Add the gradients of this rank's micro-batches of a step (from 1) to the parameters' gradients."""
+        optimizer.seed_step(self.context.settings.seed, number - 1, self.context.ranks.environment.rank)
+        self.context.model.train()
+        with self.context.spans.measure("data"):
+            sequences = self.plan.batch(number - 1)
+            batch_pass = BatchPass(self.context, "train", number, sequences, self.state.budget, self.parameters)
         for micro_batch in batch_pass.micro_batches():
             with batch_pass.catch_out_of_memory(micro_batch):
                 batch = batch_pass.load(micro_batch)
-                scale = batch_pass.gradient_scale * self.state.loss_scale
+                # The trained tokens are those of the whole step, so the size of micro-batches changes nothing else.
+                scale = batch_pass.loss_factor / batch_pass.trained_tokens * self.state.loss_scale
                 targets = batch_pass.teacher_targets(micro_batch, batch)
                 loss = chunked_loss.compute_loss(self.context.model, batch, scale, targets, self.context.spans.measure)
                 loss.backward()
                 batch_pass.add_loss(micro_batch, loss)
+        return batch_pass
 
     def compute_gradients(self, number: int) -> None:
-        """Compute the gradient of a step (from 1) without applying it, for measurements.
-
-        Raises:
-            MemoryExhaustedError: a micro-batch does not fit into memory.
-        """
-        optimizer.seed_step(self.context.settings.seed, number - 1, self.context.ranks.environment.rank)
-        self.context.model.train()
-        batch_pass = self.start_pass("train", number)
-        self._forward_backward(batch_pass)
-        failed_tokens = batch_pass.gather().failed_tokens
-        if failed_tokens:
+        """Compute the gradient of a step (from 1) without applying it, for measurements. Raises MemoryExhaustedError if
+        a micro-batch does not fit into memory."""
+        if failed_tokens := self._compute_pass(number).gather().failed_tokens:
             raise MemoryExhaustedError(f"a micro-batch of {failed_tokens} tokens does not fit into memory")
         self._reduce_gradients()
 
-    def start_pass(self, phase: Literal["train", "validation"], step: int) -> BatchPass:
-        """Return a pass over the batch of a step (from 1), or over all validation rows."""
-        if phase == "train":
-            with self.context.spans.measure("data"):
-                sequences = self.plan.batch(step - 1)
-                return BatchPass(self.context, phase, step, sequences, self.state.budget, self.parameters)
-        sequences = [[row] for row in range(len(self.context.validation_rows))]
-        return BatchPass(self.context, phase, step, sequences, self.state.validation_budget, self.parameters)
-
-    def _compute_learning_rate(self) -> float:
-        rate = optimizer.compute_learning_rate(self.state.step, self.plan.steps, self.context.settings)
-        return rate * self.state.learning_rate_scale
-
     def _reduce_gradients(self) -> None:
         """Remove the loss scale from the gradients, sum them over ranks, and add the gradient of AdaLoRA's penalty."""
-        optimizer.unscale_gradients(self.parameters, self.state.loss_scale)
+        if self.state.loss_scale != 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.state.loss_scale)
         if self._reducer:
             self._reducer.sum()
         penalty = adapters.orthogonality_penalty(self.context.model)
         if penalty is not None:
             (self.context.settings.adalora.orth_reg_weight * penalty).backward()
-
-    def _measure_module_norms(self, number: int) -> dict[str, float]:
-        """Return the gradient norm of each module before clipping; empty at steps that the analysis leaves out."""
-        is_due = analysis.is_due(number, self.plan.steps)
-        return analysis.compute_module_norms(self.context.model) if is_due else {}
-
-    def _reduce_loss_scale(self, number: int) -> None:
-        self._discard_residuals()
-        self.state = optimizer.reduce_loss_scale(self.state)
-        self.context.journal.append("loss_scale", step=number, loss_scale=self.state.loss_scale)
-
-    def _repeat_step(self, number: int, verdict: StepRepeat) -> None:
-        self._discard_residuals()
-        self.context.journal.append("step_repeated", step=number, reason=verdict.reason)
-
-    def _report_spike(self, number: int, grad_norm: float, verdict: GradientSpike) -> None:
-        self.context.journal.append(
-            "gradient_spike", step=number, grad_norm=grad_norm, rows=self._list_rows(), **asdict(verdict)
-        )
 
     def _record_step(
         self,
@@ -211,8 +176,6 @@ class StepExecutor:
     ) -> None:
         """Advance the state by one step and write the step to the journal."""
         context, number = self.context, self.state.step + 1
-        budget = self.state.budget.record_good_step()
-        has_grown = budget.grown and budget.good_steps == 0
         state = record_good_step(self.state, context.settings.guards, grad_norm)
         state = analysis.record_norms(optimizer.advance_loss_scale(state), number, module_norms)
         self.state = replace(
@@ -221,7 +184,7 @@ class StepExecutor:
             train_loss=result.loss,
             trained_tokens=state.trained_tokens + batch_pass.trained_tokens,
             input_tokens=state.input_tokens + batch_pass.input_tokens,
-            budget=budget,
+            budget=self.state.budget.record_good_step(),
         )
         step_s = round(time.monotonic() - started_s, 5)
         context.journal.append(
@@ -230,13 +193,13 @@ class StepExecutor:
             batch=digests.hash_json(batch_pass.sequences)[: digests.SHORT], step_s=step_s,
         )  # fmt: skip
         self._straggler_monitor.add(number, step_s, result.busy_s)
-        if has_grown:
+        if self.state.budget.grown and self.state.budget.good_steps == 0:
             self._log_budget("train", number + 1, "grow", 0)
         if context.faults.poisons(number):
             with torch.no_grad():
                 self.parameters[0].view(-1)[0] = float("nan")
 
-    def _handle_bad_step(self, verdict: StepSkip | StepRollback | TrainingHalt) -> None:
+    def _handle_bad_step(self, verdict: StepVerdict) -> None:
         """Skip the step, or end the training."""
         number = self.state.step + 1
         if not checkpoint.is_finite(dict(adapters.trainable_parameters(self.context.model))):
@@ -244,9 +207,9 @@ class StepExecutor:
                 f"weights are not finite before step {number}, although no step with a non-finite loss or gradient was "
                 "applied: check the hardware, or lower train.learning_rate"
             )
-        if isinstance(verdict, TrainingHalt):
-            raise DivergenceError(f"{verdict.diagnosis}; rows of step {number}: {self._list_rows()}")
-        self._skip_step("roll_back" if isinstance(verdict, StepRollback) else "skip", verdict.reason)
+        if verdict.action == "stop":
+            raise DivergenceError(f"{verdict.reason}; rows of step {number}: {self._list_rows()}")
+        self._skip_step("roll_back" if verdict.action == "roll_back" else "skip", verdict.reason)
 
     def _skip_step(self, action: Literal["skip", "roll_back"], reason: str) -> None:
         """Count a step as done without applying it; with `roll_back`, also restore the weights of the last snapshot."""
@@ -279,11 +242,14 @@ class StepExecutor:
             MemoryExhaustedError, PeersLostError: see `step`.
         """
         step, started_s = self.state.step, time.monotonic()
+        sequences = [[row] for row in range(len(self.context.validation_rows))]
         self._apply_recorded_budget("validation", step)
         self.context.model.eval()
         has_shrunk = False
         while True:
-            batch_pass = self.start_pass("validation", step)
+            batch_pass = BatchPass(
+                self.context, "validation", step, sequences, self.state.validation_budget, self.parameters
+            )
             with torch.no_grad():
                 for micro_batch in batch_pass.micro_batches():
                     with batch_pass.catch_out_of_memory(micro_batch):
@@ -296,10 +262,7 @@ class StepExecutor:
                 break
             self._shrink_micro_batches("validation", step, result, has_shrunk)
             has_shrunk = True
-        return self._record_validation(result.loss / batch_pass.trained_tokens, batch_pass.trained_tokens, started_s)
-
-    def _record_validation(self, loss: float, tokens: int, started_s: float) -> bool:
-        step, best_loss = self.state.step, self.state.best_loss
+        loss, best_loss = result.loss / batch_pass.trained_tokens, self.state.best_loss
         if not math.isfinite(loss):
             raise DivergenceError(
                 f"validation loss is {loss} at step {step}: the model's logits are not finite for some validation "
@@ -315,7 +278,7 @@ class StepExecutor:
             validation_budget=self.state.validation_budget.record_good_step(),
         )
         self.context.journal.append(
-            "validation", step=step, loss=loss, improved=is_best, tokens=tokens,
+            "validation", step=step, loss=loss, improved=is_best, tokens=batch_pass.trained_tokens,
             seconds=round(time.monotonic() - started_s, 4),
         )  # fmt: skip
         return is_best
@@ -323,12 +286,7 @@ class StepExecutor:
     # Snapshots.
 
     def restore(self, snapshot: TrainSnapshot, rollback_snapshot: TrainSnapshot) -> None:
-        """Restore the training from a checkpoint.
-
-        Args:
-            snapshot: content of the checkpoint.
-            rollback_snapshot: the snapshot that the guards may roll back to.
-        """
+        """Restore the training from a checkpoint, and the snapshot that the guards may roll back to."""
         checkpoint.restore(snapshot, self.context.model, self.optimizer)
         self._restore_residuals(snapshot)
         self.state = snapshot.state
@@ -402,13 +360,7 @@ class StepExecutor:
                 self.recorded.budgets.pop((phase, step), None)
 
     def _shrink_micro_batches(self, phase: Phase, step: int, result: PassResult, has_shrunk: bool) -> None:
-        """Make micro-batches smaller, because one did not fit.
-
-        Args:
-            phase: phase of the pass that failed.
-            step: step of the pass.
-            result: result of the pass.
-            has_shrunk: whether micro-batches were already made smaller in this step.
+        """Make micro-batches smaller, because one did not fit. `has_shrunk`: not for the first time in this step.
 
         Raises:
             MemoryExhaustedError: a single row does not fit.
@@ -435,9 +387,7 @@ class StepExecutor:
             )
 
     def _enable_activation_checkpointing(self, phase: Phase, step: int, tokens: int) -> bool:
-        """Recompute activations from now on, if `machine.activation_checkpointing` is `auto`.
-
-        Return whether this call has changed anything.
+        """Recompute activations from now on, if the settings allow it; return whether this call has changed anything.
 
         A validation pass stores no activations, so recomputing them saves no memory.
         """
@@ -467,8 +417,7 @@ class StepExecutor:
     def _log_budget(
         self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int, rank: int | None = None
     ) -> None:
-        """Write a budget to the journal. `rank` is the rank that alone has changed its budget; None if all ranks
-        have."""
+        """Write a budget to the journal. `rank`: the only rank whose budget has changed; None: all ranks."""
         self.context.journal.append(
             "microbatch_budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
             budget=asdict(self._budget(phase)), **({} if rank is None else {"rank": rank}),

@@ -17,7 +17,6 @@ from ratchet.runs.journal import read_decisions
 from ratchet.training import checkpoint, distributed
 from ratchet.training.async_checkpoint import AsyncCheckpointer, CheckpointInterval, NullCheckpointer
 from ratchet.training.context import TrainingContext
-from ratchet.training.distributed import RankGroup
 from ratchet.training.train_state import TrainState
 from ratchet.training.train_step import StepExecutor
 
@@ -47,7 +46,9 @@ class TrainingLoop:
             )
         self.executor.recorded = distributed.merge_decisions(ranks, read_decisions(context.paths.journal, step))
         if step == 0:
-            self.executor.limit_first_micro_batches(_minimum_tokens(ranks, context.initial_micro_batch_tokens))
+            own_limit = context.initial_micro_batch_tokens
+            smallest = min(limit for (limit,) in ranks.gather([math.inf if own_limit is None else own_limit]))
+            self.executor.limit_first_micro_batches(None if math.isinf(smallest) else int(smallest))
         if ranks.any(progress.killed_for_memory):
             self.executor.shrink_after_oom_kill()
         self.checkpointer: AsyncCheckpointer | NullCheckpointer = NullCheckpointer(self.state)
@@ -111,8 +112,9 @@ class TrainingLoop:
         while True:
             if self._synchronize_ranks():
                 self._stop()
-            is_best = False
-            if self._is_validation_due():
+            is_best, step = False, self.state.step
+            is_due = step > 0 and (step % self.context.settings.validate_every_steps == 0 or step == self.plan.steps)
+            if is_due and step not in self.state.validation_loss:
                 monitor.enter("evaluation")
                 outcome = self.executor.validate()
                 if outcome is None:  # a stop was requested
@@ -122,11 +124,20 @@ class TrainingLoop:
             if self._is_checkpoint_due or is_best or has_ended or self.executor.is_rollback_snapshot_due():
                 self._submit_checkpoint()
             if has_ended:
-                self._wait_until_saved()
-                return self.state
+                break
             monitor.enter("steady" if "first_step" in monitor.peaks else "first_step")
             self.executor.step()
             monitor.leave("first_step")
+        # Training has ended only when the final state is sealed.
+        context, timeout_s = self.context, self.context.machine.storage_timeout_s
+        context.heartbeat.beat("save")
+        if not self.checkpointer.drain(timeout_s, lambda: context.heartbeat.beat("save")):
+            raise StorageError(
+                f"the final state could not be saved within {timeout_s:g} s ({self.checkpointer.outage}); the newest "
+                f"saved step is {self.checkpointer.sealed.step} of {self.state.step}. Free space or repair the disk, "
+                "then run the same command again"
+            )
+        return self.state
 
     def _synchronize_ranks(self) -> bool:
         """Return whether any rank was asked to stop.
@@ -139,11 +150,6 @@ class TrainingLoop:
         by_rank = ranks.gather([float(self.context.shutdown.is_requested), float(is_due)])
         self._is_checkpoint_due = bool(by_rank[0][1])
         return any(is_requested for is_requested, _ in by_rank)
-
-    def _is_validation_due(self) -> bool:
-        step = self.state.step
-        is_due = step > 0 and (step % self.context.settings.validate_every_steps == 0 or step == self.plan.steps)
-        return is_due and step not in self.state.validation_loss
 
     # Checkpoints.
 
@@ -184,17 +190,6 @@ class TrainingLoop:
         self.interval.record(snapshot.state.step, time.monotonic(), blocked_s, self.checkpointer.save_s)
         self.checkpointer.submit(snapshot, blocked_s)
 
-    def _wait_until_saved(self) -> None:
-        """Wait until the final state is sealed, because only then has training ended."""
-        context, timeout_s = self.context, self.context.machine.storage_timeout_s
-        context.heartbeat.beat("save")
-        if not self.checkpointer.drain(timeout_s, lambda: context.heartbeat.beat("save")):
-            raise StorageError(
-                f"the final state could not be saved within {timeout_s:g} s ({self.checkpointer.outage}); the newest "
-                f"saved step is {self.checkpointer.sealed.step} of {self.state.step}. Free space or repair the disk, "
-                "then run the same command again"
-            )
-
     # The end after a stop request.
 
     def _stop(self) -> None:
@@ -229,9 +224,3 @@ class TrainingLoop:
 
     def _notice(self, text: str) -> None:
         self.context.journal.append("notice", text=text)
-
-
-def _minimum_tokens(ranks: RankGroup, tokens: int | None) -> int | None:
-    """Return the smallest limit of any rank; None if no rank has a limit."""
-    smallest = min(limit for (limit,) in ranks.gather([math.inf if tokens is None else tokens]))
-    return None if math.isinf(smallest) else int(smallest)

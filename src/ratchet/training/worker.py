@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_OK, DamagedFileError, NonFiniteStateError, SettingsError, StorageError
 from ratchet.models import adapters, base_model, loading, model_card, model_spec, targets, vocabulary
 from ratchet.models.memory import parameters as model_parameters
+from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
 from ratchet.runs.heartbeat import Heartbeat
@@ -46,16 +47,6 @@ MEMORY_ADVICE = (
 )
 SAMPLE_ROWS = 1000
 """Approximate number of training rows from which the share of trained tokens is estimated."""
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of weights. A weight counts as one, whatever its number of bits."""
-
-    trainable: int
-    total: int
-    quantized: int
-    """Weights stored in 4 bits."""
 
 
 def run_worker(paths: RunPaths, attempt: int, shutdown: GracefulShutdown, heartbeat: Heartbeat) -> int:
@@ -88,7 +79,7 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     heartbeat.beat("load")
-    context = _build_context(spec, launch, WorkerServices(paths, journal, heartbeat, shutdown))
+    context = _build_context(spec, launch, paths, journal, heartbeat, shutdown)
     if launch.profile_steps is not None:
         from ratchet.training import profiler  # imports libraries that training does not need
 
@@ -98,31 +89,29 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     ranks, is_sharded = context.ranks, context.is_base_sharded
     trainable = sum(parameter.numel() for _, parameter in adapters.trainable_parameters(context.model))
     quantized = model_parameters.count_quantized_parameters(context.model)
-    parameters = ParameterCounts(trainable, launch.base.parameters + trainable, quantized)
+    replication = replication_protocol.read_replication_state(paths)
+    replicators = ranks.gather_json(replication.node if replication else "")  # by their names in the run's leases
     journal.append(
         "worker_ready", start_step=loop.state.step, planned_steps=loop.plan.steps,
-        trainable_parameters=parameters.trainable, total_parameters=parameters.total, device=str(context.device),
+        trainable_parameters=trainable, total_parameters=launch.base.parameters + trainable, device=str(context.device),
         torch=torch.__version__, compute_dtype=context.environment["compute_dtype"], threads=torch.get_num_threads(),
         ranks=ranks.environment.world_size, has_rank_zero=ranks.is_first, shares_base=is_sharded,
-        replicators=distributed.list_machines(ranks, paths), hosts=ranks.gather_json(socket.gethostname()),
+        replicators=sorted(set(filter(None, replicators))), hosts=ranks.gather_json(socket.gethostname()),
         **_compute_flops(context),
     )  # fmt: skip
     loop.run()
     heartbeat.beat("save")
     with ranks.collective_section(is_sharded):  # the analysis needs the shares of all ranks
-        adapter_analysis = analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
+        adapter_analysis = _analyse_kept_weights(loop) if ranks.environment.is_writer or is_sharded else None
     if adapter_analysis is None or not ranks.environment.is_writer:
         return
-    adapter_digest = _seal_with_retry(context, lambda: seal(loop, adapter_analysis, launch.base, parameters))
+    adapter_digest = _seal_with_retry(context, lambda: _seal(loop, adapter_analysis, launch.base, trainable, quantized))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=adapter_digest)
     journal.sync()
 
 
 def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
-    """Return the operations per token, and the total peak rate of all devices in operations per second.
-
-    A value that is unknown is None.
-    """
+    """Return the operations per token, and the peak rate of all devices in operations per second; None if unknown."""
     rows = context.train_rows
     sample = range(len(rows))[:: max(1, len(rows) // SAMPLE_ROWS)]
     trained_share = rows.count_trained(sample) / rows.count_tokens(sample)
@@ -136,28 +125,25 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
     return {"flops_per_token": per_token, "peak_flops_per_s": None if math.isnan(peak) else peak}
 
 
-@dataclass(frozen=True)
-class WorkerServices:
-    """Services of a worker process: run directory, journal, heartbeat and stop requests."""
-
-    paths: RunPaths
-    journal: Journal
-    heartbeat: Heartbeat
-    shutdown: GracefulShutdown
-
-
-def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerServices) -> TrainingContext:
+def _build_context(
+    spec: RunSpec,
+    launch: TrainingLaunchSpec,
+    paths: RunPaths,
+    journal: Journal,
+    heartbeat: Heartbeat,
+    shutdown: GracefulShutdown,
+) -> TrainingContext:
     """Check all inputs, forecast the memory and load the model."""
-    machine, journal = launch.machine, services.journal
+    machine, base_path = launch.machine, Path(launch.base_path)
     rank_environment = RankEnvironment.from_environment()
     device = _select_device(machine, rank_environment)
-    ranks = RankGroup(rank_environment, device, lambda: services.heartbeat.beat("peers"), machine.peer_timeout_s)
+    ranks = RankGroup(rank_environment, device, lambda: heartbeat.beat("peers"), machine.peer_timeout_s)
     environment = _describe_environment(spec, device, machine, rank_environment.world_size)
     # GPUs and threads may differ between ranks.
     shared_environment = {name: value for name, value in environment.items() if name not in ("device", "threads")}
     distributed.require_consistent(ranks, {"run": spec.model_dump(mode="json"), "environment": shared_environment})
     monitor = MemoryMonitor(journal, device, machine.memory_warnings)
-    base_model.verify_files(Path(launch.base_path), launch.base.files)
+    base_model.verify_files(base_path, launch.base.files)
     data = Path(launch.data_path)
     files.verify_sealed(data, "data")
     train_rows, validation_rows = token_files.load_rows(data, "train"), token_files.load_rows(data, "validation")
@@ -166,9 +152,9 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
     if spec.distillation_digest and launch.distillation_path:
         shards = Path(launch.distillation_path)
         teacher = TeacherShardReader(shards, train_rows, spec.train.distill, spec.distillation_digest)
-    services.heartbeat.beat("load")
+    heartbeat.beat("load")
     online_teacher = distillation.find_teacher(spec, launch, train_rows)
-    base = model_spec.load(Path(launch.base_path), launch.base.remote_code)
+    base = model_spec.load(base_path, launch.base.remote_code)
     targets.check_adapter(base, spec.train, bool(launch.base.added_tokens))
     if online_teacher and journal.attempt == 1 and (text := online_teacher.describe_padding(base)):
         journal.append("notice", text=f"teacher: {text}")
@@ -178,20 +164,20 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
     work = replace(work, new_tokens=len(launch.base.added_tokens), teacher=teacher_spec)
     ranks_per_memory = rank_environment.local_world_size if device.type == "cpu" else 1
     work = work.on_ranks(rank_environment.world_size, ranks_per_memory, spec.train.batch_size)
-    memory_plan = memory_monitor.require_memory(services.paths, base, spec.train, machine, work, journal)
+    memory_plan = memory_monitor.require_memory(paths, base, spec.train, machine, work, journal)
     is_sharded = ranks.any(memory_plan.shard_base)
     if is_sharded and (obstacle := targets.sharding_obstacle(spec.train)):
         raise SettingsError(f"machine.shard_base: {obstacle}; set it to false")
     # All ranks take part in every pass over a sharded base. So if one rank must recompute activations, all ranks do.
     recompute = ranks.any(memory_plan.recompute) if is_sharded else memory_plan.recompute
-    services.heartbeat.beat("load")
+    heartbeat.beat("load")
     if online_teacher:
         monitor.enter("loaded")
         teacher = OnlineTeacherReader(online_teacher, spec.train, train_rows, device)
-        services.heartbeat.beat("load")
+        heartbeat.beat("load")
 
     def load_model() -> loading.Model:
-        model = _load_model(spec, launch, device, plan.steps, monitor, is_sharded)
+        model = _load_with_adapter(spec, launch, device, plan.steps, monitor, is_sharded)
         if recompute:
             adapters.enable_activation_checkpointing(model)
         if is_sharded:
@@ -207,10 +193,10 @@ def _build_context(spec: RunSpec, launch: TrainingLaunchSpec, services: WorkerSe
         device=device,
         train_rows=train_rows,
         validation_rows=validation_rows,
-        paths=services.paths,
+        paths=paths,
         journal=journal,
-        heartbeat=services.heartbeat,
-        shutdown=services.shutdown,
+        heartbeat=heartbeat,
+        shutdown=shutdown,
         environment=environment,
         batch_plan=plan,
         memory_monitor=monitor,
@@ -242,24 +228,10 @@ def _select_device(machine: Machine, environment: RankEnvironment) -> torch.devi
     return device
 
 
-def _load_model(
-    spec: RunSpec,
-    launch: TrainingLaunchSpec,
-    device: torch.device,
-    steps: int,
-    monitor: MemoryMonitor,
-    on_host: bool,
+def _load_with_adapter(
+    spec: RunSpec, launch: TrainingLaunchSpec, device: torch.device, steps: int, monitor: MemoryMonitor, on_host: bool
 ) -> loading.Model:
-    """Load the base with a new adapter.
-
-    Args:
-        spec: the run.
-        launch: where the base is.
-        device: device of this rank.
-        steps: planned optimizer steps.
-        monitor: gets the phases of loading.
-        on_host: whether the base is loaded into the host's memory. A base must be complete there before it is sharded.
-    """
+    """Load the base with a new adapter. `on_host`: the base must be complete in the host's memory to be sharded."""
     path = Path(launch.base_path)
     monitor.enter("loaded")
     base = loading.load(path, launch.base, spec.train, device, torch.device("cpu") if on_host else None)
@@ -307,24 +279,32 @@ def _seal_with_retry(context: TrainingContext, seal_result: Callable[[], str]) -
         delay_s = min(30.0, 2 * delay_s)
 
 
-def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, parameters: ParameterCounts) -> str:
-    """Seal the result of a completed training; return the adapter's digest.
-
-    Args:
-        loop: the training loop; its model has the kept weights (see `analyse_kept_weights`).
-        adapter_analysis: analysis of the kept weights.
-        base: card of the base.
-        parameters: numbers of weights of the model.
-
-    Raises:
-        OSError: the disk is full or failing.
-    """
-    context, state = loop.context, loop.state
+def _seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, trainable: int, quantized: int) -> str:
+    """Seal the result of a completed training; return the adapter's digest. Raises OSError if the disk is full or
+    failing."""
+    context, spec, state = loop.context, loop.context.spec, loop.state
     with files.sealed_directory(context.paths.result, RESULT) as scratch:
-        adapters.save(context.model, scratch / "adapter", context.spec.base_digest)
+        saved = scratch / "adapter"
+        adapters.save(context.model, saved, spec.base_digest)
         for name, step in (("best", state.best_step), ("last", state.step)):
             files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
-        report = _build_report(loop, scratch / "adapter", parameters)
+        report = TrainReport(
+            run_id=spec.run_id,
+            adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),
+            base_digest=spec.base_digest,
+            data_digest=spec.data_digest,
+            steps=state.step,
+            planned_steps=loop.plan.steps,
+            best_step=state.best_step,
+            kept_step=_select_kept_step(loop),
+            validation_loss=state.validation_loss,
+            final_train_loss=state.train_loss,
+            trained_tokens=state.trained_tokens,
+            input_tokens=state.input_tokens,
+            trainable_parameters=trainable,
+            total_parameters=base.parameters + trainable,
+            quantized_parameters=quantized,
+        )
         report.save(scratch / REPORT)
         adapter_analysis.save(scratch / ANALYSIS)
         card = model_card.render_for_adapter(base, context.settings, report, adapter_analysis)
@@ -332,12 +312,9 @@ def seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard, 
     return report.adapter_digest
 
 
-def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
-    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded.
-
-    Raises:
-        NonFiniteStateError: a checkpoint that belongs to the result was damaged after it was sealed.
-    """
+def _analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
+    """Load the kept weights into the model and analyse them. All ranks must call it if the base is sharded. Raises
+    NonFiniteStateError if a checkpoint that belongs to the result was damaged after it was sealed."""
     context, state = loop.context, loop.state
     for step in {state.best_step, state.step}:
         try:
@@ -350,24 +327,3 @@ def analyse_kept_weights(loop: TrainingLoop) -> AdapterAnalysis:
 
 def _select_kept_step(loop: TrainingLoop) -> int:
     return loop.state.best_step if loop.context.settings.final_checkpoint == "best" else loop.state.step
-
-
-def _build_report(loop: TrainingLoop, saved: Path, parameters: ParameterCounts) -> TrainReport:
-    spec, state = loop.context.spec, loop.state
-    return TrainReport(
-        run_id=spec.run_id,
-        adapter_digest=digests.hash_tree(saved, sorted(p.name for p in saved.iterdir())),
-        base_digest=spec.base_digest,
-        data_digest=spec.data_digest,
-        steps=state.step,
-        planned_steps=loop.plan.steps,
-        best_step=state.best_step,
-        kept_step=_select_kept_step(loop),
-        validation_loss=state.validation_loss,
-        final_train_loss=state.train_loss,
-        trained_tokens=state.trained_tokens,
-        input_tokens=state.input_tokens,
-        trainable_parameters=parameters.trainable,
-        total_parameters=parameters.total,
-        quantized_parameters=parameters.quantized,
-    )

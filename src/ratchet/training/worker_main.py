@@ -44,7 +44,7 @@ def main(arguments: list[str], launch_type: type[LaunchSpec], load_work: Callabl
     if rank is not None:
         heartbeat = Heartbeat.attach_at(arguments[3], int(os.environ["LOCAL_RANK"]), *limits)
     else:
-        heartbeat = Heartbeat.attach(int(arguments[3]), *limits)
+        heartbeat = Heartbeat(int(arguments[3]), *limits)
     heartbeat.beat("load")
     # The supervisor asks a worker without heartbeat for the stack of every thread before it kills it. faulthandler
     # is C code and works without the GIL.

@@ -52,23 +52,11 @@ def count_trials(history: Iterable[Trial]) -> int:
     return sum(trial.continues is None for trial in history)
 
 
-def sum_costs(history: Sequence[Trial]) -> tuple[float, int]:
-    """Return the hours and answer tokens of all trainings; a continued training counts once."""
-    superseded = {trial.continues for trial in history if trial.is_over}
-    own = [trial for trial in history if trial.number not in superseded]
-    return sum(t.cost.train_seconds for t in own) / 3600, sum(t.cost.trained_tokens for t in own)
-
-
-def check_budget(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Return the reason why no further trial may begin; None if it may. Running trials are not affected."""
-    if count_trials(history) >= sweep.trials:
-        return f"all {sweep.trials} trials"
-    return check_limits(sweep, history)
-
-
 def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """Return the limit of hours or tokens that is reached, after which no trial is continued; None if none is."""
-    hours, tokens = sum_costs(history)
+    superseded = {trial.continues for trial in history if trial.is_over}  # a continued training counts once
+    costs = [trial.cost for trial in history if trial.number not in superseded]
+    hours, tokens = sum(cost.train_seconds for cost in costs) / 3600, sum(cost.trained_tokens for cost in costs)
     if sweep.max_hours is not None and hours >= sweep.max_hours:
         return f"{hours:.2f} hours trained of {sweep.max_hours:g}"
     if sweep.max_tokens is not None and tokens >= sweep.max_tokens:
@@ -79,9 +67,7 @@ def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     """Return the reason to stop the sweep: a repeated failure, or no feasible trial; None if it may continue.
 
-    Args:
-        sweep: its max_repeated_failures is used.
-        history: trials since the sweep was last resumed after failures.
+    `history` has the trials since the sweep was last resumed after failures.
     """
     failed = [trial for trial in history if trial.state == "failed"]
     for trial in reversed(failed):
@@ -127,9 +113,11 @@ def pareto_front(trials: Iterable[Trial], objectives: Sequence[SweepObjective]) 
     """Return the trials that no other trial dominates, by number."""
     candidates = eligible_trials(trials)
     values = {trial.number: trial.minimized_objectives(objectives) for trial in candidates}
-    return [
-        trial for trial in candidates if not any(_dominates(other, values[trial.number]) for other in values.values())
-    ]
+
+    def is_dominated(own: Sequence[float]) -> bool:
+        return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in values.values())
+
+    return [trial for trial in candidates if not is_dominated(values[trial.number])]
 
 
 def best_trials(trials: Iterable[Trial], objectives: Sequence[SweepObjective], count: int) -> list[Trial]:
@@ -145,11 +133,6 @@ def leader_numbers(trials: Iterable[Trial], objectives: Sequence[SweepObjective]
     """Return the number of the best trial; with several objectives, the numbers of the Pareto front."""
     leaders = pareto_front(trials, objectives) if len(objectives) > 1 else best_trials(trials, objectives, 1)
     return tuple(trial.number for trial in leaders)
-
-
-def _dominates(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether no first value is above its second value, and at least one is below it."""
-    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 
 # The final round.
@@ -169,29 +152,20 @@ class FinalistTraining:
     succeeded."""
 
 
-@dataclass(frozen=True)
-class FinalistTrainingBatch:
-    """Trainings to do next, in this order; any number of them may run at the same time."""
+TrainingBatch = tuple[tuple[int, int], ...]
+"""Trainings to do next, in this order, as pairs of trial number and seed index. Any number may run at the same time."""
 
-    trainings: tuple[tuple[int, int], ...]
-    """Pairs of trial number and seed index."""
-
-
-Step = FinalistTrainingBatch | ValidationJob | FinalRound
+Step = TrainingBatch | ValidationJob | FinalRound
 """The next step of the final round. If it is a ValidationJob, the caller scores its runs (`scheduler.score_runs`), and
 passes the results as `scores` in the next call of `plan_next_step`."""
 
 
 def plan_next_step(
-    sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[FinalistTraining], scores: Mapping[str, ValidationScores]
+    sweep: Sweep, trials: Sequence[Trial], trainings: Sequence[FinalistTraining], scores: Mapping[str, ValidationScores]
 ) -> Step:
     """Return the next step of the final round.
 
-    Args:
-        sweep: its objectives and finalists are used.
-        trials: trials of the search, all of them over.
-        trainings: completed and failed trainings of finalists with further seeds.
-        scores: scores of finalists' runs, by run id.
+    All trials of the search must be over. `trainings` are those of finalists with further seeds; scores are by run id.
 
     Raises:
         DataError: no trial is complete, or runs were scored on different rows.
@@ -201,10 +175,23 @@ def plan_next_step(
     if not chosen:
         raise DataError(f"none of the {len(trials)} trials is complete; there are no finalists to compare")
     if len(chosen) == 1:
-        return _decide_without_comparison(chosen[0], objectives[0], sweep)
-    return _FinalRound(
-        sweep, chosen, {(training.number, training.index): training for training in trainings}, scores
-    ).next()
+        trial, objective, value = chosen[0], objectives[0], chosen[0].objectives[0]
+        cause = (
+            f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
+        )
+        finalist = Finalist(
+            number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
+            cost=trial.cost,
+        )  # fmt: skip
+        return FinalRound(
+            metric=objective.metric, direction=objective.direction, rows=0, finalists=(finalist,), comparisons=(),
+            winner=trial.number,
+            reason=f"trial {trial.number} is the best of the search; it was not compared because {cause}",
+        )  # fmt: skip
+    runs = {(trial.number, 0): str(trial.run_id) for trial in chosen}
+    runs |= {(training.number, training.index): training.run_id for training in trainings if not training.failed}
+    failures = {(training.number, training.index): training.failed for training in trainings if training.failed}
+    return _FinalRound(sweep, chosen, runs, failures, scores).next()
 
 
 def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepObjective]:
@@ -235,27 +222,16 @@ def write_objective(layout: ProjectLayout, study: str, ids: Iterable[str]) -> No
         objective_set.save(path)
 
 
-def _decide_without_comparison(trial: Trial, objective: SweepObjective, sweep: Sweep) -> FinalRound:
-    value = trial.objectives[0]
-    reason = f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
-    finalist = Finalist(
-        number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
-        cost=trial.cost,
-    )  # fmt: skip
-    return FinalRound(
-        metric=objective.metric, direction=objective.direction, rows=0, finalists=(finalist,), comparisons=(),
-        winner=trial.number,
-        reason=f"trial {trial.number} is the best of the search; it was not compared because {reason}",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _FinalRound:
     """State of a final round with at least two finalists."""
 
     sweep: Sweep
     chosen: Sequence[Trial]
-    trainings: Mapping[tuple[int, int], FinalistTraining]
+    runs: Mapping[tuple[int, int], str]
+    """Run ids of completed trainings, by trial number and seed index."""
+    failures: Mapping[tuple[int, int], str]
+    """Reasons of failed trainings, by trial number and seed index."""
     scores: Mapping[str, ValidationScores]
 
     def next(self) -> Step:
@@ -263,11 +239,13 @@ class _FinalRound:
         finalists = self.sweep.finalists
         dropped, missing = dict[int, str](), list[tuple[int, int]]()
         for index in range(finalists.seeds):
-            dropped = self._failed(index) | dropped
+            for trial in self.chosen:
+                if failure := self.failures.get((trial.number, index)):
+                    dropped.setdefault(trial.number, f"could not be trained with another seed: {failure}")
             alive = [trial for trial in self.chosen if trial.number not in dropped]
             if index and len(alive) < 2:
                 break  # the only finalist that is left wins: further seeds would change nothing
-            missing += [(trial.number, index) for trial in alive if self._run(trial, index) is None]
+            missing += [(trial.number, index) for trial in alive if (trial.number, index) not in self.runs]
             if finalists.wilcoxon_p_threshold is None or index + 1 == finalists.seeds:
                 continue
             if (step := self._find_missing_step(missing, alive, index + 1)) is not None:
@@ -279,34 +257,18 @@ class _FinalRound:
         scores = [self._collect_scores(trial, finalists.seeds, dropped.get(trial.number, "")) for trial in self.chosen]
         return statistics.choose_winner(self._comparator, scores)
 
-    def _failed(self, index: int) -> dict[int, str]:
-        """Return the reasons to drop finalists whose training with a seed index failed, by trial number."""
-        trainings = [(trial, self.trainings.get((trial.number, index))) for trial in self.chosen]
-        return {
-            trial.number: f"could not be trained with another seed: {training.failed}"
-            for trial, training in trainings
-            if training is not None and training.failed
-        }
-
-    def _run(self, trial: Trial, index: int) -> str | None:
-        """Return the run id of a finalist with a seed index; None if this training is missing or failed."""
-        if index == 0:
-            return trial.run_id
-        training = self.trainings.get((trial.number, index))
-        return training.run_id if training is not None and not training.failed else None
-
-    def _runs(self, trial: Trial, seeds: int) -> list[str]:
-        return [run for index in range(seeds) if (run := self._run(trial, index)) is not None]
+    def _runs_of(self, trial: Trial, seeds: int) -> list[str]:
+        return [self.runs[trial.number, index] for index in range(seeds) if (trial.number, index) in self.runs]
 
     def _find_missing_step(
         self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
-    ) -> FinalistTrainingBatch | ValidationJob | None:
+    ) -> TrainingBatch | ValidationJob | None:
         """Return the next step before these trials can be compared by their first `seeds` seeds; None if they can."""
         if missing:
-            return FinalistTrainingBatch(tuple(missing))
+            return tuple(missing)
         metric, _ = select_comparison_objective(self.sweep)
         rows = self.sweep.finalists.rows
-        runs = [run for trial in trials for run in self._runs(trial, seeds)]
+        runs = [run for trial in trials for run in self._runs_of(trial, seeds)]
         known = {run for run, scores in self.scores.items() if metric in scores.values and scores.rows == rows}
         unscored = tuple(dict.fromkeys(run for run in runs if run not in known))
         return ValidationJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
@@ -314,7 +276,7 @@ class _FinalRound:
     @cached_property
     def _first(self) -> ValidationScores:
         """Scores of the first run; all other runs must have the same rows."""
-        return self.scores[self._runs(self.chosen[0], 1)[0]]
+        return self.scores[self.runs[self.chosen[0].number, 0]]
 
     @cached_property
     def _scored_rows(self) -> list[int]:
@@ -334,22 +296,18 @@ class _FinalRound:
         )
 
     def _collect_scores(self, trial: Trial, seeds: int, dropped: str = "") -> FinalistScores:
-        runs = self._runs(trial, seeds)
-        return FinalistScores(
-            number=trial.number,
-            values=trial.values,
-            run_ids=tuple(runs),
-            scores=[self._scores(run) for run in runs],
-            cost=trial.cost,
-            dropped=dropped,
-        )
-
-    def _scores(self, run: str) -> list[float]:
-        scores, first = self.scores[run], self._first
-        if (scores.ids, scores.tokens) != (first.ids, first.tokens):
-            raise DataError(
-                f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; restore "
-                "it (`dvc checkout`), or start a new study (`ratchet sweep --fork`)"
-            )
+        runs, first = self._runs_of(trial, seeds), self._first
         metric, _ = select_comparison_objective(self.sweep)
-        return [scores.values[metric][row] for row in self._scored_rows]
+        values = []
+        for run in runs:
+            scores = self.scores[run]
+            if (scores.ids, scores.tokens) != (first.ids, first.tokens):
+                raise DataError(
+                    f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; "
+                    "restore it (`dvc checkout`), or start a new study (`ratchet sweep --fork`)"
+                )
+            values.append([scores.values[metric][row] for row in self._scored_rows])
+        return FinalistScores(
+            number=trial.number, values=trial.values, run_ids=tuple(runs), scores=values, cost=trial.cost,
+            dropped=dropped,
+        )  # fmt: skip

@@ -10,9 +10,8 @@ lease. It measures this time by its own clock, because clocks of machines differ
 import errno
 import os
 import socket
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,6 @@ def _read_process(pid: int | str) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
-def _has_process(pid: int) -> bool:
-    """Return whether a process exists, even one that /proc hides from this user (mount option hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno != errno.ESRCH
-    return True
-
-
-def _boot_identity() -> str:
-    """Return the scope of process ids: this boot of this machine, and the container's process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
 @dataclass(frozen=True)
 class SweepWorker:
     """A process that runs trials."""
@@ -65,7 +49,9 @@ class SweepWorker:
     @classmethod
     def current(cls) -> "SweepWorker":
         """Return this process."""
-        return cls(socket.gethostname(), _boot_identity(), os.getpid(), _read_process("self")[1])
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        scope = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return cls(socket.gethostname(), scope, os.getpid(), _read_process("self")[1])
 
     @property
     def name(self) -> str:
@@ -79,7 +65,11 @@ class SweepWorker:
         try:
             state, started = _read_process(self.pid)
         except (FileNotFoundError, ProcessLookupError):
-            return not _has_process(self.pid)
+            try:
+                os.kill(self.pid, 0)  # it exists if /proc hides it from this user (mount option hidepid)
+            except OSError as error:
+                return error.errno == errno.ESRCH
+            return False
         return started != self.started or state in "ZX"
 
 
@@ -92,11 +82,6 @@ class TrialLease:
     """Unix time at which each worker took the trial."""
     released: bool = False
     """Whether the holder has released the trial, so that any worker may take it at once."""
-
-    @classmethod
-    def first(cls, worker: SweepWorker) -> "TrialLease":
-        """Return the lease of a trial that begins now."""
-        return cls((worker,), (time.time(),))
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> "TrialLease | None":
@@ -117,18 +102,6 @@ class TrialLease:
         ]
         return {"executions": executions, "released": self.released}
 
-    def taken_by(self, worker: SweepWorker) -> "TrialLease":
-        """Return the lease with a new holder."""
-        return TrialLease((*self.workers, worker), (*self.started, time.time()))
-
-    def release(self) -> "TrialLease":
-        """Return the released lease."""
-        return replace(self, released=True)
-
-    def is_held_by(self, worker: SweepWorker) -> bool:
-        """Return whether this worker may write to the trial."""
-        return not self.released and self.workers[-1] == worker
-
     @property
     def heartbeat_key(self) -> str:
         """Key of the attribute that contains the holder's heartbeat."""
@@ -137,10 +110,6 @@ class TrialLease:
     def heartbeat(self, attributes: Mapping[str, Any]) -> Heartbeat:
         """Return the holder's last heartbeat."""
         return len(self.workers) - 1, attributes.get(self.heartbeat_key, (0, 0.0))[0]
-
-    def next_heartbeat(self, attributes: Mapping[str, Any]) -> tuple[int, float]:
-        """Return the holder's next heartbeat to store: its counter, and the time for display."""
-        return self.heartbeat(attributes)[1] + 1, time.time()
 
     def executions(self, attributes: Mapping[str, Any]) -> tuple[TrialExecution, ...]:
         """Return the executions as records; times are by the clocks of the workers."""
@@ -154,18 +123,3 @@ class TrialLease:
 
 def _heartbeat_key(execution: int) -> str:
     return f"heartbeat.{execution}"
-
-
-class TrialLeaseMonitor:
-    """Observer of heartbeats, which measures by its own clock for how long each heartbeat has not changed."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, tuple[Heartbeat, float]] = {}
-
-    def unchanged_s(self, number: int, heartbeat: Heartbeat) -> float:
-        """Return for how many seconds this process has seen the same heartbeat of a trial."""
-        now = time.monotonic()
-        last_change = self._since.get(number)
-        if last_change is None or last_change[0] != heartbeat:
-            last_change = self._since[number] = (heartbeat, now)
-        return now - last_change[1]

@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from optuna.pruners import MedianPruner
-from optuna.trial import TrialState, create_trial
+import numpy as np
 
 from ratchet.config.sweep import PrunerSettings
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning.samplers import (
     TrialLineage,
-    create_empty_study,
     group_by_lineage,
     is_infeasible,
     replace_non_finite,
@@ -45,15 +43,12 @@ def decide_pruning(pruner: PrunerSettings, history: Sequence[Trial], trial: Tria
     """Return the reason to prune this training now; None to continue it. Call this function after each validation.
 
     The same history gives the same result. A training that has processed `longest_rows`, or done all of its
-    `cost.planned_steps`, is complete, and is not pruned.
-
-    Args:
-        pruner: section sweep.pruner.
-        history: all trials of the study; its record of this trial may be older than `trial`.
-        trial: the trial with its curve up to the last validation.
-        longest_rows: rows of the longest training of the study.
+    `cost.planned_steps`, is complete, and is not pruned. The record of this trial in `history` may be older than
+    `trial`; `longest_rows` is the length of the longest training of the study, in rows.
     """
-    if pruner.kind == "none" or not trial.curve or _is_fully_trained(trial, longest_rows):
+    if pruner.kind == "none" or not trial.curve:
+        return None
+    if max(trial.curve) >= longest_rows or 0 < trial.cost.planned_steps <= trial.cost.steps:  # fully trained
         return None
     field = _competing_lineages([trial, *(other for other in history if other.number != trial.number)])
     if pruner.kind == "median":
@@ -77,7 +72,7 @@ def find_promotable(pruner: PrunerSettings, history: Sequence[Trial], longest_ro
 
     A continued trial is not returned again. The median rule promotes no trial.
     """
-    if pruner.kind in ("none", "median"):
+    if pruner.kind in ("none", "median", "freeze_thaw"):
         return None
     numbers = [
         bracket.find_promotable() for bracket in _make_brackets(pruner, _competing_lineages(history), longest_rows)
@@ -109,12 +104,9 @@ def describe(pruner: PrunerSettings) -> str:
         start = f"{pruner.min_resource_fraction:g} of the longest training"
         return f"median, from {start} on, after {pruner.n_startup_trials} trials"
     first_rung = f"first rung at {pruner.min_resource_fraction:g} of the longest training"
+    if pruner.kind == "freeze_thaw":
+        return f"freeze-thaw: {first_rung}, each later one after twice as many rows"
     return f"{pruner.kind}: {first_rung}, one in {pruner.reduction_factor} continues"
-
-
-def _is_fully_trained(trial: Trial, longest_rows: int) -> bool:
-    cost = trial.cost
-    return max(trial.curve) >= longest_rows or 0 < cost.planned_steps <= cost.steps
 
 
 def _competing_lineages(history: Sequence[Trial]) -> list[TrialLineage]:
@@ -173,7 +165,7 @@ class HyperbandBracket:
 
         Only rungs that the trial has just reached count, not those from which it was promoted.
         """
-        line = self._line(trial.number)
+        line = next(line for line in self.field if trial.number in line.numbers)
         for rung in self._just_reached(line, trial):
             position = self.rank(line, rung)
             if position.rank > position.count // self.reduction:
@@ -193,9 +185,6 @@ class HyperbandBracket:
             if positions and all(position.rank <= position.count // self.reduction for position in positions):
                 promotable.append((-rungs[-1], positions[-1].rank, last.number))
         return min(promotable)[2] if promotable else None
-
-    def _line(self, number: int) -> TrialLineage:
-        return next(line for line in self.field if number in line.numbers)
 
     def _just_reached(self, line: TrialLineage, trial: Trial) -> list[float]:
         """Return the rungs between the trial's last two validations, without rungs from which it was promoted."""
@@ -264,36 +253,21 @@ def _first_validation_at(curve: Mapping[int, float], rung: float) -> tuple[int, 
 
 
 def _check_median(pruner: PrunerSettings, field: Sequence[TrialLineage], trial: Trial, longest_rows: int) -> str | None:
-    """Return the reason to prune a trial by Optuna's median rule; None to continue it.
+    """Return the reason to prune a trial by the median rule of Golovin et al. 2017, as in Optuna; None to continue it.
 
     A trial is pruned if its best loss is worse than the median loss of complete trainings after the same number of
-    rows. Optuna compares only losses at equal steps, but the rows at which a training is validated depend on its batch
-    size, so the curves of the complete trainings are interpolated linearly.
+    rows. The rows at which a training is validated depend on its batch size, so the curves of the complete trainings
+    are interpolated linearly: there is no value before the first validation, and the last one counts after the end.
     """
-    rows = max(trial.curve)
-    study = create_empty_study(1)
-    for line in field:
-        if line.decisive.state == "complete" and not is_infeasible(line.decisive) and trial.number not in line.numbers:
-            value = _interpolate(replace_non_finite(line.curve), rows)
-            study.add_trial(create_trial(value=0.0, intermediate_values={} if value is None else {rows: value}))
-    median_pruner = MedianPruner(
-        n_startup_trials=pruner.n_startup_trials,
-        n_warmup_steps=math.ceil(pruner.min_resource_fraction * longest_rows),
-        interval_steps=1,
-        n_min_trials=1,
-    )
-    running = create_trial(state=TrialState.RUNNING, intermediate_values=replace_non_finite(trial.curve))
-    if not median_pruner.prune(study, running):
+    rows, best = max(trial.curve), min(replace_non_finite(trial.curve).values())
+    curves = [
+        replace_non_finite(line.curve)
+        for line in field
+        if line.decisive.state == "complete" and not is_infeasible(line.decisive) and trial.number not in line.numbers
+    ]
+    if len(curves) < pruner.n_startup_trials or rows < math.ceil(pruner.min_resource_fraction * longest_rows):
         return None
-    best = min(replace_non_finite(trial.curve).values())
+    values = [np.interp(rows, list(curve), list(curve.values())) for curve in curves if curve and rows >= min(curve)]
+    if not values or best <= np.percentile(values, 50):
+        return None
     return f"best validation loss {best:.4g} after {rows} rows is worse than the median of complete trials"
-
-
-def _interpolate(curve: Mapping[int, float], rows: int) -> float | None:
-    """Return a curve's value at a number of rows; None before its first validation, its last value after its end."""
-    if not curve or rows < min(curve):
-        return None
-    before = max(at for at in curve if at <= rows)
-    after = min((at for at in curve if at >= rows), default=before)
-    share = (rows - before) / (after - before) if after > before else 0.0
-    return curve[before] + share * (curve[after] - curve[before])

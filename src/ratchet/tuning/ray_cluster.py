@@ -89,11 +89,8 @@ class RayWorkerActor:
 class RayWorkerProcess:
     """A worker on a node of the cluster, with the interface of a process.
 
-    Args:
-        ray: the library.
-        actor: the actor.
-        log: file to which the worker's output is appended after it has ended.
-        on_wait: called if the worker has no node after REPORT_WAIT_AFTER_S.
+    Its output is appended to the log after it has ended. `on_wait` is called if it has no node after
+    REPORT_WAIT_AFTER_S.
     """
 
     def __init__(self, ray: Any, actor: Any, log: Path, on_wait: Callable[[], None]) -> None:
@@ -116,8 +113,8 @@ class RayWorkerProcess:
 
     def wait(self, timeout: float) -> int:
         """Return the exit code. Raises subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
-        if self._code is None and not self._is_ready(self._result, timeout):
-            raise subprocess.TimeoutExpired(WORKER[-1], timeout)
+        if self._code is None:
+            self._is_ready(self._result, timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(WORKER[-1], timeout)
         return code
@@ -146,26 +143,18 @@ class RayWorkerProcess:
             if self._is_killed:
                 self._code = -signal.SIGKILL
             elif isinstance(error, self._ray.exceptions.RayActorError) and not error.actor_init_failed:
-                self.lost = f"node {self._node()} was lost"
+                try:
+                    name = self._ray.get(self._node_name, timeout=0)
+                except self._ray.exceptions.RayError:  # the actor has no node yet
+                    name = "without a name yet"
+                self.lost = f"node {name} was lost"
         self._ray.kill(self._actor)  # otherwise the actor keeps its resources on the node
         with self._log.open("a", encoding="utf-8") as log:
             log.write(output)
 
-    def _node(self) -> str:
-        try:
-            return str(self._ray.get(self._node_name, timeout=0))
-        except self._ray.exceptions.RayError:  # the actor has no node yet
-            return "without a name yet"
-
 
 class RayWorkerLauncher:
-    """WorkerLauncher on the cluster of `machine.ray`.
-
-    Args:
-        ray_settings: section machine.ray.
-        project: root of the project, here and on each node.
-        settings: params.yaml of the sweep, for the workers.
-        on_progress: gets messages.
+    """WorkerLauncher on the cluster of `machine.ray`. The project has the same path here and on each node.
 
     Raises:
         SettingsError: see `connect`.
@@ -219,13 +208,6 @@ class RayWorkerLauncher:
         return ", ".join(f"{count:g} {name}" for name, count in self._resources.items() if count)
 
 
-def _require_listener(address: str) -> None:
-    """Raise OSError if no process listens at the address, because Ray would try for many minutes."""
-    host, _, port = address.rpartition("/")[2].rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-
-
 def connect(address: str) -> Any:
     """Connect to the cluster if Ray is not connected yet, and return the library.
 
@@ -239,7 +221,11 @@ def connect(address: str) -> Any:
     if ray.is_initialized():
         return ray
     try:
-        _require_listener(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        # If no process listens at the address, Ray would try for many minutes.
+        head = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        host, _, port = head.rpartition("/")[2].rpartition(":")
+        if host and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise SettingsError(

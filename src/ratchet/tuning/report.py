@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.distributions import FloatDistribution
 from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 from optuna.trial import create_trial
 
 from ratchet.config.params_file import amend_text, get_value
 from ratchet.config.settings import Settings
+from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
 from ratchet.runs.directory import RunPaths
 from ratchet.storage import digests, files
@@ -18,15 +19,9 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, SweepReport, Trial
 from ratchet.tuning import final_round, pruners, samplers
-from ratchet.tuning.final_round import STOPPED
-from ratchet.tuning.samplers import (
-    create_empty_study,
-    group_by_lineage,
-    is_infeasible,
-    replace_non_finite,
-)
+from ratchet.tuning.samplers import create_empty_study, group_by_lineage, is_infeasible, replace_non_finite
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
-from ratchet.tuning.search_space import SearchDimension, SearchSpace, encode_value, to_distribution, to_tuples, to_unit
+from ratchet.tuning.search_space import SearchSpace, encode_value, to_distribution, to_tuples, to_unit
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
@@ -34,6 +29,14 @@ MIN_TRIALS = 6
 
 TRIALS_PER_PARAMETER = 2
 """Minimum number of trials for each hyperparameter of a random forest."""
+
+
+def _describe_sampler(sweep: Sweep, space: SearchSpace) -> str:
+    sampler = sweep.resolved_sampler
+    if sweep.resolved_pruner.kind != "freeze_thaw":
+        return samplers.describe(sampler, space)
+    first = f"seed {sampler.seed}, {sampler.n_startup_trials} trials spread over the space first"
+    return f"Gaussian process over values and progress (scipy {samplers.library_versions()['scipy']}), {first}"
 
 
 def build_report(
@@ -47,8 +50,8 @@ def build_report(
         storage=store.storage.kind,
         objectives=objectives,
         axes=space.axes(),
-        sampler=samplers.describe(settings.sweep.sampler, space),
-        pruner=pruners.describe(settings.sweep.pruner),
+        sampler=_describe_sampler(settings.sweep, space),
+        pruner=pruners.describe(settings.sweep.resolved_pruner),
         versions=samplers.library_versions(),
         data_digest=str(identity["data"])[: digests.SHORT],
         base_digest=str(identity["base"])[: digests.SHORT],
@@ -60,7 +63,7 @@ def build_report(
         best=final_round.leader_numbers(history, objectives),
         final_round=finals,
         winner=finals.winner if finals and all(trial.is_over for trial in history) else None,
-        stopped=str(notes.get(STOPPED, "")),
+        stopped=str(notes.get(final_round.STOPPED, "")),
     )
 
 
@@ -81,29 +84,17 @@ def compute_importances(
     validation is used instead, of all trials whose first validation came after the same number of rows. The result is
     empty if there are still too few trials, or if all of them have the same loss.
     """
-    importances = _explained_variance(space, _completed_losses(objectives, history), seed)
-    if not importances and objectives[0].metric == "validation_loss":
-        importances = _explained_variance(space, _first_losses(history), seed)
-    return importances
-
-
-def _completed_losses(objectives: Sequence[SweepObjective], history: Sequence[Trial]) -> list[tuple[Trial, float]]:
-    decisive = [line.decisive for line in group_by_lineage(history)]
+    lineages = group_by_lineage(history)
+    decisive = [line.decisive for line in lineages]
     complete = [trial for trial in decisive if trial.state == "complete" and not is_infeasible(trial)]
-    return [(trial, trial.minimized_objectives(objectives)[0]) for trial in complete]
-
-
-def _first_losses(history: Sequence[Trial]) -> list[tuple[Trial, float]]:
-    """Return the trials whose first validation came after the most common number of rows, with its loss."""
-    firsts = [
-        (line.trials[0], *min(curve.items()))
-        for line in group_by_lineage(history)
-        if (curve := replace_non_finite(line.curve))
-    ]
-    if not firsts:
-        return []
-    rows, _ = Counter(rows for _, rows, _ in firsts).most_common(1)[0]
-    return [(trial, loss) for trial, at, loss in firsts if at == rows]
+    results = [(trial, trial.minimized_objectives(objectives)[0]) for trial in complete]
+    importances = _explained_variance(space, results, seed)
+    if importances or objectives[0].metric != "validation_loss":
+        return importances
+    firsts = [(line.trials[0], *min(replace_non_finite(line.curve).items())) for line in lineages if line.curve]
+    frequency = Counter(rows for _, rows, _ in firsts).most_common(1)
+    results = [(trial, loss) for trial, rows, loss in firsts if rows == frequency[0][0]]
+    return _explained_variance(space, results, seed)
 
 
 def _explained_variance(space: SearchSpace, results: Sequence[tuple[Trial, float]], seed: int) -> dict[str, float]:
@@ -115,19 +106,14 @@ def _explained_variance(space: SearchSpace, results: Sequence[tuple[Trial, float
     if len(set(values)) == 1 or all(len({repr(drawn[d.name]) for drawn in free}) == 1 for d in dimensions):
         return {}
     study = create_empty_study(1)
-    distributions = {dimension.name: _scaled_distribution(dimension) for dimension in dimensions}
+    distributions = {d.name: to_distribution(d) if d.kind == "choice" else FloatDistribution(0, 1) for d in dimensions}
     for drawn, value in zip(free, values, strict=True):
-        params = {dimension.name: _scaled_value(dimension, drawn[dimension.name]) for dimension in dimensions}
+        params = {
+            d.name: encode_value(drawn[d.name]) if d.kind == "choice" else min(max(to_unit(d, drawn[d.name]), 0.0), 1.0)
+            for d in dimensions
+        }
         study.add_trial(create_trial(value=value, params=params, distributions=distributions))
     return get_param_importances(study, evaluator=FanovaImportanceEvaluator(n_trees=64, max_depth=64, seed=seed))
-
-
-def _scaled_distribution(dimension: SearchDimension) -> BaseDistribution:
-    return to_distribution(dimension) if dimension.kind == "choice" else FloatDistribution(0.0, 1.0)
-
-
-def _scaled_value(dimension: SearchDimension, value: Any) -> Any:
-    return encode_value(value) if dimension.kind == "choice" else min(max(to_unit(dimension, value), 0.0), 1.0)
 
 
 # Adoption: a minimal diff of params.yaml, which the user reviews and commits.
@@ -148,13 +134,7 @@ class AdoptedTrial(Record):
 
 
 def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, number: int | None) -> AdoptedTrial:
-    """Write the hyperparameters of a trial into params.yaml.
-
-    Args:
-        layout: the project.
-        settings: the current content of the project's params.yaml.
-        report: the study's report.
-        number: number of the trial; None: the winner.
+    """Write the hyperparameters of a trial into params.yaml; without a number, those of the winner.
 
     Raises:
         DataError: there is no winner yet, or no complete trial with this number.

@@ -10,6 +10,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -74,27 +75,22 @@ def propose(  # noqa: PLR0913, PLR0917 (what is searched, what is known, and whi
     """Return the values of trial `number`, including derived ones; None if a grid or a finite space is used up.
 
     The same arguments give the same values in any process. Values that were tried are not proposed again while there
-    are untried values.
-
-    Args:
-        space: the search space.
-        sampler: section sweep.sampler.
-        objectives: objectives of the study; complete trials have their values in this order.
-        history: all trials of the study, in any order.
-        number: number of the next trial, from 0; it determines the random numbers together with the seed.
-        is_tried: returns whether values have been tried.
-        current: values of params.yaml by dotted key. If the space contains them, they are the first trial, as a
-            baseline (not for a grid).
+    are untried values. The number determines the random numbers, together with the seed. If the space contains
+    `current` (values of params.yaml by dotted key), it is the first trial, as a baseline (not for a grid).
     """
     if sampler.kind == "grid":
         return next((values for values in space.grid(sampler.grid_points) if not is_tried(values)), None)
-    first = _current_values(space, current) if number == 0 and current is not None else None
-    if first is not None and not is_tried(first):
-        return first
+    if number == 0 and current is not None:
+        first: Values = {}
+        with suppress(KeyError, ValueError):  # a value is missing or outside of its range
+            first = space.draw(lambda dimension: current[dimension.name])
+        is_current = bool(first) and all(current.get(name, value) == value for name, value in first.items())
+        if is_current and not is_tried(first):
+            return first
     for values in _iterate_proposals(space, sampler, objectives, history, number):
         if not is_tried(values):
             return values
-    return _draw_untried(space, random.Random(derive_seed(sampler.seed, number, -1)), is_tried)
+    return draw_untried(space, random.Random(derive_seed(sampler.seed, number, -1)), is_tried)
 
 
 def derive_seed(seed: int, number: int, attempt: int) -> int:
@@ -122,16 +118,7 @@ def describe(sampler: SamplerSettings, space: SearchSpace) -> str:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that determine proposals."""
-    return {name: importlib.metadata.version(name) for name in ("optuna", "cmaes")}
-
-
-def _current_values(space: SearchSpace, current: Mapping[str, Any]) -> Values | None:
-    """Return the values of params.yaml with derived ones; None if the space does not contain them."""
-    try:
-        values = space.draw(lambda dimension: current[dimension.name])
-    except (KeyError, ValueError):  # a value is missing or outside of its range
-        return None
-    return values if all(current.get(name, value) == value for name, value in values.items()) else None
+    return {name: importlib.metadata.version(name) for name in ("optuna", "cmaes", "scipy")}
 
 
 def _iterate_proposals(
@@ -152,7 +139,7 @@ def _iterate_proposals(
     elif sampler.kind == "cmaes" and len(numeric_dimensions(space)) >= MIN_CMA_DIMENSIONS:
         yield from (draw_cma_point(space, objectives, history, seed) for seed in seeds)
     else:
-        yield from (_draw_random(space, random.Random(seed)) for seed in seeds)
+        yield from (space.draw(partial(draw_value, source=random.Random(seed))) for seed in seeds)
 
 
 def _create_sampler(sampler: SamplerSettings, space: SearchSpace, seed: int) -> BaseSampler:
@@ -186,30 +173,22 @@ def _create_sampler(sampler: SamplerSettings, space: SearchSpace, seed: int) -> 
 def _suggest_value(trial: optuna.Trial, dimension: SearchDimension) -> Any:
     name = dimension.name
     if dimension.kind == "choice":
-        return decode_value(
-            dimension, trial.suggest_categorical(name, [encode_value(value) for value in dimension.choices])
-        )
+        return decode_value(dimension, trial.suggest_categorical(name, list(map(encode_value, dimension.choices))))
     low, high, log = dimension.low, dimension.high, dimension.log
     if dimension.kind == "int":
         return trial.suggest_int(name, int(low), int(high), log=log, step=int(dimension.step or 1))
     return trial.suggest_float(name, low, high, log=log, step=dimension.step)
 
 
-def _draw_random(space: SearchSpace, source: random.Random) -> Values:
-    return space.draw(partial(draw_value, source=source))
-
-
-def _draw_untried(
+def draw_untried(
     space: SearchSpace, source: random.Random, is_tried: Callable[[Mapping[str, Any]], bool]
 ) -> Values | None:
     """Draw untried values uniformly; None if all have been tried."""
-    if (
-        space.is_finite
-        and len(points := list(islice(space.iterate_points(), MAX_LISTED_POINTS + 1))) <= MAX_LISTED_POINTS
-    ):
+    points = list(islice(space.iterate_points(), MAX_LISTED_POINTS + 1)) if space.is_finite else []
+    if 0 < len(points) <= MAX_LISTED_POINTS:
         remaining = [values for values in points if not is_tried(values)]
         return source.choice(remaining) if remaining else None
-    drawn = (_draw_random(space, source) for _ in range(MAX_DRAWS))
+    drawn = (space.draw(partial(draw_value, source=source)) for _ in range(MAX_DRAWS))
     untried = next((values for values in drawn if not is_tried(values)), None)
     if untried is not None or not space.is_finite:
         return untried
@@ -230,6 +209,11 @@ class TrialLineage:
     def first(self) -> int:
         """Number of the trial that began the training."""
         return self.trials[0].number
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Values of the training."""
+        return self.trials[0].values
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -338,17 +322,14 @@ def build_in_memory_study(
 
 
 def _tpe_trial_fields(line: TrialLineage, objectives: Sequence[SweepObjective]) -> dict[str, Any]:
-    """Return the fields of a trial that is over, for TPE.
-
-    TPE ranks pruned trials by their progress, and infeasible trials last. With several objectives, Optuna rejects
-    curves.
-    """
+    # TPE ranks pruned trials by their progress, and infeasible trials last.
     if is_infeasible(line.decisive):
         return {"state": TrialState.PRUNED, "constraints": constraint_violations(line.decisive)}
     if line.decisive.state == "complete":
         return {"state": TrialState.COMPLETE, "values": line.decisive.minimized_objectives(objectives)}
     return {
         "state": TrialState.PRUNED,
+        # With several objectives, Optuna rejects curves.
         "intermediate_values": replace_non_finite(line.curve) if len(objectives) == 1 else {},
     }
 
@@ -397,18 +378,18 @@ def draw_cma_point(
     else:
         point = np.full(len(dimensions), 0.5)
     positions = {dimension.name: float(position) for dimension, position in zip(dimensions, point, strict=True)}
-    return space.draw(partial(_pick_value, positions, random.Random(seed)))
+    source = random.Random(seed)
+
+    def pick(dimension: SearchDimension) -> Any:
+        position = positions.get(dimension.name)
+        return draw_value(dimension, source) if position is None else from_unit(dimension, position)
+
+    return space.draw(pick)
 
 
 def population_size(dimensions: int) -> int:
     """Return the number of trials of a generation: 4 + 3 ln d (Hansen 2016, equation 48)."""
     return 4 + int(3 * np.log(dimensions))
-
-
-def _pick_value(positions: dict[str, float], source: random.Random, dimension: SearchDimension) -> Any:
-    if dimension.name in positions:
-        return from_unit(dimension, positions[dimension.name])
-    return draw_value(dimension, source)
 
 
 def _unit_vector(dimensions: Sequence[SearchDimension], trial: Trial) -> np.ndarray:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import IO, Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ratchet import errors
 from ratchet.config.params_file import get_value
 from ratchet.config.settings import Settings
+from ratchet.config.sweep import PrunerSettings, SamplerSettings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, LockHeldError, RatchetError, SettingsError
@@ -37,12 +38,13 @@ from ratchet.storage.records.evaluation import (
     ValidationScores,
     load_validation_scores,
 )
-from ratchet.storage.records.sweep import FinalRound, SweepObjective, TrainingCost, Trial
+from ratchet.storage.records.sweep import FinalRound, TrainingCost, Trial
 from ratchet.storage.records.training import TrainReport
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
+from ratchet.tuning.freeze_thaw import Continuation, FreezeThawSearch, NewTrial, has_reached_rung
 from ratchet.tuning.leases import SweepWorker
-from ratchet.tuning.search_space import SearchDimension, SearchSpace, apply_values
+from ratchet.tuning.search_space import SearchSpace, apply_values, longest_epochs
 from ratchet.tuning.study import TrialStore
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
 
@@ -57,9 +59,6 @@ STOP_TIMEOUT_S = 30.0
 
 MAX_ERROR_LENGTH = 400
 """Maximum number of characters of an unexpected error message."""
-
-EPOCHS = "train.epochs"
-"""Dotted key of the number of epochs."""
 
 FINAL_ROUND_NOTE = "final_round"
 """Key of the note of a study that contains its FinalRound, after the winner was decided."""
@@ -78,6 +77,8 @@ class TrialScheduler:
     worker: SweepWorker
     check_stop: Callable[[], None]
     """Function that is called while a process scores; it raises an exception after a request to stop."""
+    _last_choice: tuple[list[Trial], NewTrial | Continuation | None] | None = None
+    """Last choice of a freeze-thaw search, with its history."""
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -85,9 +86,12 @@ class TrialScheduler:
         return SearchSpace.from_settings(self.settings)
 
     @cached_property
-    def objectives(self) -> tuple[SweepObjective, ...]:
-        """Objectives of the trials."""
-        return final_round.sweep_objectives(self.settings.sweep)
+    def _sampler(self) -> SamplerSettings:
+        return self.settings.sweep.resolved_sampler
+
+    @cached_property
+    def _pruner(self) -> PrunerSettings:
+        return self.settings.sweep.resolved_pruner
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -98,12 +102,7 @@ class TrialScheduler:
     def longest_rows(self) -> int:
         """Number of rows that the longest training processes, which is the training with the most epochs in the
         space."""
-        # A derived parameter has its extremes where its source has them.
-        extremes = [self.space.draw(partial(_extreme_value, side)) for side in (0, -1)]
-        candidates = [values.get(EPOCHS, self.settings.train.epochs) for values in extremes]
-        candidates += [_extreme_value(-1, d) for d in self.space.dimensions() if d.name == EPOCHS]
-        epochs = max(map(float, candidates))
-        return max(1, round(epochs * len(self.lengths)))
+        return max(1, round(longest_epochs(self.space, self.settings) * len(self.lengths)))
 
     def next(self) -> TrialTask | Idle:
         """Take over a trial, continue a pruned one, or begin a new one."""
@@ -123,20 +122,58 @@ class TrialScheduler:
         notes = self.store.notes()
         if notes.get(final_round.STOPPED):
             return idle
-        if text := final_round.diagnose_failures(
-            sweep, added[max(0, notes.get(final_round.FORGIVEN, 0) - self.store.carried) :]
-        ):
+        forgiven = notes.get(final_round.FORGIVEN, 0)
+        if text := final_round.diagnose_failures(sweep, added[max(0, forgiven - self.store.carried) :]):
             self.store.note(final_round.STOPPED, text)
             return idle
-        earlier = self._find_resumable(history, notes.get(final_round.FORGIVEN, 0))
-        if earlier is None:
-            values = self._propose_values(history)
-            if values is not None:
-                return self._begin_trial(values, self.run_id(values))
-            earlier = pruners.find_most_promising(history) if self._needs_more(history) else None
-        if earlier is None:
+        step = self._choose_step(history, forgiven)
+        if step is None:
             return idle
-        return self._begin_trial(history[earlier].values, history[earlier].run_id, continues=earlier)
+        if isinstance(step, Continuation):
+            earlier = history[step.number]
+            return self._begin_trial(earlier.values, earlier.run_id, continues=step.number)
+        return self._begin_trial(step.values, self.run_id(step.values))
+
+    def _choose_step(self, history: list[Trial], forgiven: int) -> NewTrial | Continuation | None:
+        """Return the training to begin or to continue; None if there is none now."""
+        earlier = self._find_resumable(history, forgiven)
+        if earlier is not None:
+            return Continuation(earlier)
+        if self._pruner.kind == "freeze_thaw" and history:
+            if self._last_choice is None or self._last_choice[0] != history:  # a waiting worker asks every second
+                self._last_choice = history, self._make_freeze_thaw_search(history).choose()
+            return self._last_choice[1]
+        values = self._propose_values(history)
+        if values is not None:
+            return NewTrial(values)
+        if self._count_missing_trainings(history) > 0:
+            earlier = pruners.find_most_promising(history)
+        return None if earlier is None else Continuation(earlier)
+
+    def _count_missing_trainings(self, history: list[Trial], without: int | None = None) -> int:
+        """Return how many complete trainings the final round still needs if all running trials complete.
+
+        The trial `without` does not count as running. If the result is positive and no trial may begin any more, a
+        pruned trial is continued.
+        """
+        sweep = self.settings.sweep
+        required = 1 if final_round.check_limits(sweep, self._added(history)) else max(1, sweep.finalists.top_k)
+        running = sum(not trial.is_over for trial in history if trial.number != without)
+        return required - len(final_round.eligible_trials(history)) - running
+
+    def _make_freeze_thaw_search(self, history: list[Trial], trial_at_rung: int | None = None) -> FreezeThawSearch:
+        return FreezeThawSearch(
+            self.space,
+            self._sampler,
+            history,
+            self.longest_rows,
+            self._make_tried_check(history),
+            may_begin=self._may_begin(history),
+            may_improve=final_round.check_limits(self.settings.sweep, self._added(history)) is None,
+            missing_trainings=self._count_missing_trainings(history, trial_at_rung),
+            trial_at_rung=trial_at_rung,
+            is_best_kept=self.settings.train.final_checkpoint == "best",
+        )
 
     def _find_resumable(self, history: list[Trial], forgiven: int) -> int | None:
         """Return the number of a failed trial to retry, or else of a pruned trial to promote.
@@ -145,38 +182,42 @@ class TrialScheduler:
         """
         if final_round.check_limits(self.settings.sweep, history[self.store.carried :]):
             return None
-        if (failed := _find_retryable_trial(history, forgiven)) is not None:
-            return failed
-        return pruners.find_promotable(self.settings.sweep.pruner, history, self.longest_rows)
+        # The user has fixed the cause of failures before `forgiven`. Only the newest trial of each run counts.
+        latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
+        failed = [trial.number for trial in latest.values() if trial.state == "failed" and trial.number < forgiven]
+        return min(failed) if failed else pruners.find_promotable(self._pruner, history, self.longest_rows)
 
     def _propose_values(self, history: list[Trial]) -> dict[str, Any] | None:
         """Return the values of the next trial; None if the budget is used up, or all values of the space were tried."""
-        sweep = self.settings.sweep
-        if final_round.check_budget(sweep, history[self.store.carried :]):
+        if not self._may_begin(history):
             return None
         return samplers.propose(
             self.space,
-            sweep.sampler,
-            self.objectives,
+            self._sampler,
+            final_round.sweep_objectives(self.settings.sweep),
             history,
             len(history),
-            lambda values: self._is_tried(history, values),
-            current=self.current,
+            self._make_tried_check(history),
+            current={axis.name: get_value(self.settings, axis.name) for axis in self.space.axes()},
         )
 
-    def _needs_more(self, history: list[Trial]) -> bool:
-        """Return whether too few trials for a final round are complete or running."""
-        sweep = self.settings.sweep
-        required = (
-            1 if final_round.check_limits(sweep, history[self.store.carried :]) else max(1, sweep.finalists.top_k)
-        )
-        running = sum(not trial.is_over for trial in history)
-        return len(final_round.eligible_trials(history)) + running < required
+    def _may_begin(self, history: list[Trial]) -> bool:
+        sweep, added = self.settings.sweep, self._added(history)
+        return final_round.count_trials(added) < sweep.trials and not final_round.check_limits(sweep, added)
 
-    @cached_property
-    def current(self) -> dict[str, Any]:
-        """Values in params.yaml of the settings in the space; if the space contains them, they are the first trial."""
-        return {axis.name: get_value(self.settings, axis.name) for axis in self.space.axes()}
+    def _make_tried_check(self, history: list[Trial]) -> Callable[[Mapping[str, Any]], bool]:
+        """Return a function that returns whether a trial has these values."""
+
+        def is_tried(values: Mapping[str, Any]) -> bool:
+            # Invalid values have no run, so they are compared directly.
+            run_id, plain = self.run_id(values), dict(values)
+            return any(trial.values == plain if trial.run_id is None else trial.run_id == run_id for trial in history)
+
+        return is_tried
+
+    def _added(self, history: list[Trial]) -> list[Trial]:
+        """Return the trials without those that a fork has copied."""
+        return history[self.store.carried :]
 
     @cached_property
     def _spec(self) -> RunSpec:
@@ -191,11 +232,6 @@ class TrialScheduler:
         except SettingsError:
             return None
 
-    def _is_tried(self, history: list[Trial], values: Mapping[str, Any]) -> bool:
-        """Return whether values were tried. Invalid values have no run, so they are compared directly."""
-        run_id, plain = self.run_id(values), dict(values)
-        return any(trial.values == plain if trial.run_id is None else trial.run_id == run_id for trial in history)
-
     def _begin_trial(
         self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None
     ) -> TrialTask | None:
@@ -204,7 +240,12 @@ class TrialScheduler:
             settings = apply_values(self.settings, values)
             self._rows_per_step(settings)
         except SettingsError as error:
-            self.store.add(_make_infeasible_trial(values, error), params)
+            now = time.time()
+            infeasible = Trial(
+                number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
+                cause="data", reason=str(error), started=now, ended=now,
+            )  # fmt: skip
+            self.store.add(infeasible, params)  # the sampler learns from invalid values too
             return None
         number = self.store.begin(values, params, run_id, self.worker, continues)
         return self._make_task(self.store.trials()[number])
@@ -221,20 +262,27 @@ class TrialScheduler:
         def decide_pruning(current: Trial) -> str | None:
             if trains_to_the_end:
                 return None
-            return pruners.decide_pruning(self.settings.sweep.pruner, self.store.trials(), current, self.longest_rows)
+            history = self.store.trials()
+            if self._pruner.kind != "freeze_thaw":
+                return pruners.decide_pruning(self._pruner, history, current, self.longest_rows)
+            if not has_reached_rung(self._pruner.min_resource_fraction, history, current, self.longest_rows):
+                return None
+            history[current.number] = current
+            return self._make_freeze_thaw_search(history, current.number).reason_to_pause()
 
-        def compute_objectives(report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
-            return self._compute_objectives(settings, report, cost)
-
-        return TrialTask(self.store, trial, settings, compute_objectives, self._rows_per_step(settings), decide_pruning)
+        objectives, rows_per_step = partial(self._compute_objectives, settings), self._rows_per_step(settings)
+        return TrialTask(self.store, trial, settings, objectives, rows_per_step, decide_pruning)
 
     def _trains_to_the_end(self, trial: Trial) -> bool:
         """Return whether the trial continues a pruned trial only because no untried values were left.
 
         Such a trial was not promoted, so it must not be pruned again. The method uses only the history before the
         trial, so that a worker that takes the trial over decides the same. The decisions may still differ if trials of
-        this history have reported more validations in between; both decisions are then correct.
+        this history have reported more validations in between; both decisions are then correct. With freeze-thaw, each
+        rung decides.
         """
+        if self._pruner.kind == "freeze_thaw":
+            return False
         earlier = self.store.trials()[: trial.number]
         forgiven = self.store.notes().get(final_round.FORGIVEN, 0)
         if trial.continues is None or trial.continues == self._find_resumable(earlier, forgiven):
@@ -245,39 +293,13 @@ class TrialScheduler:
         """Return the objectives in order; a separate process measures those that the run does not report."""
         sweep = self.settings.sweep
         reported = {aim.metric: objective_value(aim, report, cost) for aim in sweep.objectives}
-        missing = [metric for metric, value in reported.items() if value is None]
-        scored = score_run(self.layout, settings, report.run_id, missing, self.check_stop) if missing else {}
-        return tuple(scored[name] if value is None else value for name, value in reported.items())
-
-
-def _find_retryable_trial(history: Sequence[Trial], before: int) -> int | None:
-    """Return the number of the first failed trial below `before`, to retry it after the user has fixed the cause.
-
-    Only the newest trial of each run counts. None if no trial must be retried.
-    """
-    latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
-    failed = (trial.number for trial in latest.values() if trial.state == "failed" and trial.number < before)
-    return min(failed, default=None)
-
-
-def _extreme_value(side: int, dimension: SearchDimension) -> Any:
-    """Return the smallest (side 0) or largest (side -1) value of a dimension.
-
-    If not all choices are numbers, it is the first or last choice.
-    """
-    if dimension.kind != "choice":
-        return (dimension.low, dimension.high)[side]
-    numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
-    return sorted(numbers)[side] if len(numbers) == len(dimension.choices) else dimension.choices[side]
-
-
-def _make_infeasible_trial(values: Mapping[str, Any], error: SettingsError) -> Trial:
-    """Return an infeasible trial for invalid values, because the sampler learns from such values too."""
-    now = time.time()
-    return Trial(
-        number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
-        cause="data", reason=str(error), started=now, ended=now,
-    )  # fmt: skip
+        missing = [parse_row_metric(metric) for metric, value in reported.items() if value is None]
+        measured: dict[str, float] = {}
+        if missing:
+            job = ValidationJob(run_ids=(report.run_id,), metrics=tuple(missing), rows=sweep.generation_rows)
+            [scores] = score_runs(self.layout, settings, job, self.check_stop)
+            measured = {str(metric): value for metric, value in scores.metrics.items()}
+        return tuple(measured[name] if value is None else value for name, value in reported.items())
 
 
 # The final round of a study: further seeds of the best trials, their scores, and the winner.
@@ -314,8 +336,12 @@ class FinalRoundScheduler:
         """Take over a training, begin the next one, score runs, or store the winner."""
         with self.search.locked():
             history = self.search.trials()
-            if (idle := self._check_idle(history)) is not None:
-                return idle
+            if any(not trial.is_over for trial in history):
+                return "wait"
+            has_front = len(self.settings.sweep.objectives) > 1  # it has no winner: the user chooses
+            is_stopped = bool(self.search.notes().get(final_round.STOPPED))
+            if has_front or is_stopped or not any(trial.state == "complete" for trial in history):
+                return "over"
             if (trial := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
                 return self._make_task(trial)
             step = final_round.plan_next_step(self.settings.sweep, history, self._trainings(history), self._scores)
@@ -326,19 +352,10 @@ class FinalRoundScheduler:
                 return partial(self._score, step, history)
             return self._begin_trial(step, history)
 
-    def _check_idle(self, history: list[Trial]) -> Idle | None:
-        """Return `wait` if the search is not over, `over` if there is no final round, and None if there is one."""
-        if any(not trial.is_over for trial in history):
-            return "wait"
-        if len(self.settings.sweep.objectives) > 1:  # a Pareto front has no winner: the user chooses
-            return "over"
-        has_complete = any(trial.state == "complete" for trial in history)
-        return "over" if self.search.notes().get(final_round.STOPPED) or not has_complete else None
-
-    def _begin_trial(self, step: final_round.FinalistTrainingBatch, history: list[Trial]) -> TrialTask | Idle:
+    def _begin_trial(self, step: final_round.TrainingBatch, history: list[Trial]) -> TrialTask | Idle:
         """Begin the first training that no worker runs; `wait` if other workers run all of them."""
         running = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
-        for number, index in step.trainings:
+        for number, index in step:
             values = final_round.values_for_seed(self.settings, history[number], index)
             run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
             if run_id not in running:
@@ -382,43 +399,30 @@ class FinalRoundScheduler:
                 self.check_stop()
         try:
             for run_id in job.run_ids:
-                self._ensure_trained_here(run_id, history)
+                if not RunPaths(self.layout.runs / run_id).is_finished():  # only another machine has trained it
+                    trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
+                    settings = apply_values(self.settings, trial.values)
+                    run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
+                    try:  # the result is the same
+                        supervise(run, build_launch(self.layout, settings), [], code_version())
+                    finally:
+                        run.close()
             for scores in score_runs(self.layout, self.settings, job, self.check_stop):
                 self._scores[scores.run_id] = scores
         finally:
             lock.release()
 
-    def _ensure_trained_here(self, run_id: str, history: list[Trial]) -> None:
-        """Train a run on this machine if only another machine has trained it; the result is the same."""
-        if RunPaths(self.layout.runs / run_id).is_finished():
-            return
-        trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
-        settings = apply_values(self.settings, trial.values)
-        run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
-        try:
-            supervise(run, build_launch(self.layout, settings), [], code_version())
-        finally:
-            run.close()
-
 
 # Scores of completed runs on validation rows.
 
 
-def _ignore_wait() -> None:
-    """Do nothing."""
-
-
 def score_runs(
-    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None] = _ignore_wait
+    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None]
 ) -> list[ValidationScores]:
     """Return the scores of the job's runs, in the order of the job; no process starts if all scores are cached.
 
-    Args:
-        layout: the project.
-        settings: `machine` (device, threads, evaluation_batch_size) and evaluate.max_new_tokens are read.
-        job: runs, metrics and rows.
-        check_stop: called several times a second. If it raises, the scoring process is ended and leaves no incomplete
-            file.
+    `check_stop` is called several times a second. If it raises, the scoring process is ended and leaves no incomplete
+    file.
 
     Raises:
         RatchetError: the process failed; the exception has the class that the process reported.
@@ -435,24 +439,6 @@ def score_runs(
     if missing := [run_id for run_id, scores in zip(job.run_ids, results, strict=True) if scores is None]:
         raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")
     return [scores for scores in results if scores is not None]
-
-
-def score_run(
-    layout: ProjectLayout,
-    settings: Settings,
-    run_id: str,
-    metrics: Sequence[str],
-    check_stop: Callable[[], None] = _ignore_wait,
-) -> Mapping[str, float]:
-    """Return metrics of one run on sweep.generation_rows validation rows.
-
-    Raises the errors of `score_runs`, and SettingsError for unknown metrics.
-    """
-    job = ValidationJob(
-        run_ids=(run_id,), metrics=tuple(map(parse_row_metric, metrics)), rows=settings.sweep.generation_rows
-    )
-    [scores] = score_runs(layout, settings, job, check_stop)
-    return {str(metric): value for metric, value in scores.metrics.items()}
 
 
 def parse_row_metric(metric: str) -> ValidationMetric:
@@ -486,7 +472,12 @@ def _run_scorer(layout: ProjectLayout, launch: ValidationLaunch, check_stop: Cal
             while (code := _wait(process, POLL_S)) is None:
                 check_stop()
         finally:
-            _terminate(process)
+            try:
+                process.terminate()
+                _wait(process, STOP_TIMEOUT_S)
+            finally:  # also if a second request interrupts the wait
+                process.kill()
+                process.wait()
         if code:
             raise _read_failure(code, stderr, launch.job)
 
@@ -496,16 +487,6 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process to end, and kill it if it does not."""
-    try:
-        process.terminate()
-        _wait(process, STOP_TIMEOUT_S)
-    finally:  # also if a second request interrupts the wait
-        process.kill()
-        process.wait()
 
 
 def _read_failure(code: int, stderr: IO[bytes], job: ValidationJob) -> RatchetError:

@@ -1,8 +1,6 @@
 """The search space of a sweep: ranges, choices, parameters derived from others (`tie`), and conditions (`when`).
 
-The sections of this module build on each other: settings of params.yaml and the values that they accept; dimensions,
-from which values are drawn; derived parameters; reading of `sweep.space`; SearchSpace. The last section converts values
-to positions from 0 to 1, and to Optuna's distributions.
+The last sections convert values to positions from 0 to 1, and to Optuna's distributions.
 """
 
 import difflib
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from types import MappingProxyType
@@ -30,7 +28,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ratchet.config.fields import Section
-from ratchet.config.params_file import apply_changes
+from ratchet.config.params_file import apply_changes, get_value
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
@@ -38,9 +36,6 @@ from ratchet.storage.records.sweep import ParameterAxis
 
 LEARNING = "train."
 """Prefix of the settings that a sweep may search."""
-
-SEED = "train.seed"
-"""Dotted key of the seed, which cannot be searched."""
 
 MAX_NAMES = 8
 """Maximum number of names in a message."""
@@ -95,10 +90,10 @@ class SettingField:
         kind: Any = Annotated[self.field.annotation, self.field]
         return TypeAdapter(kind, config=ConfigDict(strict=True))
 
-    def validate(self, value: Any) -> Any:
+    def validate(self, value: Any, where: str = "") -> Any:
         """Return the value as settings store it: a list as a tuple, a whole number of a float setting as a float.
 
-        Only this setting is checked. Combinations are checked when all values are known.
+        Only this setting is checked. Combinations are checked when all values are known. `where` is for the message.
 
         Raises:
             ValueError: the setting does not accept the value.
@@ -108,14 +103,12 @@ class SettingField:
         except ValidationError as error:
             messages = [str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors()]
             problems = dict.fromkeys(message[:1].lower() + message[1:] for message in messages)
-            raise ValueError(f"found {format_value(value)}: {'; '.join(problems)}") from None
+            prefix = f"{where}: " if where else ""
+            raise ValueError(f"{prefix}found {format_value(value)}: {'; '.join(problems)}") from None
 
     def get(self, settings: Settings) -> Any:
         """Return the value of this setting in `settings`."""
-        node: Any = settings
-        for name in self.key.split("."):
-            node = getattr(node, name)
-        return self.validate(node)
+        return self.validate(get_value(settings, self.key))
 
 
 def format_value(value: Any) -> str:
@@ -140,14 +133,22 @@ def find_searchable_setting(key: str) -> SettingField:
     """
     section = key.split(".", maxsplit=1)[0]
     if section in Settings.model_fields and not f"{key}.".startswith(LEARNING):
-        raise make_space_error(key, _explain_unsearchable(section, key))
-    if key in _section_names():
-        below = [name for name in _all_settings() if name.startswith(f"{key}.")]
+        if section == "machine":
+            problem = "section machine does not change results and cannot be searched; set it in section machine"
+        elif section in ("base", "prepare"):
+            problem = (
+                "trials use the same data and the same base, which are prepared once; compare other data or bases in "
+                f"another project or with `dvc exp run -S {key}=...`"
+            )
+        else:
+            problem = f"section {section} does not affect training; only settings of section train can be searched"
+        raise make_space_error(key, problem)
+    if below := [name for name in _all_settings() if name.startswith(f"{key}.")]:
         more = f" and {len(below) - MAX_NAMES} more" if len(below) > MAX_NAMES else ""
         raise make_space_error(key, f"found a section; expected a setting: {', '.join(below[:MAX_NAMES])}{more}")
     if key not in _all_settings():
         raise make_space_error(key, f"unknown setting; {_suggest_name(key)}")
-    if key == SEED:
+    if key == "train.seed":
         raise make_space_error(
             key, "a seed cannot be searched: a lucky seed is no better model; finalists are trained with several seeds"
         )
@@ -155,17 +156,6 @@ def find_searchable_setting(key: str) -> SettingField:
     if setting.kind == "map":
         raise make_space_error(key, "has a value for each name and cannot be searched")
     return setting
-
-
-def _explain_unsearchable(section: str, key: str) -> str:
-    if section == "machine":
-        return "section machine does not change results and cannot be searched; set it in section machine"
-    if section in ("base", "prepare"):
-        return (
-            "trials use the same data and the same base, which are prepared once; compare other data or bases in "
-            f"another project or with `dvc exp run -S {key}=...`"
-        )
-    return f"section {section} does not affect training; only settings of section train can be searched"
 
 
 def find_train_setting(name: str) -> SettingField:
@@ -182,15 +172,10 @@ def find_train_setting(name: str) -> SettingField:
 
 def _suggest_name(name: str, within: str = "") -> str:
     """Return a question with similar settings; settings of section train come first."""
-    keys = sorted(
-        (key for key in _all_settings() if key.startswith(within)), key=lambda key: not key.startswith(LEARNING)
-    )
-    leaf = name.rpartition(".")[2]
-    similar = [key for key in keys if key.endswith(f".{leaf}")]
+    keys = sorted((key for key in _all_settings() if key.startswith(within)), key=lambda k: not k.startswith(LEARNING))
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    similar = similar or [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=3)]
-    similar = similar or difflib.get_close_matches(name, keys, n=3)
-    return f"did you mean {' or '.join(similar[:3])}?" if similar else "only settings of section train can be searched"
+    similar = [by_leaf[match] for match in difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=3)]
+    return f"did you mean {' or '.join(similar)}?" if similar else "only settings of section train can be searched"
 
 
 @cache
@@ -198,12 +183,6 @@ def _all_settings() -> dict[str, SettingField]:
     return {
         f"{prefix}{name}": SettingField(f"{prefix}{name}", info) for prefix, name, info in _iterate_fields(Settings, "")
     }
-
-
-@cache
-def _section_names() -> frozenset[str]:
-    parents: Iterable[str] = (key.rpartition(".")[0] for key in _all_settings())
-    return frozenset(parents)
 
 
 def _iterate_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str, FieldInfo]]:
@@ -280,17 +259,6 @@ def value_at(dimension: SearchDimension, index: int) -> Any:
     if dimension.kind == "int":
         return int(dimension.low) + index * int(dimension.step or 1)
     return float(Decimal(repr(float(dimension.low))) + index * Decimal(repr(float(dimension.step or 0))))
-
-
-def to_decimal_fraction(number: float) -> Fraction:
-    """Return the number as an exact decimal fraction, so that 3 times 0.3 is 0.9, unlike in floating point."""
-    return Fraction(repr(number))
-
-
-def is_exactly_stepped(low: float, high: float, step: float) -> bool:
-    """Return whether the range is a whole number of steps, computed in decimals as Optuna does."""
-    first, last, size = (Decimal(repr(float(number))) for number in (low, high, step))
-    return (last - first) % size == 0
 
 
 def describe_dimension(dimension: SearchDimension) -> str:
@@ -414,7 +382,7 @@ class DerivedParameter:
             return source
         if isinstance(source, bool) or not isinstance(source, int | float):
             raise ValueError(f"{self.source} may be {format_value(source)}, which is not a number")
-        exact = to_decimal_fraction(source) * self.factor
+        exact = Fraction(repr(source)) * self.factor  # in decimals, 3 times 0.3 is 0.9
         if self.kind == "float":
             try:
                 return float(exact)
@@ -441,18 +409,17 @@ class DerivedParameter:
                 f"{self.source} takes any value in its range, and this setting is a whole number; give {self.source} "
                 "a step or choices that all fit"
             )
-        values, others = (
-            tuple(self._derive(target, value) for value in part) for part in (source.values, source.others)
-        )
+
+        def derive(value: Any) -> Any:
+            derived = self.value(value)
+            try:
+                return target.validate(derived)
+            except ValueError as error:
+                raise ValueError(f"if {self.source} is {format_value(value)}: {error}") from None
+
+        values, others = tuple(map(derive, source.values)), tuple(map(derive, source.others))
         text = source.text if self.factor == 1 or not values else f"{self.factor} times {source.text}"
         return ParameterDomain(values, source.range, text, others)
-
-    def _derive(self, target: SettingField, source: Any) -> Any:
-        value = self.value(source)
-        try:
-            return target.validate(value)
-        except ValueError as error:
-            raise ValueError(f"if {self.source} is {format_value(source)}: {error}") from None
 
 
 # Reading `sweep.space`: hyperparameters are checked against the settings, and sorted in the order of drawing.
@@ -479,46 +446,6 @@ class SearchParameter:
         return (*self.when, *((self.rule.source,) if isinstance(self.rule, DerivedParameter) else ()))
 
 
-def read_parameters(settings: Settings) -> tuple[SearchParameter, ...]:
-    """Read the parameters of `sweep.space`, in the order in which their values are decided.
-
-    A parameter comes after the parameters on which it depends; otherwise the order is that of params.yaml. A parameter
-    whose condition no trial can meet is left out.
-
-    Raises:
-        SettingsError: a parameter is invalid; the message has one line for each invalid parameter.
-    """
-    space = settings.sweep.space
-    if not space:
-        raise SettingsError(
-            "params.yaml: sweep.space: found no settings; add a setting of section train with its values, such as "
-            "train.rank: {low: 4, high: 64, log: true}"
-        )
-    parameters, problems = [], []
-    for key, parameter in space.items():
-        try:
-            parameters.append(_build_parameter(key, parameter))
-        except SettingsError as error:
-            problems.append(str(error))
-    if problems:
-        raise SettingsError("\n".join(problems))
-    kept = _select_applicable(_sort_by_dependency(parameters), settings)
-    if not any(isinstance(variable.rule, SearchDimension) for variable in kept):
-        raise SettingsError(
-            "params.yaml: sweep.space: no setting is searched: none with low and high, or with choices, is ever drawn "
-            f"({', '.join(space)}); give one of them values, or change the setting that its `when` requires"
-        )
-    return kept
-
-
-def _build_parameter(key: str, parameter: SweepParameter) -> SearchParameter:
-    setting = find_searchable_setting(key)
-    try:
-        return SearchParameter(setting, _build_rule(setting, parameter), _read_conditions(parameter))
-    except ValueError as error:
-        raise make_space_error(key, str(error)) from None
-
-
 def _read_conditions(parameter: SweepParameter) -> dict[str, tuple[Any, ...]]:
     """Return the required values by dotted key, as settings store them."""
     conditions: dict[str, tuple[Any, ...]] = {}
@@ -528,7 +455,7 @@ def _read_conditions(parameter: SweepParameter) -> dict[str, tuple[Any, ...]]:
             if source.key in conditions:
                 raise ValueError(f"found {source.key} twice; write one list of its values")
             required = values if isinstance(values, tuple) else (values,)
-            conditions[source.key] = tuple(_validate_value(source, name, value) for value in required)
+            conditions[source.key] = tuple(source.validate(value, name) for value in required)
             if not required:
                 raise ValueError(f"{name}: found an empty list; expected at least one value")
     except ValueError as error:
@@ -543,18 +470,11 @@ def _build_rule(setting: SettingField, parameter: SweepParameter) -> SearchDimen
         except ValueError as error:
             raise ValueError(f"tie: {error}") from None
     if parameter.choices:
-        choices = tuple(_validate_value(setting, "choices", value) for value in parameter.choices)
+        choices = tuple(setting.validate(value, "choices") for value in parameter.choices)
         if duplicates := [choice for choice in dict.fromkeys(choices) if choices.count(choice) > 1]:
             raise ValueError(f"choices: found {format_value(duplicates[0])} twice; remove one")
         return SearchDimension(setting.key, "choice", choices=choices)
     return _build_range(setting, parameter)
-
-
-def _validate_value(setting: SettingField, where: str, value: Any) -> Any:
-    try:
-        return setting.validate(value)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDimension:
@@ -568,7 +488,7 @@ def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDime
             if not value.is_integer():
                 raise ValueError(f"{name}: found {value!r}; expected a whole number")
         numbers = {name: int(value) for name, value in numbers.items()}
-    ends = {name: _validate_value(setting, name, numbers[name]) for name in ("low", "high")}
+    ends = {name: setting.validate(numbers[name], name) for name in ("low", "high")}
     dimension = SearchDimension(
         setting.key, "int" if setting.kind == "int" else "float", **ends, log=parameter.log, step=numbers.get("step")
     )
@@ -576,7 +496,8 @@ def _build_range(setting: SettingField, parameter: SweepParameter) -> SearchDime
         return dimension
     # The new upper end is the highest value that steps reach, because Optuna warns if `high` is not such a value.
     last = value_at(dimension, (dimension.points or 1) - 1)
-    if not is_exactly_stepped(dimension.low, last, dimension.step):
+    first, end, step = (Decimal(repr(float(number))) for number in (dimension.low, last, dimension.step))
+    if (end - first) % step:  # Optuna checks this in decimals too
         raise ValueError(
             f"step: steps of {dimension.step!r} from {dimension.low!r} need more digits than a float "
             "has; use fewer digits"
@@ -610,7 +531,15 @@ def _select_applicable(ordered: list[SearchParameter], settings: Settings) -> tu
             when = _open_conditions(variable, domains, settings)
             if when is None:
                 continue
-            domain = _compute_domain(variable, domains, settings)
+            if isinstance(variable.rule, SearchDimension):
+                domain = make_domain(variable.rule)
+            else:
+                source = variable.rule.source
+                fixed = ParameterDomain(others=(find_train_setting(source).get(settings),))
+                try:
+                    domain = variable.rule.domain(variable.setting, domains.get(source, fixed))
+                except ValueError as error:
+                    raise ValueError(f"tie: {error}") from None
         except ValueError as error:
             problems.append(str(make_space_error(variable.name, str(error))))
             continue
@@ -642,27 +571,7 @@ def _open_conditions(
     return still_open
 
 
-def _compute_domain(
-    variable: SearchParameter, domains: Mapping[str, ParameterDomain], settings: Settings
-) -> ParameterDomain:
-    if isinstance(variable.rule, SearchDimension):
-        return make_domain(variable.rule)
-    source = variable.rule.source
-    fixed = ParameterDomain(others=(find_train_setting(source).get(settings),))
-    try:
-        return variable.rule.domain(variable.setting, domains.get(source, fixed))
-    except ValueError as error:
-        raise ValueError(f"tie: {error}") from None
-
-
 # The search space.
-
-
-Pick = Callable[[SearchDimension], Any]
-"""Chooses the value of a dimension."""
-
-Options = Callable[[SearchDimension], Iterable[Any]]
-"""Returns several values of a dimension."""
 
 
 @dataclass(frozen=True)
@@ -670,7 +579,8 @@ class SearchSpace:
     """The searched settings, in the order in which their values are decided."""
 
     variables: tuple[SearchParameter, ...]
-    """Searched and derived settings in the order of `read_parameters`."""
+    """Searched and derived settings. A parameter comes after those on which it depends; otherwise, the order is that of
+    params.yaml. A parameter whose condition no trial can meet is left out."""
     fixed: Mapping[str, Any]
     """Values of params.yaml that derived parameters and conditions may use."""
 
@@ -682,14 +592,49 @@ class SearchSpace:
             SettingsError: a setting is unknown, cannot be searched, does not accept a value, or has an invalid tie or
                 condition; the message has one line for each of them.
         """
-        variables = read_parameters(settings)
+        space = settings.sweep.space
+        if not space:
+            raise SettingsError(
+                "params.yaml: sweep.space: found no settings; add a setting of section train with its values, such as "
+                "train.rank: {low: 4, high: 64, log: true}"
+            )
+        parameters, problems = [], []
+        for key, parameter in space.items():
+            try:
+                setting = find_searchable_setting(key)
+                rule = _build_rule(setting, parameter)
+                parameters.append(SearchParameter(setting, rule, _read_conditions(parameter)))
+            except SettingsError as error:
+                problems.append(str(error))
+            except ValueError as error:
+                problems.append(str(make_space_error(key, str(error))))
+        if problems:
+            raise SettingsError("\n".join(problems))
+        variables = _select_applicable(_sort_by_dependency(parameters), settings)
+        if not any(isinstance(variable.rule, SearchDimension) for variable in variables):
+            raise SettingsError(
+                "params.yaml: sweep.space: no setting is searched: none with low and high, or with choices, is ever "
+                f"drawn ({', '.join(space)}); give one of them values, or change the setting that its `when` requires"
+            )
         always = {variable.name for variable in variables if not variable.when}
         keys = dict.fromkeys(key for variable in variables for key in (variable.name, *variable.sources))
         return SearchSpace(variables, {key: find_train_setting(key).get(settings) for key in keys if key not in always})
 
     def axes(self) -> tuple[ParameterAxis, ...]:
         """Return the axes of all searched and derived settings, for plots."""
-        return tuple(map(_build_axis, self.variables))
+        axes = []
+        for variable in self.variables:
+            rule, conditional = variable.rule, bool(variable.when)
+            if isinstance(rule, DerivedParameter):
+                axis = ParameterAxis(name=variable.name, kind="tie", tie=rule.text, conditional=conditional)
+            elif rule.kind == "choice":
+                axis = ParameterAxis(name=rule.name, kind="choice", choices=rule.choices, conditional=conditional)
+            else:
+                axis = ParameterAxis(
+                    name=rule.name, kind=rule.kind, low=rule.low, high=rule.high, log=rule.log, conditional=conditional
+                )
+            axes.append(axis)
+        return tuple(axes)
 
     def dimensions(self) -> tuple[SearchDimension, ...]:
         """Return the dimensions in the order in which they are drawn."""
@@ -703,7 +648,7 @@ class SearchSpace:
         """
         return {dimension.name: dimension for dimension in self.dimensions()}[name]
 
-    def draw(self, pick: Pick) -> dict[str, Any]:
+    def draw(self, pick: Callable[[SearchDimension], Any]) -> dict[str, Any]:
         """Return the values of one trial; `pick` chooses the value of each dimension, in the order of `dimensions`.
 
         Settings whose condition is not met are left out: the trial uses their values in params.yaml.
@@ -733,7 +678,7 @@ class SearchSpace:
         if len(combinations) > MAX_POINTS:
             raise SettingsError(
                 f"params.yaml: sweep.sampler: the grid has more than {MAX_POINTS:,} points ({points} of each range); "
-                "search fewer settings, lower sampler.grid_points, or set sampler.kind: tpe"
+                "search fewer settings, list choices instead of ranges, or set sampler.kind: tpe"
             )
         return combinations
 
@@ -748,26 +693,27 @@ class SearchSpace:
 
     def document(self) -> dict[str, Any]:
         """Return the space as JSON; it is equal for equal spaces, even if params.yaml differs."""
-        return {variable.name: self._entry(variable) for variable in self.variables}
-
-    def _entry(self, variable: SearchParameter) -> dict[str, Any]:
-        rule = variable.rule
-        entry: dict[str, Any]
-        if isinstance(rule, DerivedParameter):
-            entry = {"tie": rule.text}
-        elif rule.kind == "choice":
-            entry = {"choices": _to_lists(rule.choices)}
-        else:
-            entry = {"low": rule.low, "high": rule.high, "log": rule.log, "step": rule.step}
-        if variable.when:
-            entry["when"] = {
-                source: sorted(_to_lists(required), key=repr) for source, required in variable.when.items()
-            }
-            entry["otherwise"] = _to_lists(self.fixed[variable.name])
-        return entry
+        document: dict[str, Any] = {}
+        for variable in self.variables:
+            rule = variable.rule
+            entry: dict[str, Any]
+            if isinstance(rule, DerivedParameter):
+                entry = {"tie": rule.text}
+            elif rule.kind == "choice":
+                entry = {"choices": _to_lists(rule.choices)}
+            else:
+                entry = {"low": rule.low, "high": rule.high, "log": rule.log, "step": rule.step}
+            if variable.when:
+                when = {source: sorted(_to_lists(required), key=repr) for source, required in variable.when.items()}
+                entry |= {"when": when, "otherwise": _to_lists(self.fixed[variable.name])}
+            document[variable.name] = entry
+        return document
 
     def _walk(
-        self, options: Options, index: int = 0, values: Mapping[str, Any] = MappingProxyType({})
+        self,
+        options: Callable[[SearchDimension], Iterable[Any]],
+        index: int = 0,
+        values: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[dict[str, Any]]:
         """Yield `values` with each combination of values of the parameters from `index` on.
 
@@ -776,18 +722,13 @@ class SearchSpace:
         if index == len(self.variables):
             yield dict(values)
             return
-        variable = self.variables[index]
+        variable, known = self.variables[index], {**self.fixed, **values}
         rule = variable.rule
-        if not all(self._value(source, values) in required for source, required in variable.when.items()):
+        if not all(known[source] in required for source, required in variable.when.items()):
             yield from self._walk(options, index + 1, values)
             return
-        for value in (
-            (rule.value(self._value(rule.source, values)),) if isinstance(rule, DerivedParameter) else options(rule)
-        ):
+        for value in (rule.value(known[rule.source]),) if isinstance(rule, DerivedParameter) else options(rule):
             yield from self._walk(options, index + 1, {**values, variable.name: value})
-
-    def _value(self, name: str, values: Mapping[str, Any]) -> Any:
-        return values[name] if name in values else self.fixed[name]
 
 
 def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
@@ -806,15 +747,24 @@ def apply_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
         raise SettingsError(f"{chosen}: {'; '.join(str(error).splitlines())}") from None
 
 
-def _build_axis(variable: SearchParameter) -> ParameterAxis:
-    rule, conditional = variable.rule, bool(variable.when)
-    if isinstance(rule, DerivedParameter):
-        return ParameterAxis(name=variable.name, kind="tie", tie=rule.text, conditional=conditional)
-    if rule.kind == "choice":
-        return ParameterAxis(name=rule.name, kind="choice", choices=rule.choices, conditional=conditional)
-    return ParameterAxis(
-        name=rule.name, kind=rule.kind, low=rule.low, high=rule.high, log=rule.log, conditional=conditional
-    )
+def longest_epochs(space: SearchSpace, settings: Settings) -> float:
+    """Return the number of epochs of the longest training in the space."""
+    # A derived parameter has its extremes where its source has them.
+    extremes = [space.draw(partial(_extreme_value, side)) for side in (0, -1)]
+    candidates = [values.get("train.epochs", settings.train.epochs) for values in extremes]
+    candidates += [_extreme_value(-1, d) for d in space.dimensions() if d.name == "train.epochs"]
+    return max(map(float, candidates))
+
+
+def _extreme_value(side: int, dimension: SearchDimension) -> Any:
+    """Return the smallest (side 0) or largest (side -1) value of a dimension.
+
+    If not all choices are numbers, it is the first or last choice.
+    """
+    if dimension.kind != "choice":
+        return (dimension.low, dimension.high)[side]
+    numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
+    return sorted(numbers)[side] if len(numbers) == len(dimension.choices) else dimension.choices[side]
 
 
 def to_tuples(value: Any) -> Any:

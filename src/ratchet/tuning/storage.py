@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import optuna
@@ -58,13 +57,7 @@ Answer = TypeVar("Answer")
 
 
 class StudyStorage:
-    """Optuna's storage, with a lock that makes several operations atomic.
-
-    Args:
-        kind: kind of the storage.
-        where: path, or address without password, for messages.
-        connect: opens a connection to the database.
-        file_lock: the lock of an SQLite file; None for Postgres, whose server has the lock.
+    """Optuna's storage, with a lock that makes several operations atomic: a file for SQLite, the server for Postgres.
 
     Raises:
         StorageError: the disk is full or failing, or the server does not answer or refuses this user.
@@ -140,7 +133,7 @@ class StudyStorage:
             if self._is_locked:
                 yield
                 return
-            with self._lock_file(self._file_lock) if self._file_lock else self._lock_database():
+            with self._acquire_file_lock(self._file_lock) if self._file_lock else self._lock_database():
                 self._is_locked = True
                 try:
                     yield
@@ -149,19 +142,14 @@ class StudyStorage:
         finally:
             self._mutex.release()
 
-    @contextmanager
-    def _lock_file(self, lock: FileLock) -> Iterator[None]:
+    def _acquire_file_lock(self, lock: FileLock) -> FileLock:
         try:
-            lock.acquire(LOCK_WAIT_S)
+            return lock.acquire(LOCK_WAIT_S)
         except OSError as error:
             cause = error.strerror or error
             raise StorageError(
                 f"{self.where}: cannot be locked: {cause}; fix the disk, then run the same command again"
             ) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     @contextmanager
     def _lock_database(self) -> Iterator[None]:
@@ -221,26 +209,43 @@ class StudyStorage:
             cause = error if isinstance(error, SQLAlchemyError) else error.__cause__  # Optuna's own message is general
             reason: BaseException = getattr(cause, "orig", None) or cause or error
             if self.kind == "sqlite":
-                raise _convert_sqlite_error(self.where, reason) from error
-            cure = "check that the server is running, then run the same command again"
-            if "permission denied" in str(reason):
+                if re.search("malformed|not a database", str(reason)):
+                    raise DamagedFileError(
+                        f"{self.where}: {first_line(reason)}. Stop all workers, move the file away and run the same "
+                        "command again: trials are proposed again, and completed runs are reused, so that nothing is "
+                        "trained twice"
+                    ) from error
+                cure = "free space or fix the disk, then run the same command again"
+            elif "permission denied" in str(reason):
                 cure = "the user needs the right to create tables in this database"
+            else:
+                cure = "check that the server is running, then run the same command again"
             raise StorageError(f"{self.where}: {first_line(reason)}; {cure}") from error
 
 
 def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
-    """Open the storage of a project's studies; create it if it does not exist.
+    """Open the storage of a project's studies at `machine.study_storage`; create it if it does not exist.
 
-    Args:
-        layout: the project.
-        url: `machine.study_storage`; None: an SQLite file in the project.
+    Without a URL, it is an SQLite file in the project.
 
     Raises:
         SettingsError: the address is not valid for Postgres, or contains a password.
         StorageError, DamagedFileError, LockHeldError: see StudyStorage.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise Optuna logs every study and trial
-    return _open_sqlite(layout.studies) if url is None else _open_postgres(url)
+    if url is not None:
+        return _open_postgres(url)
+    path = layout.studies
+    # A transaction that read first and wrote later would fail at once if another process wrote in between.
+    connect = partial(
+        sqlite3.connect, path, timeout=SQLITE_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False
+    )
+    try:
+        files.make_directory(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}; fix the disk, then run the same command again") from error
+    lock = FileLock(path.with_name(f"{path.name}.lock"), f"the studies of {path}")
+    return StudyStorage("sqlite", str(path), connect, lock)
 
 
 def _open_postgres(url: str) -> StudyStorage:
@@ -265,38 +270,10 @@ def _open_postgres(url: str) -> StudyStorage:
     return StudyStorage("postgres", address.set(drivername="postgresql").render_as_string(), connect)
 
 
-def _open_sqlite(path: Path) -> StudyStorage:
-    # A transaction that read first and wrote later would fail at once if another process wrote in between.
-    connect = partial(
-        sqlite3.connect, path, timeout=SQLITE_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False
-    )
-    try:
-        files.make_directory(path.parent)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; fix the disk, then run the same command again") from error
-    lock = FileLock(path.with_name(f"{path.name}.lock"), f"the studies of {path}")
-    return StudyStorage("sqlite", str(path), connect, lock)
-
-
-def _convert_sqlite_error(path: Path | str, error: BaseException) -> StorageError | DamagedFileError:
-    if re.search("malformed|not a database", str(error)):
-        return DamagedFileError(
-            f"{path}: {first_line(error)}. Stop all workers, move the file away and run the same command again: trials "
-            "are proposed again, and completed runs are reused, so that nothing is trained twice"
-        )
-    return StorageError(f"{path}: {first_line(error)}; free space or fix the disk, then run the same command again")
-
-
 def retry_storage(operation: Callable[[], Answer], wait_s: float, check_stop: Callable[[], None]) -> Answer:
-    """Run an operation; repeat it while the storage does not answer.
+    """Run an operation, and repeat it while the storage does not answer, for at most `wait_s` seconds.
 
-    Args:
-        operation: the operation; it must be safe to repeat.
-        wait_s: seconds without an answer after which the last failure is raised.
-        check_stop: called between two attempts; it may raise to stop them.
-
-    Raises:
-        StorageError, LockHeldError: the storage did not answer for `wait_s`.
+    The operation must be safe to repeat. `check_stop` is called between two attempts; it may raise to stop them.
     """
     since_s: float | None = None
     while True:

@@ -15,9 +15,10 @@ crash, and the next process creates it again.
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -32,7 +33,7 @@ from ratchet.storage import digests
 from ratchet.storage.records.evaluation import GENERATED_METRICS
 from ratchet.storage.records.sweep import Trial
 from ratchet.storage.records.sweep import TrialState as State
-from ratchet.tuning.leases import LEASE, SweepWorker, TrialLease, TrialLeaseLostError, TrialLeaseMonitor
+from ratchet.tuning.leases import LEASE, Heartbeat, SweepWorker, TrialLease, TrialLeaseLostError
 from ratchet.tuning.search_space import Params, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
 
@@ -42,6 +43,7 @@ OUTCOME = "outcome"
 ORIGIN = "from"
 """Key of the attribute of a copied trial that contains study and number of the original."""
 
+_START_FIELDS = {"values", "run_id", "continues", "started"}
 _OUTCOME_FIELDS = {"state", "cause", "reason", "adapter_digest", "checkpoints", "cost", "constraints", "ended"}
 _REMOVED_FIELD = "same_as"
 """Field that earlier versions of Ratchet stored in outcomes; it was always null, and is ignored."""
@@ -74,7 +76,7 @@ FORMAT_KEY, IDENTITY_KEY, VERSIONS_KEY = "ratchet.format", "ratchet.identity", "
 PARENT_KEY = "ratchet.parent"
 CARRIED_KEY = "ratchet.carried"
 _DIRECTIONS = {"minimize": StudyDirection.MINIMIZE, "maximize": StudyDirection.MAXIMIZE}
-_LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "ratchet": "ratchet-llm"}
+_LIBRARIES = {"optuna": "optuna", "cmaes": "cmaes", "scipy": "scipy", "ratchet": "ratchet-llm"}
 """Distributions whose versions are stored with a study."""
 
 _COMPARABLE_PARTS = ("format", "data", "base", "recipe", "rows")
@@ -86,22 +88,7 @@ _DIGEST = re.compile(r"[0-9a-f]{40,}")
 # Versions of a study.
 
 
-@dataclass(frozen=True)
-class StudyVersion:
-    """A version of a study in a storage."""
-
-    name: str
-    study_id: int
-    attributes: Mapping[str, Any]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Identity of this version."""
-        identity: dict[str, Any] = self.attributes[IDENTITY_KEY]
-        return identity
-
-
-def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
+def list_versions(storage: StudyStorage, name: str) -> "list[TrialStore]":
     """Return all versions of a study, oldest first, without one whose creation was interrupted.
 
     Raises:
@@ -111,7 +98,7 @@ def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
     """
     with storage.connected():
         studies = {study.study_name: study for study in storage.optuna.get_all_studies()}
-        versions: list[StudyVersion] = []
+        versions: list[TrialStore] = []
         while (study := studies.get(_version_name(name, len(versions) + 1))) is not None:
             attributes = study.user_attrs
             if FORMAT_KEY not in attributes and (attributes or storage.optuna.get_n_trials(study._study_id)):
@@ -126,46 +113,17 @@ def list_versions(storage: StudyStorage, name: str) -> list[StudyVersion]:
                 )
             if CARRIED_KEY not in attributes:
                 break
-            versions.append(StudyVersion(study.study_name, study._study_id, attributes))
+            versions.append(TrialStore(storage, study.study_name, study._study_id, attributes))
     return versions
 
 
-def find_or_create(
-    storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool
-) -> StudyVersion:
-    """Return the newest version with this identity; create one if there is none.
-
-    Args:
-        storage: the storage.
-        name: name of the study, without a version.
-        identity: see `compute_identity`.
-        space: the search space; a fork copies trials of the previous version that are in it.
-        fork: create a new version if the existing ones have other identities.
-
-    Raises:
-        SettingsError: all existing versions have other identities, and `fork` is not set.
-        SettingsError, DamagedFileError: see `list_versions`.
-        LockHeldError, StorageError: see `StudyStorage.locked`.
-    """
-    wanted = json.loads(json.dumps(identity))
-    with storage.locked(), storage.connected():
-        versions = list_versions(storage, name)
-        same = [study for study in versions if study.identity == wanted]
-        if same:
-            return same[-1]
-        new_name = _version_name(name, len(versions) + 1)
-        if versions and not fork:
-            raise SettingsError(_explain_refusal(versions[-1], wanted, new_name))
-        return _create_version(storage, new_name, wanted, versions[-1] if versions else None, space)
-
-
 def _create_version(
-    storage: StudyStorage, name: str, identity: Mapping[str, Any], parent: StudyVersion | None, space: SearchSpace
-) -> StudyVersion:
+    storage: StudyStorage, name: str, identity: Mapping[str, Any], parent: "TrialStore | None", space: SearchSpace
+) -> "TrialStore":
     backend = storage.optuna
-    interrupted = [study._study_id for study in backend.get_all_studies() if study.study_name == name]
-    for study_id in interrupted:
-        backend.delete_study(study_id)
+    for study in backend.get_all_studies():
+        if study.study_name == name:  # its creation was interrupted
+            backend.delete_study(study._study_id)
     try:
         study_id = backend.create_new_study([_DIRECTIONS[direction] for _, direction in identity["objectives"]], name)
     except DuplicatedStudyError:
@@ -175,23 +133,14 @@ def _create_version(
     attributes = {
         FORMAT_KEY: STUDY_FORMAT,
         VERSIONS_KEY: {library: version(distribution) for library, distribution in _LIBRARIES.items()},
-        PARENT_KEY: parent.name if parent else None,
+        PARENT_KEY: parent.study if parent else None,
         IDENTITY_KEY: identity,
     }
     for key, value in attributes.items():
         backend.set_study_user_attr(study_id, key, value)
-    carried = _carry_over_trials(storage, parent, study_id, identity, space) if parent else 0
+    carried = _carry_over_trials(parent, study_id, identity, space) if parent else 0
     backend.set_study_user_attr(study_id, CARRIED_KEY, carried)
-    return StudyVersion(name, study_id, {**attributes, CARRIED_KEY: carried})
-
-
-def _explain_refusal(newest: StudyVersion, identity: Mapping[str, Any], new_name: str) -> str:
-    changes = "".join(f"\n  {line}" for line in list_differences(newest.identity, identity))
-    return (
-        f"params.yaml: the study {newest.name!r} was created with other settings:{changes}\n"
-        f"Undo these changes to continue it; or run `ratchet sweep --fork` to create {new_name!r} with the "
-        "trials that are still valid; or set another sweep.name"
-    )
+    return TrialStore(storage, name, study_id, {**attributes, CARRIED_KEY: carried})
 
 
 def _version_name(name: str, number: int) -> str:
@@ -208,37 +157,55 @@ class TrialStore:
     too long, and DamagedFileError if the storage is damaged. Writes are atomic and durable.
     """
 
-    def __init__(self, storage: StudyStorage, study_version: StudyVersion) -> None:
+    def __init__(self, storage: StudyStorage, study: str, study_id: int, attributes: Mapping[str, Any]) -> None:
         self.storage = storage
-        self.study = study_version.name
+        self.study = study
         """Name with version, such as `sweep.2`."""
-        self.identity: Mapping[str, Any] = study_version.identity
+        self.identity: Mapping[str, Any] = attributes[IDENTITY_KEY]
         """See `compute_identity`."""
-        self.versions: Mapping[str, str] = study_version.attributes.get(VERSIONS_KEY, {})
-        """Versions of the libraries that created the study: optuna, cmaes, ratchet."""
-        self.carried: int = study_version.attributes.get(CARRIED_KEY, 0)
+        self.versions: Mapping[str, str] = attributes.get(VERSIONS_KEY, {})
+        """Versions of the libraries that created the study: optuna, cmaes, scipy, ratchet."""
+        self.carried: int = attributes.get(CARRIED_KEY, 0)
         """Number of trials that a fork has copied from the previous version; the copies have the first numbers."""
-        self._study_id = study_version.study_id
+        self._study_id = study_id
         self._optuna = storage.optuna
         self._over: dict[int, Trial] = {}
-        self._monitor = TrialLeaseMonitor()
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        """Last heartbeat of each running trial, and the time at which this process saw it first."""
 
-    @classmethod
+    @staticmethod
     def open(
-        cls, storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool = False
+        storage: StudyStorage, name: str, identity: Mapping[str, Any], space: SearchSpace, fork: bool = False
     ) -> "TrialStore":
-        """Open the newest version with this identity, or create it; see `find_or_create`.
+        """Open the newest version with this identity; create one if there is none.
+
+        With `fork`, a new version is created even if there are versions with other identities. It gets copies of the
+        trials of the newest of them that are in the space.
 
         Raises:
-            SettingsError: the study has another identity and `fork` is not set, or belongs to another program.
+            SettingsError: all versions have other identities and `fork` is not set, or the study belongs to another
+                program.
         """
-        return cls(storage, find_or_create(storage, name, identity, space, fork))
+        wanted = json.loads(json.dumps(identity))
+        with storage.locked(), storage.connected():
+            versions = list_versions(storage, name)
+            if same := [study for study in versions if study.identity == wanted]:
+                return same[-1]
+            new_name = _version_name(name, len(versions) + 1)
+            if versions and not fork:
+                changes = "".join(f"\n  {line}" for line in list_differences(versions[-1].identity, wanted))
+                raise SettingsError(
+                    f"params.yaml: the study {versions[-1].study!r} was created with other settings:{changes}\n"
+                    f"Undo these changes to continue it; or run `ratchet sweep --fork` to create {new_name!r} with the "
+                    "trials that are still valid; or set another sweep.name"
+                )
+            return _create_version(storage, new_name, wanted, versions[-1] if versions else None, space)
 
-    @classmethod
-    def newest(cls, storage: StudyStorage, name: str) -> "TrialStore | None":
+    @staticmethod
+    def newest(storage: StudyStorage, name: str) -> "TrialStore | None":
         """Open the newest version of any identity; None if there is none."""
         versions = list_versions(storage, name)
-        return cls(storage, versions[-1]) if versions else None
+        return versions[-1] if versions else None
 
     def locked(self) -> AbstractContextManager[None]:
         """Exclude all other threads, processes and machines; see `StudyStorage.locked`."""
@@ -264,20 +231,18 @@ class TrialStore:
         worker: SweepWorker,
         continues: int | None = None,
     ) -> int:
-        """Add a running trial of this worker; return its number.
+        """Add a running trial of this worker, which may continue a pruned or failed trial; return its number.
 
-        Args:
-            values: all values that the trial sets, including derived ones.
-            params: the drawn values (`SearchSpace.to_params`).
-            run_id: the run that trains with these values.
-            worker: holder of the lease.
-            continues: number of the pruned or failed trial that this trial continues.
+        `values` are all values that the trial sets, `params` the drawn ones (`SearchSpace.to_params`).
         """
-        lease = TrialLease.first(worker)
-        trial = Trial(
-            number=0, values=dict(values), run_id=run_id, state="running", continues=continues, started=lease.started[0]
+        lease = TrialLease((worker,), (time.time(),))
+        attributes = {
+            "values": dict(values), "run_id": run_id, "continues": continues, "started": lease.started[0],
+            LEASE: lease.document(),
+        }  # fmt: skip
+        return self._store(
+            create_trial(state=TrialState.RUNNING, params=params[0], distributions=params[1], user_attrs=attributes)
         )
-        return self._store(_serialize_running(trial, params, lease))
 
     def add(self, trial: Trial, params: Params) -> int:
         """Add a trial that is over; return its number."""
@@ -302,11 +267,7 @@ class TrialStore:
     def finish(self, number: int, outcome: Trial, worker: SweepWorker) -> None:
         """Store the result of a trial. After an interruption, this worker or the next holder may call it again.
 
-        Args:
-            number: number of the trial.
-            outcome: record of the ended trial; its fields `number`, `values`, `run_id`, `continues`, `started` and
-                `executions` are ignored.
-            worker: holder of the lease.
+        The fields `number`, `values`, `run_id`, `continues`, `started` and `executions` of `outcome` are ignored.
 
         Raises:
             TrialLeaseLostError: another worker has the trial, or it is over.
@@ -318,7 +279,8 @@ class TrialStore:
             trial_id, frozen, _ = self._require_lease(number, worker)
             for rows in sorted(outcome.curve.keys() - frozen.intermediate_values.keys()):
                 self._optuna.set_trial_intermediate_value(trial_id, rows, outcome.curve[rows])
-            self._optuna.set_trial_user_attr(trial_id, OUTCOME, _outcome_fields(outcome))
+            fields = outcome.model_dump(mode="json", include=_OUTCOME_FIELDS)
+            self._optuna.set_trial_user_attr(trial_id, OUTCOME, fields)
             # Constraints of an interrupted call are reset to 0.
             constraints = {**dict.fromkeys(frozen.constraints, 0.0), **outcome.constraints}
             for key, value in create_trial(state=TrialState.FAIL, constraints=constraints).system_attrs.items():
@@ -334,7 +296,8 @@ class TrialStore:
         """
         with self._convert_errors(number):
             trial_id, frozen, lease = self._require_lease(number, worker)
-            self._optuna.set_trial_user_attr(trial_id, lease.heartbeat_key, lease.next_heartbeat(frozen.user_attrs))
+            heartbeat = lease.heartbeat(frozen.user_attrs)[1] + 1, time.time()  # its counter, and the time for display
+            self._optuna.set_trial_user_attr(trial_id, lease.heartbeat_key, heartbeat)
             self._require_lease(number, worker)  # another worker may have taken the trial over before the heartbeat
 
     def release(self, number: int, worker: SweepWorker) -> None:
@@ -345,7 +308,7 @@ class TrialStore:
         """
         with self.locked(), self._convert_errors(number):
             trial_id, _, lease = self._require_lease(number, worker)
-            self._optuna.set_trial_user_attr(trial_id, LEASE, lease.release().document())
+            self._optuna.set_trial_user_attr(trial_id, LEASE, replace(lease, released=True).document())
 
     def take_over(self, worker: SweepWorker, lease_timeout_s: float) -> Trial | None:
         """Take over the first trial whose holder released it, died, or sent no heartbeat for `lease_timeout_s`.
@@ -355,12 +318,17 @@ class TrialStore:
         with self.locked(), self.storage.connected():
             running = self._optuna.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.RUNNING,))
             for frozen in sorted(running, key=lambda frozen: frozen.number):
-                lease = TrialLease.from_attributes(frozen.user_attrs)
-                heartbeat = None if lease is None else lease.heartbeat(frozen.user_attrs)
-                unchanged_s = 0.0 if heartbeat is None else self._monitor.unchanged_s(frozen.number, heartbeat)
-                if lease and (lease.released or lease.workers[-1].is_gone(worker) or unchanged_s >= lease_timeout_s):
+                if (lease := TrialLease.from_attributes(frozen.user_attrs)) is None:
+                    continue
+                heartbeat, now_s = lease.heartbeat(frozen.user_attrs), time.monotonic()
+                last_change = self._heartbeats.get(frozen.number)
+                if last_change is None or last_change[0] != heartbeat:
+                    last_change = self._heartbeats[frozen.number] = (heartbeat, now_s)
+                is_expired = now_s - last_change[1] >= lease_timeout_s
+                if lease.released or lease.workers[-1].is_gone(worker) or is_expired:
                     trial_id = frozen._trial_id
-                    self._optuna.set_trial_user_attr(trial_id, LEASE, lease.taken_by(worker).document())
+                    taken = TrialLease((*lease.workers, worker), (*lease.started, time.time()))
+                    self._optuna.set_trial_user_attr(trial_id, LEASE, taken.document())
                     return deserialize_trial(self.study, self._optuna.get_trial(trial_id))
         return None
 
@@ -395,7 +363,7 @@ class TrialStore:
         lease = TrialLease.from_attributes(frozen.user_attrs)
         if frozen.state.is_finished():
             raise TrialLeaseLostError(f"{self.study}, trial {number}: it is over; {worker.name} stores nothing more")
-        if lease is None or not lease.is_held_by(worker):
+        if lease is None or lease.released or lease.workers[-1] != worker:
             holder = "no worker" if lease is None or lease.released else lease.workers[-1].name
             raise TrialLeaseLostError(
                 f"{self.study}, trial {number}: {holder} holds it now; {worker.name} sent no heartbeat for longer than "
@@ -439,8 +407,8 @@ def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> 
         "format": FORMAT,
         "space": _canonicalize(space.document()),
         "objectives": [[aim.metric, aim.resolved_direction] for aim in sweep.objectives],
-        "sampler": _canonicalize(sweep.sampler.model_dump(mode="json")),
-        "pruner": _canonicalize(sweep.pruner.model_dump(mode="json")),
+        "sampler": _canonicalize(sweep.resolved_sampler.model_dump(mode="json")),
+        "pruner": _canonicalize(sweep.resolved_pruner.model_dump(mode="json")),
         "train": _canonicalize(train),
         "data": data_digest,
         "base": base_digest,
@@ -458,7 +426,7 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
         # In JSON, true differs from 1. A section that is empty on one side is no difference of its own.
         first, second = (json.dumps(values[key]) if key in values else None for values in (before, after))
         if first != second and not any(other.startswith(f"{key}.") for other in keys):
-            texts = [_format_value(values[key]) if key in values else "(none)" for values in (before, after)]
+            texts = ["(none)" if key not in values else _format_value(values[key]) for values in (before, after)]
             lines.append(f"{key}: {texts[0]} -> {texts[1]}")
     return lines
 
@@ -483,16 +451,10 @@ def _canonicalize(value: Any) -> Any:
 # Copies of trials in a new version.
 
 
-def _carry_over_trials(
-    storage: StudyStorage, parent: StudyVersion, study_id: int, identity: Mapping[str, Any], space: SearchSpace
-) -> int:
+def _carry_over_trials(parent: TrialStore, study_id: int, identity: Mapping[str, Any], space: SearchSpace) -> int:
     """Copy the trials of a version that have a result and are in the new space to a study; return their number.
 
-    Trials can be copied if the comparable parts of both identities are equal, and the objectives are equal in any
-    order.
-
-    Raises:
-        DamagedFileError: another program has added a trial to the version, or a record in it is invalid.
+    Trials can be copied if the comparable parts of both identities, and the objectives in any order, are equal.
     """
     old_objectives, new_objectives = parent.identity["objectives"], identity["objectives"]
     are_equal = all(parent.identity.get(key) == identity[key] for key in _COMPARABLE_PARTS)
@@ -500,21 +462,23 @@ def _carry_over_trials(
         return 0
     order = [old_objectives.index(objective) for objective in new_objectives]
     old_settings, new_settings = _fixed_settings(parent.identity), _fixed_settings(identity)
-    stored_trials = storage.optuna.get_all_trials(parent.study_id, deepcopy=False)
-    trials = {frozen.number: deserialize_trial(parent.name, frozen) for frozen in stored_trials}
+    trials = {trial.number: trial for trial in parent.trials()}
     numbers: dict[int, int] = {}
-    for number, trial in sorted(trials.items()):
+    for number, trial in trials.items():
         values = _convert_values({**old_settings, **trial.values}, new_settings, space)
         if values is None or trial.state in ("running", "failed"):
             continue
+        continues = trial.continues
+        while continues is not None and continues not in numbers:  # not copied: use the trial that it continues
+            continues = trials[continues].continues
         changes = {
             "values": values,
             "objectives": tuple(trial.objectives[index] for index in order) if trial.objectives else (),
-            "continues": _map_trial_number(trial.continues, trials, numbers),
+            "continues": None if continues is None else numbers[continues],
         }
         params = space.to_params(values)
-        copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.name, number))
-        storage.optuna.create_new_trial(study_id, copy)
+        copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.study, number))
+        parent.storage.optuna.create_new_trial(study_id, copy)
         numbers[number] = len(numbers)
     return len(numbers)
 
@@ -534,22 +498,11 @@ def _convert_values(
     return drawn if {**fixed, **drawn} == all_values else None
 
 
-def _map_trial_number(number: int | None, trials: Mapping[int, Trial], numbers: Mapping[int, int]) -> int | None:
-    """Return the new number of a trial. If the trial was not copied, return that of the trial that it continues."""
-    while number is not None and number not in numbers:
-        number = trials[number].continues
-    return None if number is None else numbers[number]
-
-
 def _fixed_settings(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fixed settings of a study by dotted key."""
-    otherwise = {
-        parameter: entry["otherwise"] for parameter, entry in identity["space"].items() if "otherwise" in entry
-    }
-    return {
-        parameter: tuple(v) if isinstance(v, list) else v
-        for parameter, v in (*_flatten_tree(identity["train"], "train."), *otherwise.items())
-    }
+    fixed = dict(_flatten_tree(identity["train"], "train."))
+    fixed |= {key: entry["otherwise"] for key, entry in identity["space"].items() if "otherwise" in entry}
+    return {key: to_tuples(value) for key, value in fixed.items()}
 
 
 def _flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -564,22 +517,10 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 # The stored form of trials.
 
 
-def _serialize_running(trial: Trial, params: Params, lease: TrialLease) -> FrozenTrial:
-    """Return a running trial as Optuna's record, to be stored in one operation."""
-    attributes = {**_start_fields(trial), LEASE: lease.document()}
-    return create_trial(state=TrialState.RUNNING, params=params[0], distributions=params[1], user_attrs=attributes)
-
-
 def _serialize_finished(trial: Trial, params: Params, origin: tuple[str, int] | None = None) -> FrozenTrial:
-    """Return a trial that is over as Optuna's record, to be stored in one operation.
-
-    Args:
-        trial: the trial.
-        params: its drawn values.
-        origin: study and number of the original, for a copy.
-    """
-    attributes = {**_start_fields(trial), OUTCOME: _outcome_fields(trial)}
-    attributes[OUTCOME]["executions"] = [execution.model_dump(mode="json") for execution in trial.executions]
+    """Return a trial that is over as Optuna's record; `origin` is study and number of the original of a copy."""
+    outcome = trial.model_dump(mode="json", include={*_OUTCOME_FIELDS, "executions"})
+    attributes = {**trial.model_dump(mode="json", include=_START_FIELDS), OUTCOME: outcome}
     return create_trial(
         state=_STATES[trial.state],
         values=_objective_values(trial),
@@ -594,11 +535,6 @@ def _serialize_finished(trial: Trial, params: Params, origin: tuple[str, int] | 
 def _objective_values(trial: Trial) -> list[float] | None:
     """Return the objectives for Optuna; None unless the trial is complete, because Optuna accepts no others."""
     return list(trial.objectives) if trial.state == "complete" else None
-
-
-def _outcome_fields(trial: Trial) -> dict[str, Any]:
-    """Return the outcome of a trial that is over, without its curve and objectives, as JSON."""
-    return trial.model_dump(mode="json", include=_OUTCOME_FIELDS)
 
 
 def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
@@ -626,15 +562,11 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
             "state": _FOREIGN_STATES[frozen.state],
             "reason": "ended by another program",
             "constraints": frozen.constraints,
+            "ended": frozen.datetime_complete.timestamp() if frozen.datetime_complete else None,
         }
-        fields["ended"] = frozen.datetime_complete.timestamp() if frozen.datetime_complete else None
     values = frozen.values if frozen.state == TrialState.COMPLETE else ()
     outcome = {key: value for key, value in attributes.get(OUTCOME, {}).items() if key != _REMOVED_FIELD}
     try:
         return Trial.model_validate({**fields, **outcome, "objectives": values})
     except ValueError as error:
         raise DamagedFileError(f"study {study}, trial {frozen.number}: {first_line(error)}") from error
-
-
-def _start_fields(trial: Trial) -> dict[str, Any]:
-    return trial.model_dump(mode="json", include={"values", "run_id", "continues", "started"})

@@ -34,11 +34,7 @@ class StudySession:
     def open(cls, layout: ProjectLayout, settings: Settings, fork: bool = False, create: bool = True) -> Iterator[Self]:
         """Open the study of these settings.
 
-        Args:
-            layout: the project.
-            settings: settings with the search space.
-            fork: create a new version of the study if its settings differ from these.
-            create: create the study if it does not exist.
+        `fork` creates a new version of the study if its settings differ from these; `create`, a study if there is none.
 
         Raises:
             SettingsError: the search space is invalid, or the study has other settings and `fork` is not set.
@@ -88,10 +84,8 @@ class FinalRoundProgress:
             if self._reported_states.get(trial.number) == trial.state:
                 continue
             self._reported_states[trial.number] = trial.state
-            settings = ", ".join(
-                f"{parameter.removeprefix('train.')} {value}" for parameter, value in trial.values.items()
-            )
-            outcome = (
-                f" ({trial.objectives[0]:.4g})" if trial.objectives else f" ({trial.reason})" if trial.reason else ""
-            )
+            settings = ", ".join(f"{key.removeprefix('train.')} {value}" for key, value in trial.values.items())
+            outcome = f" ({trial.reason})" if trial.reason else ""
+            if trial.objectives:
+                outcome = f" ({trial.objectives[0]:.4g})"
             yield f"final round: {settings}: {'started' if trial.state == 'running' else trial.state}{outcome}"

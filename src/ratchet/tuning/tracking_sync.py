@@ -27,7 +27,7 @@ from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.status import RunProgress
 from ratchet.storage import digests
-from ratchet.storage.records.sweep import ParameterAxis, SweepReport, Trial, TrialState
+from ratchet.storage.records.sweep import SweepReport, Trial, TrialState
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 PARENT_TAG = "mlflow.parentRunId"
@@ -92,14 +92,6 @@ class ChildRun:
     """Validation loss by rows, ascending."""
 
 
-def group_trials_by_run(report: SweepReport) -> dict[str, list[Trial]]:
-    """Return the trials of each training (a trial and its continuations) by `ChildRun.key`."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in report.trials:
-        groups.setdefault(trial.run_id or f"{report.study}/{trial.number}", []).append(trial)
-    return groups
-
-
 def count_states(trials: Iterable[Trial]) -> Counter[TrialState]:
     """Count trials by state. A trial that was continued does not count, but its continuation does."""
     listed = list(trials)
@@ -108,13 +100,21 @@ def count_states(trials: Iterable[Trial]) -> Counter[TrialState]:
 
 
 def build_child_runs(report: SweepReport) -> list[ChildRun]:
-    """Return a child run for each training, and for each training of a finalist with a further seed."""
-    trial_runs = [_build_trial_run(report, key, trials) for key, trials in group_trials_by_run(report).items()]
+    """Return a child run for each training, and for each training of a finalist with a further seed.
+
+    A trial and its continuations are one training.
+    """
+    groups: dict[str, list[Trial]] = {}
+    for trial in report.trials:
+        groups.setdefault(trial.run_id or f"{report.study}/{trial.number}", []).append(trial)
+    trial_runs = [_build_trial_run(report, key, trials) for key, trials in groups.items()]
     return trial_runs + _build_finalist_runs(report)
 
 
 def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> ChildRun:
     trial = trials[-1]
+    # If there are many checkpoints, only the newest ones fit.
+    last = sorted(trial.checkpoints.items())[-MAX_TEXT // (digests.SHORT + 16) :]
     tags = {
         STUDY_TAG: report.study,
         ROLE_TAG: "trial",
@@ -123,7 +123,7 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
         "ratchet.trial_reason": trial.reason,
         "ratchet.trial_cause": trial.cause,
         "ratchet.workers": ", ".join(dict.fromkeys(execution.worker for execution in trial.executions)),
-        "ratchet.checkpoints": _format_checkpoints(trial),
+        "ratchet.checkpoints": json.dumps({str(s): value[: digests.SHORT] for s, value in last}) if last else "",
     }
     metrics = {f"trial/{m.metric}": value for m, value in zip(report.objectives, trial.objectives, strict=False)}
     started = min(other.started for other in trials)
@@ -163,12 +163,6 @@ def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:
     return runs
 
 
-def _format_checkpoints(trial: Trial) -> str:
-    """Return short digests of checkpoints by step as JSON; if there are many, only those of the newest checkpoints."""
-    last = sorted(trial.checkpoints.items())[-MAX_TEXT // (digests.SHORT + 16) :]
-    return json.dumps({str(step): value[: digests.SHORT] for step, value in last}) if last else ""
-
-
 def summary_metrics(report: SweepReport) -> dict[str, float]:
     """Return the metrics of the parent run: best value of each objective, importances, and trials by state."""
     by_state = count_states(report.trials)
@@ -184,16 +178,13 @@ def summary_metrics(report: SweepReport) -> dict[str, float]:
 def parent_tags(report: SweepReport) -> dict[str, str]:
     """Return the progress and the best runs of the study as tags of the parent run; an unknown tag is empty."""
 
-    def runs(numbers: Sequence[int]) -> str:
-        return ",".join(report.trials[number].run_id or "" for number in numbers)
-
-    winner = () if report.winner is None else (report.winner,)
+    winner = "" if report.winner is None else report.trials[report.winner].run_id or ""
     tags = {
         "ratchet.sweep_trials": f"{count_states(report.trials).total()} of {report.planned_trials}",
         "ratchet.best_trial": ",".join(map(str, report.best)),
-        "ratchet.best_run": runs(report.best),
-        "ratchet.winner_trial": ",".join(map(str, winner)),
-        "ratchet.winner_run": runs(winner),
+        "ratchet.best_run": ",".join(report.trials[number].run_id or "" for number in report.best),
+        "ratchet.winner_trial": "" if report.winner is None else str(report.winner),
+        "ratchet.winner_run": winner,
         "ratchet.winner_reason": report.final_round.reason if report.final_round else "",
         "ratchet.sweep_stopped": report.stopped,
     }
@@ -206,16 +197,15 @@ def parent_params(report: SweepReport) -> dict[str, str]:
     flat["objectives"] = ", ".join(f"{m.direction} {m.metric}" for m in report.objectives)
     flat |= {"data.digest": report.data_digest[: digests.SHORT], "base.digest": report.base_digest[: digests.SHORT]}
     flat |= {f"versions.{name}": version for name, version in report.versions.items()}
-    flat |= {f"space.{axis.name}": _format_axis(axis) for axis in report.axes}
+    for axis in report.axes:
+        if axis.kind == "tie":
+            text = f"= {axis.tie}"
+        elif axis.kind == "choice":
+            text = " | ".join(format_setting(choice) for choice in axis.choices)
+        else:
+            text = f"{axis.low:g} to {axis.high:g}{', log' if axis.log else ''}"
+        flat[f"space.{axis.name}"] = text
     return {key: _truncate_text(value) for key, value in flat.items()}
-
-
-def _format_axis(axis: ParameterAxis) -> str:
-    if axis.kind == "tie":
-        return f"= {axis.tie}"
-    if axis.kind == "choice":
-        return " | ".join(format_setting(choice) for choice in axis.choices)
-    return f"{axis.low:g} to {axis.high:g}{', log' if axis.log else ''}"
 
 
 def format_setting(value: Any) -> str:
@@ -275,12 +265,8 @@ class _JournalFeed:
 class SweepTrackingSync(threading.Thread):
     """Thread that sends a sweep to MLflow while it runs.
 
-    Args:
-        runs: folder of the run directories.
-        report: returns the current report; called in this thread.
-        callback: creates the callback of a run from its id and trial.
-        tracker: the study in MLflow; used only by this thread.
-        prepare: called first in this thread, for example to end runs that earlier sweeps left RUNNING.
+    Only this thread calls `report`, `callback` and `tracker`. It calls `prepare` first, for example to end runs that
+    earlier sweeps left RUNNING.
     """
 
     def __init__(
@@ -311,8 +297,19 @@ class SweepTrackingSync(threading.Thread):
         """Send new data until `close` is called, then the rest."""
         while not self._closing.wait(INTERVAL_S):
             self._run_round(MAX_ENDS_PER_ROUND)
-        self._drain()
-        self._suspend()
+        # Send the rest in rounds, as long as each round reduces the number of runs that MLflow lacks.
+        remaining = sys.maxsize
+        while not self._is_late():
+            self._run_round(sys.maxsize)
+            if not 0 < len(self._pending) < remaining:
+                break
+            remaining = len(self._pending)
+        # End the runs of released trials in MLflow, because no worker trains them until the sweep is resumed.
+        for key, feed in self._feeds.items():
+            if self._is_late():
+                break
+            if key not in self._pending and not RunPaths(self._runs / key).lock().is_held():
+                self._try(partial(feed.on_end, "KILLED"), key)
         if self._conclude is not None and not self._is_late():
             self._is_concluded = self._try(self._conclude)
 
@@ -335,15 +332,6 @@ class SweepTrackingSync(threading.Thread):
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._deadline_s
-
-    def _drain(self) -> None:
-        """Send the rest in rounds, as long as each round reduces the number of runs that MLflow lacks."""
-        remaining = sys.maxsize
-        while not self._is_late():
-            self._run_round(sys.maxsize)
-            if not 0 < len(self._pending) < remaining:
-                return
-            remaining = len(self._pending)
 
     def _run_round(self, ends: int) -> None:
         """Send new data once. Print a failure once, and try again in the next round."""
@@ -387,14 +375,6 @@ class SweepTrackingSync(threading.Thread):
             self._pending.discard(child.key)
             if self._settled is not None:
                 self._settled[child.key] = child.trial.number
-
-    def _suspend(self) -> None:
-        """End the runs of released trials in MLflow, because no worker trains them until the sweep is resumed."""
-        for key, feed in self._feeds.items():
-            if self._is_late():
-                return
-            if key not in self._pending and not RunPaths(self._runs / key).lock().is_held():
-                self._try(partial(feed.on_end, "KILLED"), key)
 
     def _try(self, action: Callable[[], None], key: str = "") -> bool:
         """Run an action and return whether it succeeded. A failure does not end this thread or the sweep."""

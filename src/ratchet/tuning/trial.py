@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.config.settings import Settings
@@ -97,18 +96,17 @@ class TrialRunCallback:
         for event in events:
             if event.kind == "worker_ready":
                 self._planned_steps = event.data["planned_steps"]
-            elif event.kind == "validation" and self.pruned_reason is None:
-                self._report_validation(event.data["step"], event.data["loss"])
-
-    def _report_validation(self, step: int, loss: float) -> None:
-        rows = round(step * self.rows_per_step)
-        if rows in self.curve:
-            return
-        curve = self.curve | {rows: loss}
-        self.store.report(self.trial.number, rows, loss)
-        if self.decide_pruning is not None and step < self._planned_steps:
-            self.pruned_reason = self.decide_pruning(self.trial.model_copy(update={"curve": curve}))
-        self.curve = curve
+            if event.kind != "validation" or self.pruned_reason is not None:
+                continue
+            step, loss = event.data["step"], event.data["loss"]
+            rows = round(step * self.rows_per_step)
+            if rows in self.curve:
+                continue
+            curve = self.curve | {rows: loss}
+            self.store.report(self.trial.number, rows, loss)
+            if self.decide_pruning is not None and step < self._planned_steps:
+                self.pruned_reason = self.decide_pruning(self.trial.model_copy(update={"curve": curve}))
+            self.curve = curve
 
     def on_end(self, status: Status) -> None:
         """Do nothing: the result is read from the run directory."""
@@ -166,13 +164,8 @@ class TrialTask:
 def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: StopSignal) -> None:
     """Train or continue a trial, and store its result in the study.
 
-    If the training fails, the trial is infeasible or failed, and the sweep continues.
-
-    Args:
-        task: the trial.
-        layout: the project.
-        worker: this worker.
-        stop: requests to stop this process; during the run, its supervisor handles signals.
+    If the training fails, the trial is infeasible or failed, and the sweep continues. During the run, its supervisor
+    handles signals; `stop` has the other requests to stop this process.
 
     Raises:
         InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
@@ -192,17 +185,23 @@ def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop:
                 supervise(run, launch, [callback], code_version(), pruner=callback)
             finally:
                 run.close()
-            outcome = _finished_trial(task, callback, paths)
+            if callback.pruned_reason is None:
+                report = TrainReport.load(paths.result / "train.json")
+                objectives = task.compute_objectives(report, compute_cost(paths, read_run_summary(paths)))
+                outcome = _ended_trial(
+                    callback, paths, state="complete", objectives=objectives, adapter_digest=report.adapter_digest
+                )
+            else:  # pruning was decided before the run ended
+                outcome = _ended_trial(callback, paths, state="pruned", reason=callback.pruned_reason)
         except InterruptedRunError:
             if callback.is_lost:
                 raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
             if callback.pruned_reason is None:
-                with suppress(
-                    StorageError, LockHeldError
-                ):  # if the release fails, other workers detect that this process has ended
+                # If the release fails, other workers detect that this process has ended.
+                with suppress(StorageError, LockHeldError):
                     task.store.release(number, worker)
                 raise
-            outcome = _pruned_trial(callback, paths)
+            outcome = _ended_trial(callback, paths, state="pruned", reason=callback.pruned_reason)
         except Exception as error:  # a trial may fail in any way, and other trials must continue
             if not isinstance(error, RatchetError | OSError):
                 traceback.print_exception(error)
@@ -229,45 +228,27 @@ def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback
         time.sleep(BUSY_POLL_S)
 
 
-def _finished_trial(task: TrialTask, callback: TrialRunCallback, paths: RunPaths) -> Trial:
-    if callback.pruned_reason is not None:  # pruning was decided before the run ended
-        return _pruned_trial(callback, paths)
-    report = TrainReport.load(paths.result / "train.json")
-    cost = compute_cost(paths, read_run_summary(paths))
-    objectives = task.compute_objectives(report, cost)
-    return _ended_trial(
-        callback, paths, cost, state="complete", objectives=objectives, adapter_digest=report.adapter_digest
-    )
-
-
-def _pruned_trial(callback: TrialRunCallback, paths: RunPaths) -> Trial:
-    return _ended_trial(
-        callback,
-        paths,
-        compute_cost(paths, read_run_summary(paths)),
-        state="pruned",
-        reason=callback.pruned_reason or "",
-    )
+def _ended_trial(callback: TrialRunCallback, paths: RunPaths, **fields: Any) -> Trial:
+    """Return the trial with its curve, cost and checkpoints; `fields` replace others."""
+    result = {
+        "curve": callback.curve,
+        "cost": compute_cost(paths, read_run_summary(paths)),
+        "checkpoints": checkpoint_digests(paths),
+        "ended": time.time(),
+    }
+    return callback.trial.model_copy(update=result | fields)
 
 
 def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
     """Return the trial with the failure in the journal, or else with the error itself."""
     summary = read_run_summary(paths)
-    cost = compute_cost(paths, summary)
     cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
     if type(error) in SUPERVISOR_ERRORS and summary.cause is not None:
         cause = summary.cause
     constraints = summary.constraints if cause == summary.cause else {}
     text = summary.text if cause == summary.cause and summary.text else f"{type(error).__name__}: {error}"
-    return _ended_trial(
-        callback, paths, cost, state="infeasible" if constraints else "failed", constraints=constraints, cause=cause,
-        reason=text,
-    )  # fmt: skip
-
-
-def _ended_trial(callback: TrialRunCallback, paths: RunPaths, cost: TrainingCost, **fields: Any) -> Trial:
-    result = {"curve": callback.curve, "cost": cost, "checkpoints": checkpoint_digests(paths), "ended": time.time()}
-    return callback.trial.model_copy(update=result | fields)
+    state = "infeasible" if constraints else "failed"
+    return _ended_trial(callback, paths, state=state, constraints=constraints, cause=cause, reason=text)
 
 
 # The result of a run, read from its directory.
@@ -292,16 +273,13 @@ class TrialRunSummary:
         if event.kind == "attempt_started":
             self.cause, self.text, self.violation = None, "", UNKNOWN
         elif event.kind in ("worker_error", "worker_exited"):
-            self._fail(event.data)
+            self.cause = event.data.get("failure_class", "bug")
+            self.text = str(event.data.get("text", ""))
+            needed, available = event.data.get("needed_bytes"), event.data.get("available_bytes")
+            if isinstance(needed, int) and isinstance(available, int) and 0 < available < needed:
+                self.violation = needed / available - 1
         elif event.kind == "worker_ready":
             self.trainable_parameters = int(event.data.get("trainable_parameters", 0))
-
-    def _fail(self, data: dict[str, Any]) -> None:
-        self.cause = data.get("failure_class", "bug")
-        self.text = str(data.get("text", ""))
-        needed, available = data.get("needed_bytes"), data.get("available_bytes")
-        if isinstance(needed, int) and isinstance(available, int) and 0 < available < needed:
-            self.violation = needed / available - 1
 
     @property
     def constraints(self) -> dict[str, float]:
@@ -321,10 +299,7 @@ def read_run_summary(paths: RunPaths) -> TrialRunSummary:
 def compute_cost(paths: RunPaths, summary: TrialRunSummary) -> TrainingCost:
     """Return the cost of the training so far."""
     progress = summary.progress
-    done, planned = progress.step, progress.planned_steps
-    tokens = progress.trained_tokens
-    adapter = paths.result / "adapter"
-    weights = sorted(adapter.glob("*.safetensors")) if adapter.is_dir() else []
+    done, planned, tokens = progress.step, progress.planned_steps, progress.trained_tokens
     return TrainingCost(
         trained_tokens=tokens,
         planned_tokens=round(tokens * planned / done) if done else 0,
@@ -332,7 +307,7 @@ def compute_cost(paths: RunPaths, summary: TrialRunSummary) -> TrainingCost:
         planned_steps=planned,
         train_seconds=round(progress.train_s, 3),
         memory_bytes=max(progress.memory.peaks.values(), default=0),
-        adapter_bytes=sum(path.stat().st_size for path in weights),
+        adapter_bytes=sum(path.stat().st_size for path in (paths.result / "adapter").glob("*.safetensors")),
         trainable_parameters=summary.trainable_parameters,
         attempts=progress.attempts,
     )
@@ -344,21 +319,15 @@ def objective_value(aim: ObjectiveSettings, report: TrainReport, cost: TrainingC
         return report.validation_loss[report.kept_step]
     if aim.metric == "trained_tokens":
         return float(report.trained_tokens)
-    costs = {
-        "memory_bytes": cost.memory_bytes,
-        "adapter_bytes": cost.adapter_bytes,
-        "train_seconds": cost.train_seconds,
-    }
-    return float(costs[aim.metric]) if aim.metric in costs else None
+    if aim.metric in ("memory_bytes", "adapter_bytes", "train_seconds"):
+        return float(getattr(cost, aim.metric))
+    return None
 
 
 def checkpoint_digests(paths: RunPaths) -> dict[int, str]:
     """Return the manifest digest of each readable checkpoint, by step."""
     by_step = {}
     for step in paths.checkpoint_steps():
-        manifest: Path = paths.checkpoint(step) / MANIFEST
-        try:
-            by_step[step] = digests.hash_bytes(manifest.read_bytes())[: digests.SHORT]
-        except OSError:
-            continue
+        with suppress(OSError):
+            by_step[step] = digests.hash_file(paths.checkpoint(step) / MANIFEST)[: digests.SHORT]
     return by_step

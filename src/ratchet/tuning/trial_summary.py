@@ -41,11 +41,8 @@ def counted_trials(report: SweepReport) -> list[Trial]:
 
 def validation_curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, float]:
     """Return the finite validation losses by rows, including those of the trials that this trial continues."""
-    curve: dict[int, float] = {}
     earlier = None if trial.continues is None else by_number.get(trial.continues)
-    if earlier is not None:
-        curve |= validation_curve(earlier, by_number)
-    curve |= trial.curve
+    curve = (validation_curve(earlier, by_number) if earlier is not None else {}) | trial.curve
     return {rows: loss for rows, loss in sorted(curve.items()) if math.isfinite(loss)}
 
 
@@ -137,14 +134,11 @@ def shorten_names(parameters: Iterable[str]) -> dict[str, str]:
     names = {}
     for key in keys:
         parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        names[key] = escape_invisible(
-            next(
-                end
-                for end in ends
-                if sum(other == end or other.endswith(f".{end}") for other in keys) == 1 or end == key
-            )
-        )
+        for count in range(1, len(parts) + 1):
+            end = ".".join(parts[-count:])
+            if sum(f".{other}".endswith(f".{end}") for other in keys) == 1:
+                break
+        names[key] = escape_invisible(end)
     return names
 
 
@@ -184,24 +178,6 @@ def break_lines(text: str, most: int) -> str:
     cut = min(next((positions for positions in breaks if positions), [most]), key=lambda at: abs(at - len(text) / 2))
     first, second = text[:cut].rstrip(), text[cut:].lstrip()
     return f"{first}\n{second if len(second) <= most else second[: most - 1] + '…'}"
-
-
-def is_same_value(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameter values are equal: lists equal tuples, but 1 does not equal true."""
-    a, b = (tuple(item) if isinstance(item, list) else item for item in (first, second))
-    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration such as `3.2 s`, `4 min 10 s`, `3 h 12 min`, `2 d 5 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    total = round(seconds)
-    for size, name, smaller, unit in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if total >= size:
-            rest = total % size // smaller
-            return f"{total // size:,} {name}" + (f" {rest} {unit}" if rest else "")
-    return f"{total} s"
 
 
 # The training that a sweep has saved, compared with full trainings of all its trials.
@@ -292,16 +268,13 @@ def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, int, in
     for trial in report.trials:
         if trial.state == "pruned" and trial.number not in superseded:
             tokens = max(0, trial.cost.planned_tokens - trial.cost.trained_tokens)
-            yield "pruned", trial.number, tokens, _estimate_seconds(tokens, _tokens_per_second(trial) or median_rate)
+            rate = _tokens_per_second(trial) or median_rate
+            yield "pruned", trial.number, tokens, tokens / rate if rate else 0.0
         elif trial.state == "infeasible" and not trial.cost.trained_tokens:
             tokens = trial.cost.planned_tokens or median_plan
-            yield "refused", trial.number, tokens, _estimate_seconds(tokens, median_rate)
+            yield "refused", trial.number, tokens, tokens / median_rate if median_rate else 0.0
 
 
 def _tokens_per_second(trial: Trial) -> float:
     """Return tokens per second; 0 if nothing was trained."""
     return trial.cost.trained_tokens / trial.cost.train_seconds if trial.cost.train_seconds > 0 else 0.0
-
-
-def _estimate_seconds(tokens: int, rate: float) -> float:
-    return tokens / rate if rate > 0 else 0.0

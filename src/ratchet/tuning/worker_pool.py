@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -116,11 +116,7 @@ class _LocalWorkerProcess(subprocess.Popen[bytes]):
 
 
 class LocalWorkerLauncher:
-    """Launcher of worker processes on this machine; each process gets its own GPU if there are enough.
-
-    Args:
-        command: arguments of a worker.
-    """
+    """Launcher of worker processes on this machine; each process gets its own GPU if there are enough."""
 
     max_losses = 0
 
@@ -129,18 +125,15 @@ class LocalWorkerLauncher:
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
+        gpus = self._gpus
+        gpu = {"CUDA_VISIBLE_DEVICES": gpus[(number - 1) % len(gpus)]} if len(gpus) > 1 else {}
         with log.open("ab") as stream:
             # The worker has its own session, so that Ctrl-C reaches only this process. It asks workers to end once.
             return _LocalWorkerProcess(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | self._gpu_of(number),
+                env=os.environ | gpu,
             )  # fmt: skip
-
-    def _gpu_of(self, number: int) -> dict[str, str]:
-        if len(self._gpus) < 2:
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": self._gpus[(number - 1) % len(self._gpus)]}
 
     def close(self) -> None:
         """Do nothing."""
@@ -179,8 +172,8 @@ class WorkerKillInjector:
     seed: int
     gap_s: tuple[float, float]
     """Shortest and longest time between two kills, in seconds."""
-    kill_times: list[float] = field(default_factory=list)
-    """Unix times of the kills so far."""
+    kills: int = 0
+    """Number of kills so far."""
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
@@ -189,22 +182,17 @@ class WorkerKillInjector:
     def choose_victim(self, slots: list[WorkerSlot]) -> WorkerSlot | None:
         """Return the worker to kill now; None if no kill is due."""
         alive = [slot for slot in slots if slot.is_alive and time.monotonic() - slot.started_s > self.gap_s[0] / 2]
-        if len(self.kill_times) >= self.count or time.monotonic() < self._next_s or not alive:
+        if self.kills >= self.count or time.monotonic() < self._next_s or not alive:
             return None
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
-        self.kill_times.append(time.time())
+        self.kills += 1
         return self._draw.choice(alive)
 
 
 class WorkerPool:
-    """Pool of worker processes that share a study; each runs one trial at a time.
+    """Pool of `count` worker processes that share a study; each runs one trial at a time.
 
-    Args:
-        launcher: starts the workers.
-        count: number of workers.
-        logs: folder of their output.
-        kills: chooses workers to kill on purpose; None: no worker is killed on purpose.
-        on_progress: gets messages about workers.
+    `logs` is the folder of their output; `on_progress` gets messages about workers.
     """
 
     def __init__(
@@ -226,7 +214,7 @@ class WorkerPool:
     @property
     def kill_count(self) -> int:
         """Number of workers killed on purpose so far."""
-        return len(self._kills.kill_times) if self._kills else 0
+        return self._kills.kills if self._kills else 0
 
     def poll(self) -> bool:
         """Start missing workers, and return whether any worker is still needed. Call this about once a second.
@@ -247,7 +235,8 @@ class WorkerPool:
     def _poll_slot(self, slot: WorkerSlot) -> None:
         if slot.process is None:
             if time.monotonic() >= slot.restart_at_s:
-                self._start(slot)
+                slot.process = self._launcher.start(slot.number, slot.log)
+                slot.started_s = time.monotonic()
             return
         exit_code = slot.process.poll()
         if exit_code is None:
@@ -262,35 +251,24 @@ class WorkerPool:
         reason = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
         slot.deaths += 1
         if lost:
-            self._count_loss(slot, lost)
+            slot.losses += 1
+            if slot.losses > self._launcher.max_losses:
+                raise RunFailedError(
+                    f"worker {slot.number} was lost {slot.losses} times, the last time because {lost}; more than "
+                    f"machine.ray.max_restarts ({self._launcher.max_losses}). Run the same command again to resume"
+                )
         else:
-            self._count_death(slot)
+            is_short_lived = time.monotonic() - slot.started_s < SHORT_LIFE_S and not slot.is_victim
+            slot.short_lives, slot.is_victim = slot.short_lives + 1 if is_short_lived else 0, False
+            if slot.short_lives >= MAX_SHORT_LIVES:
+                raise RunFailedError(
+                    f"worker {slot.number} died {slot.short_lives} times in a row within {SHORT_LIFE_S:g} s: "
+                    f"{_last_log_line(slot.log)} (full log: {slot.log})"
+                )
         self._on_progress(
             f"worker {slot.number} died ({reason}); starting another one, trials resume from their checkpoints"
         )
         slot.restart_at_s = time.monotonic() + RESTART_DELAY_S * (1 + slot.short_lives)
-
-    def _count_loss(self, slot: WorkerSlot, lost: str) -> None:
-        slot.losses += 1
-        if slot.losses > self._launcher.max_losses:
-            raise RunFailedError(
-                f"worker {slot.number} was lost {slot.losses} times, the last time because {lost}; more than "
-                f"machine.ray.max_restarts ({self._launcher.max_losses}). Run the same command again to resume"
-            )
-
-    def _count_death(self, slot: WorkerSlot) -> None:
-        lived_s = time.monotonic() - slot.started_s
-        slot.short_lives = slot.short_lives + 1 if lived_s < SHORT_LIFE_S and not slot.is_victim else 0
-        slot.is_victim = False
-        if slot.short_lives >= MAX_SHORT_LIVES:
-            raise RunFailedError(
-                f"worker {slot.number} died {slot.short_lives} times in a row within {SHORT_LIFE_S:g} s: "
-                f"{_last_log_line(slot.log)} (full log: {slot.log})"
-            )
-
-    def _start(self, slot: WorkerSlot) -> None:
-        slot.process = self._launcher.start(slot.number, slot.log)
-        slot.started_s = time.monotonic()
 
     def stop(self, grace_s: float) -> None:
         """Ask all workers to end, wait until they have sealed their checkpoints, and kill those that have not."""
@@ -339,11 +317,8 @@ def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal
     Raises:
         InterruptedRunError: a stop was requested; the running trial is sealed and released.
     """
-    worker, wait_s, check_stop = (
-        SweepWorker.current(),
-        settings.machine.storage_timeout_s,
-        partial(raise_if_requested, stop),
-    )
+    worker, wait_s = SweepWorker.current(), settings.machine.storage_timeout_s
+    check_stop = partial(raise_if_requested, stop)
     with ExitStack() as stack:
         session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
         search = TrialScheduler(layout, settings, session.store, worker, check_stop)

@@ -13,7 +13,7 @@ import families
 import small_bases as small
 from merging_cases import ROUNDING
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.exporters.merge import merger
+from ratchet.exporters.merge import merger, model_files
 from ratchet.exporters.merge.model_files import UnknownNamesError
 from ratchet.exporters.merge.recipe import WeightedAdapter
 from ratchet.models import loading
@@ -224,7 +224,7 @@ def test_unmappable_names_are_merged_in_memory(
     def strange(*_: object) -> None:
         raise UnknownNamesError("two tensors would have one name")
 
-    monkeypatch.setattr(merger, "_require_readable", strange)
+    monkeypatch.setattr(model_files, "stored_names", strange)
     found = merger.merge_model(wanted, tmp_path / "whole", lambda *_: None)
     assert not found.is_streamed
     assert (found.changed, found.is_tied) == (streamed.changed, streamed.is_tied)

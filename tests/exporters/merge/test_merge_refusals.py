@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import small_bases as small
-from ratchet.errors import BaseModelError, DamagedFileError, InputError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, InputError
 from ratchet.exporters.merge import merger
-from ratchet.exporters.merge.recipe import WeightedAdapter
 from ratchet.models import adapter_format, weights
 from ratchet.storage import files
 
@@ -158,11 +157,6 @@ def test_settings_of_an_adapter_that_cannot_be_read(content: str, place: tuple[P
 def test_a_truncated_adapter_file(place: tuple[Path, Path], refused: Any) -> None:
     shorten(place[1] / adapter_format.WEIGHTS, 1)
     assert "adapter_model.safetensors: cannot be read" in refused(DamagedFileError)
-
-
-def test_invalid_recipes(place: tuple[Path, Path], refused: Any) -> None:
-    assert "nothing to merge" in refused(SettingsError, adapters=())
-    assert "found weight nan" in refused(SettingsError, adapters=(WeightedAdapter(place[1], float("nan")),))
 
 
 def test_a_disk_that_becomes_full(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ratchet.exporters.merge import model_files
 from ratchet.exporters.merge.model_files import TensorEntry
+from ratchet.models import safetensors_format
 
 TENSORS = {
     "d": torch.tensor([1.5, -2.5], dtype=torch.float64),
@@ -69,7 +70,7 @@ def test_no_file_exceeds_the_limit_unless_one_tensor_does(tmp_path: Path) -> Non
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(safetensors_format, "CHUNK_BYTES", 64)
     told = write(tmp_path, {"a": torch.arange(100.0)}, 1000)
     assert told == [64, 128, 192, 256, 320, 384, 400]
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.arange(100.0))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def low_rank(rank: int, sent_dtype: torch.dtype) -> list[float]:
         bucket.fill()
         for work in method.reduce(bucket):
             work.wait()
-        found.append(float((bucket.buffer() - total).norm() / total.norm()))
+        found.append(float((bucket.flat - total).norm() / total.norm()))
     return found
 
 
@@ -310,6 +311,9 @@ def beside_torchs(rank: int) -> list[float]:
     given = parameters([(20, 30), (15, 40), (40, 12)])
     method = PowerSgdCompressor(dist.group.WORLD, 3, sent_dtype=torch.float32)  # torch's hook sends float32
     (mine,), (bucket,) = (build_buckets([parameter for _, parameter in given], 10**6) for _ in range(2))
+    torch_bucket = SimpleNamespace(
+        buffer=lambda: bucket.flat, gradients=bucket.gradients, index=lambda: 0, is_last=lambda: True
+    )
     theirs = PowerSGDState(dist.group.WORLD, 3, start_powerSGD_iter=2, min_compression_rate=1)
     theirs.iter = 2
     theirs.q_memory_dict[0] = torch.cat(
@@ -324,8 +328,8 @@ def beside_torchs(rank: int) -> list[float]:
         for work in method.reduce(mine):
             work.wait()
         bucket.fill()
-        total = powerSGD_hook(theirs, bucket).wait() * 2
-        found.append(float((mine.buffer() - total).norm() / total.norm()))
+        total = powerSGD_hook(theirs, torch_bucket).wait() * 2
+        found.append(float((mine.flat - total).norm() / total.norm()))
     dist.barrier()
     time.sleep(0.2)  # torch's threads still use the group; if they release it last, the process ends
     return found
@@ -339,12 +343,11 @@ def test_powersgd_is_torchs(tmp_path: Path) -> None:
 def test_buckets_are_in_order_and_within_the_size_limit() -> None:
     given = [parameter for _, parameter in parameters()]
     found = build_buckets(given, 2000)
-    assert [id(one) for bucket in found for one in bucket.parameters()] == [id(one) for one in given]
-    assert [bucket.index() for bucket in found] == list(range(len(found)))
-    assert [bucket.is_last() for bucket in found] == [False] * (len(found) - 1) + [True]
-    assert all(len(bucket.buffer()) <= 500 or len(bucket.parameters()) == 1 for bucket in found)
+    assert [id(one) for bucket in found for one in bucket.members] == [id(one) for one in given]
+    assert [bucket.number for bucket in found] == list(range(len(found)))
+    assert all(len(bucket.flat) <= 500 or len(bucket.members) == 1 for bucket in found)
     assert len(found) > 1
-    assert [len(one.buffer()) for one in build_buckets(given, 4)] == [one.numel() for one in given]
+    assert [len(one.flat) for one in build_buckets(given, 4)] == [one.numel() for one in given]
     assert build_buckets([], 2000) == []
 
 

@@ -21,12 +21,17 @@ def endpoint(url: str, patience: Patience = SHORT, model: str | None = None) -> 
     return OpenAiEndpoint(url, patience, model)
 
 
+def ask(client: OpenAiEndpoint, sampling: SamplingOptions = LIMIT) -> ChatReply:
+    ((_, reply),) = client.answers([ChatRequest(0, HELLO, sampling)])
+    return reply
+
+
 def asked_once(
     script: Script, patience: Patience = SHORT, sampling: SamplingOptions = LIMIT
 ) -> tuple[ChatReply, Server]:
     """Send one request to a server that follows this script; return the reply and the server."""
     with served(script) as server:
-        return endpoint(server.url, patience).ask(HELLO, sampling), server
+        return ask(endpoint(server.url, patience), sampling), server
 
 
 def after(*first: Said) -> Script:
@@ -86,7 +91,7 @@ def test_texts_that_no_file_could_hold_are_made_whole() -> None:
 
 def test_the_address_may_have_a_path_of_its_own() -> None:
     with served(echo) as server:
-        endpoint(f"{server.url}/some/where/v2/").ask(HELLO, LIMIT)
+        ask(endpoint(f"{server.url}/some/where/v2/"))
     assert server.paths == ["/some/where/v2/models", "/some/where/v2/chat/completions"]
 
 
@@ -180,7 +185,7 @@ def test_the_final_error_names_the_last_failure(said: Said, named: str) -> None:
     with served(lambda *_: said) as server:
         asking = endpoint(server.url, Patience(timeout_s=1 if said.stalls else 60, max_attempts=2, retry_delay_s=0.01))
         with pytest.raises(EndpointError, match=named) as caught:
-            asking.ask(HELLO, LIMIT)
+            ask(asking)
     assert len(server.got) == 2
     assert "2 attempts" in str(caught.value) and caught.value.exit_code == EXIT_INTERRUPTED
 
@@ -189,7 +194,7 @@ def test_a_refused_connection_is_an_error() -> None:
     with served(echo) as server:
         url = server.url
     with pytest.raises(EndpointError, match="ConnectionRefusedError") as caught:
-        endpoint(url).ask(HELLO, LIMIT)
+        ask(endpoint(url))
     assert "kept" not in str(caught.value)  # no answer was begun
     assert str(caught.value).endswith("(machine.endpoint.max_attempts); check the server")
 
@@ -219,7 +224,7 @@ def test_replies_before_an_error_are_yielded_first() -> None:
 )
 def test_permanent_rejections_are_errors_at_once(said: Said, named: str) -> None:
     with served(lambda *_: said) as server, pytest.raises(SettingsError, match=named):
-        endpoint(server.url).ask(HELLO, LIMIT)
+        ask(endpoint(server.url))
     assert len(server.got) == 1
 
 
@@ -251,7 +256,7 @@ def test_unsupported_parameters_are_dropped_and_noted() -> None:
     with served(script) as server:
         asking = endpoint(server.url)
         wanted = SamplingOptions(max_tokens=16, seed=3, logprobs=True)
-        assert [asking.ask(HELLO, wanted).text for _ in range(2)] == ["fine", "fine"]
+        assert [ask(asking, wanted).text for _ in range(2)] == ["fine", "fine"]
     assert [note.split(" does ")[1] for note in asking.notes] == [
         "not support logprobs; requests are sent without it",
         "not support seed; requests are sent without it",
@@ -267,7 +272,7 @@ def test_the_key_is_sent_and_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RATCHET_ENDPOINT_KEY", "sk-very-secret")
     said = error(401, "Incorrect key: sk-very-secret")
     with served(lambda *_: said) as server, pytest.raises(SettingsError) as caught:
-        endpoint(server.url).ask(HELLO, LIMIT)
+        ask(endpoint(server.url))
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
     assert "sk-very-secret" not in str(caught.value) and "(the key)" in str(caught.value)
 
@@ -320,5 +325,6 @@ def test_stopping_cancels_pending_requests() -> None:
         one_by_one = Patience(max_concurrency=1, timeout_s=600)
         found = list(endpoint(server.url, one_by_one).answers(asked(9), begun.is_set))
         assert [place for place, _ in found] == [0]
+        assert list(endpoint(server.url).answers(asked(1), lambda: len(server.got) > 2)) == []
         with pytest.raises(EndpointError, match="was cancelled"):
-            endpoint(server.url).ask(HELLO, LIMIT, lambda: len(server.got) > 2)
+            list(endpoint(server.url).answers(asked(1), lambda: True))

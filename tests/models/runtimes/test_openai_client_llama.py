@@ -28,7 +28,7 @@ def test_the_model_is_known_by_its_own_name(endpoint: OpenAiEndpoint) -> None:
 
 def test_greedy_and_seeded_answers_repeat_with_their_log_probability(endpoint: OpenAiEndpoint) -> None:
     for sampling in (SamplingOptions(8, logprobs=True), SamplingOptions(8, temperature=1.0, seed=5, logprobs=True)):
-        first, second = (endpoint.ask(QUESTION, sampling) for _ in range(2))
+        ((_, first),), ((_, second),) = (list(endpoint.answers([ChatRequest(0, QUESTION, sampling)])) for _ in range(2))
         assert (first.text, first.finish, first.tokens) == (second.text, second.finish, second.tokens)
         assert first.tokens and first.prompt_tokens
         # The second request finds the prompt in the server's cache, which rounds sums differently.

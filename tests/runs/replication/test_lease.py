@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import behind_proxy
+from behind_proxy import Replica
+from faulty_proxy import Fault
 from lease_cases import (
     LONG_S,
     NAMES,
@@ -18,9 +22,8 @@ from lease_cases import (
     quiet,
     store,
 )
-from ratchet.errors import InterruptedRunError, LockHeldError
-from ratchet.runs.replication import lease as claims
-from ratchet.runs.replication.lease import LeaseRecord, ReplicaLease, StalenessTracker
+from ratchet.errors import InterruptedRunError, LeaseHeldError, LockHeldError, ReplicaError
+from ratchet.runs.replication.lease import LeaseObserver, LeaseRecord, ReplicaLease, read_lease
 
 SHORT_S = 1.0
 HOLDER = """
@@ -66,7 +69,8 @@ def test_a_run_that_is_held_is_refused_at_once_with_who_holds_it(tmp_path: Path,
         lease(tmp_path, "second-2", SHORT_S).acquire(never, quiet)
     assert first.is_sure()
     assert first.lost_reason() is None
-    assert claims.list_keys(store(tmp_path), NAMES) == [(1, "first-1")], "who was refused leaves no claim"
+    held_by = read_lease(store(tmp_path), NAMES)
+    assert held_by is not None and held_by.key == (1, "first-1")
 
 
 def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_again(
@@ -92,22 +96,22 @@ def test_a_token_is_above_all_written_ones_and_its_claim_says_where_its_journal_
     one.acquire(after(2), quiet)
     assert one.token == 8
     one.record_origin((3, 1234))
-    claim = LeaseRecord.from_bytes(store(tmp_path).read(NAMES.claim(8, "one-1")) or b"")
+    claim = read_lease(store(tmp_path), NAMES)
     assert claim is not None
-    assert claim.journal_origin == (3, 1234)
+    assert claim.origins == {8: (3, 1234)}
 
 
 def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
     tmp_path: Path, held: list[ReplicaLease]
 ) -> None:
     silent = LeaseRecord(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
-    store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
+    store(tmp_path).write(NAMES.lease, silent.as_bytes())
     told: list[str] = []
     with pytest.raises(InterruptedRunError):
         lease(tmp_path, "second-2", LONG_S).acquire(after(2), told.append)
     assert "gone-1" in told[0]
     assert "600 s" in told[0]
-    assert claims.list_keys(store(tmp_path), NAMES) == [(1, "gone-1")]
+    assert read_lease(store(tmp_path), NAMES) == silent
     third = lease(tmp_path, "third-3", LONG_S)
     held.append(third)
     third.acquire(after(2), quiet, previous=(1, "gone-1"))
@@ -119,7 +123,7 @@ def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
     tmp_path: Path, held: list[ReplicaLease], garbage: bytes
 ) -> None:
     assert LeaseRecord.from_bytes(garbage) is None
-    store(tmp_path).write(NAMES.claim(1, "odd-1"), garbage)
+    store(tmp_path).write(NAMES.lease, garbage)
     second = lease(tmp_path, "second-2", LONG_S)
     with pytest.raises(InterruptedRunError):
         second.acquire(after(2), quiet)
@@ -132,12 +136,12 @@ def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
 def test_a_holder_without_its_claim_has_lost_the_run_and_does_not_write_it_again(tmp_path: Path) -> None:
     one = lease(tmp_path, "one-1", 0.4)
     one.acquire(never, quiet)
-    store(tmp_path).remove([NAMES.claim(1, "one-1")])
+    store(tmp_path).remove([NAMES.lease])
     while one.lost_reason() is None:
         time.sleep(0.01)
     assert "removed" in str(one.lost_reason())
     one.release()
-    assert claims.list_keys(store(tmp_path), NAMES) == []
+    assert read_lease(store(tmp_path), NAMES) is None
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -161,11 +165,40 @@ def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_ru
         holder.communicate()
 
 
-def test_a_watch_measures_by_its_own_looks() -> None:
-    watch = StalenessTracker()
-    assert watch.seconds_unchanged("x", b"1") == 0.0
-    assert not watch.has_changed("x")
-    assert watch.seconds_unchanged("x", b"2") == 0.0
-    assert watch.has_changed("x")
-    assert watch.last("x") == b"2"
-    assert watch.last("y") is None
+def test_an_observer_measures_by_its_own_readings(tmp_path: Path) -> None:
+    observer = LeaseObserver(store(tmp_path), NAMES, 0.2)
+    assert observer.read_status().state == "free"
+    for renewals, state in ((1, "unsure"), (1, "unsure"), (2, "alive")):
+        record = LeaseRecord(1, "one-1", "holding", renewals, "2026-01-01T00:00:00+00:00")
+        store(tmp_path).write(NAMES.lease, record.as_bytes())
+        status = observer.read_status()
+        assert (status.claim, status.state) == (record, state)
+    time.sleep(0.3)
+    assert observer.read_status().state == "free"
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_loss_and_another_holder_is(
+    tmp_path: Path, held: list[ReplicaLease]
+) -> None:
+    one = lease(tmp_path, "one-1", LONG_S)
+    held.append(one)
+    one.acquire(never, quiet)
+    record = read_lease(store(tmp_path), NAMES)
+    assert record is not None
+    store(tmp_path).write(NAMES.lease, replace(record, renewals=record.renewals + 5).as_bytes())
+    one.confirm()
+    assert one.is_sure()
+    store(tmp_path).write(NAMES.lease, replace(record, token=2, node="two-2").as_bytes())
+    with pytest.raises(LeaseHeldError, match="machine two-2 trains it"):
+        one.confirm()
+    assert not one.is_sure()
+    one.release()
+    taken = read_lease(store(tmp_path), NAMES)
+    assert taken is not None and taken.key == (2, "two-2"), "a holder that was succeeded writes nothing"
+
+
+def test_a_failed_acquisition_names_its_cause(replica: Replica) -> None:
+    replica.proxy.inject(Fault("status", None, status=403, code="AccessDenied"))
+    refused = ReplicaLease(replica.store(behind_proxy.ONCE), NAMES, "one-1", LONG_S)
+    with pytest.raises(ReplicaError, match=r"AccessDenied.*lack permission"):
+        refused.acquire(never, quiet)

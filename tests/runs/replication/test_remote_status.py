@@ -38,15 +38,16 @@ def store(url: str) -> ReplicaStore:
 def told(store: ReplicaStore, token: int, start: int, *events: tuple[str, float, dict[str, Any]]) -> int:
     """Upload a segment of the journal; return the offset of its end."""
     content = b"".join(JournalEvent(kind, t, 1, data).line() for kind, t, data in events)
-    store.write(RunObjectNames(RUN).journal(token, start, start + len(content)), content)
+    store.write(RunObjectNames(RUN).journal(token, start), content)
     return start + len(content)
 
 
 def claim(
     store: ReplicaStore, token: int, node: str, state: State, journal_origin: tuple[int, int] | None = None
 ) -> None:
-    made = LeaseRecord(token, node, state, 1, "2026-11-02T12:00:00+00:00", journal_origin)
-    store.write(RunObjectNames(RUN).claim(token, node), made.as_bytes())
+    origins = {token: journal_origin} if journal_origin else {}
+    made = LeaseRecord(token, node, state, 1, "2026-11-02T12:00:00+00:00", None, token, origins)
+    store.write(RunObjectNames(RUN).lease, made.as_bytes())
 
 
 def step(number: int, t: float) -> tuple[str, float, dict[str, Any]]:
@@ -96,7 +97,7 @@ def test_a_run_is_described_from_its_replica_alone(store: ReplicaStore) -> None:
     assert told_lines["machines"].startswith("2, which have held it 2 times; second-00000002 reported last, ")
     assert told_lines["interrupted"] == "1 time; 1 step done again"
     assert told_lines["goodput"] == "47.1%: steps that count took 40 s of 1 min 25 s"
-    assert told_lines["upload"] == "2.0 MB sent at 8.0 Mbps, 1.0 MB were there already, 2 outages"
+    assert told_lines["upload"] == "1.9 MiB sent at 8.0 Mbps, 976.6 KiB were there already, 2 outages"
 
 
 def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: ReplicaStore) -> None:

@@ -9,8 +9,9 @@ import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import InterruptedRunError, LockHeldError, ReplicaError, SettingsError
 from ratchet.runs import replication_protocol, status
-from ratchet.runs.replication import lease, manifests, replicator
-from ratchet.runs.replication.lease import LeaseRecord
+from ratchet.runs.replication import manifests, replicator
+from ratchet.runs.replication.lease import LeaseRecord, read_lease
+from ratchet.stages.status import read_run_status
 from ratchet.storage import files
 from replicator_cases import (
     Nodes,
@@ -147,7 +148,7 @@ def test_damage_and_an_interrupted_fetch_are_made_good_from_the_replica(
 
 def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_path: Path, node: Nodes) -> None:
     first = node("first").acquire()
-    first.replicator._lease._confirmed_s = 0.0
+    first.replicator._lease._renewed_s = 0.0
     first.replicator._lease._ended.set()
     first.save(2)
     assert "step 2" in (first.replicator.wait_until_replicated(0.5) or "")
@@ -167,7 +168,8 @@ def test_a_run_that_another_machine_trains_is_refused_until_it_has_a_result(tmp_
     assert third.paths.is_finished()
     assert third.replicator.wait_until_replicated(0.0) is None
     assert third.replicator.lost_reason() is None
-    assert lease.list_keys(store(tmp_path), NAMES)[-1][0] == 1, "a finished run needs no lease"
+    claim = read_lease(store(tmp_path), NAMES)
+    assert claim is not None and claim.token == 1, "a finished run needs no lease"
 
 
 def test_a_result_that_is_not_in_the_replica_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
@@ -283,7 +285,7 @@ def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: N
         first.wait_until_replicated()
     first.replicator._lease._ended.set()
     later = LeaseRecord(5, "later-1", "holding", 1, "2026-01-01T00:00:00+00:00")
-    store(tmp_path).write(NAMES.claim(5, "later-1"), later.as_bytes())
+    store(tmp_path).write(NAMES.lease, later.as_bytes())
     upload = first.replicator._upload
     assert upload is not None
     before = objects(tmp_path)
@@ -299,7 +301,7 @@ def test_status_and_report_say_how_far_the_replica_is(tmp_path: Path, node: Node
     first.wait_until_replicated()
     first.save(4)
     first.wait_until_replicated()
-    assert "replica     step 4 durable, 0 steps behind" in status.describe_run(first.paths)
+    assert "replica     step 4 durable, 0 steps behind" in read_run_status(first.paths).description
     assert status.read_progress(first.paths).replicated_step == 4
     found = replication_protocol.read_replication_state(first.paths)
     assert found is not None

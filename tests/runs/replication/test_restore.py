@@ -1,5 +1,6 @@
 """Tests of restoring a run directory from its replica: progress, stop requests and no leftovers."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 
 import snapshots
 from machines import NAMES, Node, settings, store, wait_until
-from ratchet.errors import InterruptedRunError
+from ratchet.config.units import format_bytes
+from ratchet.errors import InterruptedRunError, ReplicaError
 from ratchet.runs.replication import restore
-from ratchet.runs.replication.backend import TransferStoppedError, TransferWatchdog
 from ratchet.runs.replication.restore import DownloadProgress
+from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages.reset import reset
 from ratchet.storage.layout import ProjectLayout
 
@@ -41,7 +43,7 @@ def test_progress_of_a_fetch_is_reported(
     second = trained(tmp_path, "second")
     total = sum(path.stat().st_size for path in second.paths.checkpoint(2).iterdir() if path.name != "manifest.json")
     told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the replica" in line]
-    size = f"{total / 1000:.1f} kB"
+    size = format_bytes(total)
     assert told[-1:] == [f"ratchet: checkpoint of step 2: {size} of {size} fetched from the replica"]
 
 
@@ -68,14 +70,19 @@ def test_a_request_to_stop_ends_the_fetch_and_the_next_start_repeats_it(tmp_path
     assert snapshots.newest(again.paths) == (4, [])
 
 
-def test_a_hanging_call_ends_on_a_request_to_stop() -> None:
-    hangs, stop = threading.Event(), threading.Event()
-    watch = TransferWatchdog(timeout_s=600.0, slowest_bytes_s=1024.0, stopping=stop.is_set)
+def test_a_hanging_call_ends_on_a_request_to_stop(tmp_path: Path) -> None:
+    """A pipe without a writer stands for a disk that does not answer."""
+    stop = threading.Event()
+    (tmp_path / "replica").mkdir()
+    os.mkfifo(tmp_path / "replica" / "hangs")
+    hanging = ReplicaStore(str(tmp_path / "replica"), TransferLimits(timeout_s=600.0), stop.is_set)
     threading.Timer(0.3, stop.set).start()
-    with pytest.raises(TransferStoppedError):
-        watch.call(lambda _: hangs.wait())
-    hangs.set()
-    assert watch.call(lambda _: 5) == 5, "what is quick is done all the same"
+    with pytest.raises(ReplicaError, match=r"cannot read hangs: no time left for the transfer \(1 try"):
+        hanging.read("hangs")
+    quick = ReplicaStore(str(tmp_path / "replica"), TransferLimits(retry_timeout_s=0.0, timeout_s=0.3), lambda: False)
+    with pytest.raises(ReplicaError, match=r"cannot read hangs: no data transferred for"):
+        quick.read("hangs")
+    os.close(os.open(tmp_path / "replica" / "hangs", os.O_WRONLY))  # ends the calls
 
 
 # ------------------------------------------------------------------------------------------------------ set aside

@@ -39,17 +39,20 @@ def test_missing_bucket_network_and_credentials_have_different_messages_at_the_s
         replica.store(ONCE).check()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    with pytest.raises(SettingsError, match=r"NoCredentialsError.*credentials are missing"):
+    with pytest.raises(SettingsError, match=r"NoCredentials.*credentials are missing"):
+        replica.store().check()
+
+
+def test_a_service_without_conditional_writes_is_refused_at_the_start(replica: Replica) -> None:
+    replica.store().check()
+    replica.proxy.ignores_conditions = True
+    with pytest.raises(SettingsError, match=rf"machine\.replica {replica.url}: the service ignores the conditions"):
         replica.store().check()
 
 
 def test_credentials_that_expire_are_read_again(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     name, path, entry = replica.file(60_000)
-    kept = replica.folder / "credentials"
-    kept.write_text(f"[default]\naws_access_key_id = AKIAOLD\naws_secret_access_key = {SECRET}\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(kept))
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAOLD")
 
     def old(request: Request) -> bool:
         return "AKIAOLD" in request.headers.get("authorization", "")
@@ -59,7 +62,7 @@ def test_credentials_that_expire_are_read_again(replica: Replica, monkeypatch: p
     sending.start()
     while replica.proxy.struck < 3 and sending.is_alive():
         sending.join(0.01)
-    kept.write_text(kept.read_text().replace("AKIAOLD", "AKIANEW"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIANEW")
     sending.join(60)
     assert replica.holds(name) == entry[0]
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType
 from numpy.typing import NDArray
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.exporters.gguf.llama_cpp_tools import CONVERT
@@ -127,8 +129,14 @@ def read_architecture(directory: Path) -> GgufArchitecture:
             f"For others, set machine.llama_cpp to a checkout of llama.cpp, which has {CONVERT}, or remove all types "
             "from export.gguf.types"
         )
-    family, config = FAMILIES[kind], _config(directory)
-    where = f"{directory / 'config.json'}: export.gguf"
+    family, path = FAMILIES[kind], directory / "config.json"
+    try:
+        config: Any = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # each config class validates itself
+        raise BaseModelError(
+            f"{path}: transformers rejects it ({str(error).splitlines()[0]}); restore the original file"
+        ) from None
+    where = f"{path}: export.gguf"
     _require_same_arithmetic(family, config, where)
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     if family.arch is MODEL_ARCH.PHI3 and head_size * config.num_attention_heads != config.hidden_size:
@@ -140,18 +148,6 @@ def read_architecture(directory: Path) -> GgufArchitecture:
     tensors, factor = _rope_tensors(config, rope, rotary_dims)
     is_tied = family.always_tied or bool(config.tie_word_embeddings)
     return GgufArchitecture(family, config, head_size, rotary_dims, context, is_tied, tensors, factor, notes)
-
-
-def _config(directory: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # each config class validates itself
-        raise BaseModelError(
-            f"{directory / 'config.json'}: transformers rejects it ({str(error).splitlines()[0]}); restore the "
-            "original file"
-        ) from None
 
 
 def _unsupported_error(where: str, found: str, supported: str) -> BaseModelError:
@@ -240,8 +236,6 @@ def _rope_tensors(
     config: Any, rope: dict[str, Any], rotary_dims: int
 ) -> tuple[dict[str, NDArray[np.float32]], float | None]:
     """Compute divisors of rotary frequencies, and the attention factor of longrope, with transformers' formulas."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     kind = rope.get("rope_type", "default")
     if kind == "llama3":
         stretched, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
@@ -272,17 +266,6 @@ def write_metadata(writer: GGUFWriter, model: GgufArchitecture) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(model.rotary_dims)
     writer.add_rope_freq_base(rope["rope_theta"])
-    _write_rope_scaling(writer, model, rope)
-    if model.family.window_period:
-        writer.add_sliding_window(config.sliding_window)
-    if model.family.arch is MODEL_ARCH.GEMMA2:
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if model.family.arch is MODEL_ARCH.GEMMA3:
-        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-
-
-def _write_rope_scaling(writer: GGUFWriter, model: GgufArchitecture, rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -296,3 +279,10 @@ def _write_rope_scaling(writer: GGUFWriter, model: GgufArchitecture, rope: dict[
     if model.attention_factor is not None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(model.attention_factor)
+    if model.family.window_period:
+        writer.add_sliding_window(config.sliding_window)
+    if model.family.arch is MODEL_ARCH.GEMMA2:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if model.family.arch is MODEL_ARCH.GEMMA3:
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])

@@ -8,11 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, get_args
+from typing import get_args
 
 from ratchet.config.export import GgufType, LlamaCppGgufType
 from ratchet.errors import SettingsError
@@ -28,7 +27,6 @@ SUBDIRECTORIES = ("", "bin", "build/bin")
 """Directories that may contain the tools, relative to a checkout, a build, or an installation."""
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-LOG_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
             f"-B build && cmake --build build --target {QUANTIZE}`), or set machine.llama_cpp: null"
         )
     return LlamaCppTools(quantize_in_directory or quantize, convert)
-
-
-def has_converter(llama_cpp: Path | None) -> bool:
-    """Return whether the directory of the settings contains llama.cpp's converter."""
-    return llama_cpp is not None and _find_in_directory(llama_cpp, CONVERT, os.R_OK) is not None
 
 
 def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
@@ -127,18 +120,21 @@ def _run_tool(tool: Path, command: list[str], further_arguments: list[str], targ
     partial = target.with_name(f"{files.PARTIAL}{target.name}")
     environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ} | OFFLINE
     try:
-        with tempfile.TemporaryFile() as log:
-            try:
-                result = subprocess.run(
-                    [*command, str(partial), *further_arguments],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False,
-                )  # fmt: skip
-            except OSError as error:
-                raise SettingsError(
-                    f"{tool}: cannot be started ({error.strerror}); check that it is built for this machine"
-                ) from None
-            if result.returncode != 0 or not _is_gguf(partial):
-                raise SettingsError(f"{tool}: failed ({_describe_exit(result.returncode)}): {_last_line(log)}")
+        try:
+            result = subprocess.run(
+                [*command, str(partial), *further_arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, env=environment, encoding="utf-8", errors="replace", check=False,
+            )  # fmt: skip
+        except OSError as error:
+            raise SettingsError(
+                f"{tool}: cannot be started ({error.strerror}); check that it is built for this machine"
+            ) from None
+        code = result.returncode
+        if code != 0 or not _is_gguf(partial):
+            problem = f"signal {-code}" if code < 0 else f"exit code {code}"
+            problem += "" if code else ", but no GGUF file"
+            lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
+            raise SettingsError(f"{tool}: failed ({problem}): {lines[-1] if lines else 'no output'}")
         files.fsync(partial)
         files.publish_directory(partial, target)
     finally:
@@ -150,16 +146,3 @@ def _is_gguf(path: Path) -> bool:
         return False
     with path.open("rb") as stream:
         return stream.read(4) == b"GGUF"
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(0, os.SEEK_END)
-    log.seek(max(0, log.tell() - LOG_BYTES))
-    lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
-
-
-def _describe_exit(code: int) -> str:
-    if code == 0:
-        return "exit code 0, but no GGUF file"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -63,8 +63,12 @@ def compare_logits(
         loader lost.
     """
     try:
-        if shortage := _describe_memory_shortage(path):
-            return None, shortage
+        needed = COPIES * 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        free = capacity.measure_host().available_bytes - capacity.resident_bytes()
+        if needed > free:
+            return None, (
+                f"transformers' GGUF loader needs {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free"
+            )
         with _silence_loader():
             config, note = _read_config(path, merged)
             actual = _compute_logits(path, config, rows)
@@ -78,20 +82,16 @@ def compare_logits(
     return (worst, note) if math.isfinite(worst) else (None, "transformers' GGUF loader computes NaN or infinity")
 
 
-def _describe_memory_shortage(path: Path) -> str | None:
-    needed = COPIES * 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
-    host = capacity.measure_host()
-    free = host.available_bytes - capacity.resident_bytes()
-    if needed <= free:
-        return None
-    return f"transformers' GGUF loader needs {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB are free"
-
-
 def _read_config(path: Path, merged: Path) -> tuple[Any, str | None]:
     """Return the config that the loader reads; if it lost settings, the merged model's config and a note."""
     loaded = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     expected = AutoConfig.from_pretrained(merged, local_files_only=True)
-    lost = sorted(_lost_settings(loaded.to_dict(), expected.to_dict()))
+    loaded_values, values = loaded.to_dict(), expected.to_dict()
+    lost = sorted(
+        name
+        for name in values.keys() - IRRELEVANT_SETTINGS
+        if not _is_nearly_equal(loaded_values.get(name), values[name])
+    )
     if not lost:
         return loaded, None
     if loaded.model_type != expected.model_type:
@@ -102,12 +102,6 @@ def _read_config(path: Path, merged: Path) -> tuple[Any, str | None]:
     return expected, (
         f"transformers' GGUF loader does not read {', '.join(lost)} from the file; the values came from config.json"
     )
-
-
-def _lost_settings(loaded: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
-    for name in (loaded.keys() | expected.keys()) - IRRELEVANT_SETTINGS:
-        if name in expected and not _is_nearly_equal(loaded.get(name), expected[name]):
-            yield name
 
 
 def _is_nearly_equal(a: Any, b: Any) -> bool:

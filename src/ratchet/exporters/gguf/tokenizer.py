@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
+from tokenizers import models, pre_tokenizers
 
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model
@@ -76,15 +77,6 @@ class GgufTokenizerModel:
     """Whether added tokens are matched after spaces are replaced by ▁; a ▁ in an added token then means a space."""
     notes: tuple[str, ...] = ()
 
-    def token_type(self, text: str) -> TokenType:
-        """Return GGUF's type of an entry that is not an added token."""
-        return TokenType.BYTE if self.ranks is not None and BYTE.fullmatch(text) else TokenType.NORMAL
-
-    def added_token_text(self, added: Mapping[str, Any]) -> str:
-        """Return the text of an added token as llama.cpp matches it, in texts whose spaces are not replaced."""
-        text: str = added["content"]
-        return text.replace(SPACE, " ") if self.is_unescaped and added["normalized"] else text
-
     def scores(self, tokens: Sequence[str], types: Sequence[int]) -> list[float] | None:
         """Return the scores of all entries, higher for earlier merges; None for a tokenizer without scores."""
         if self.ranks is None:
@@ -113,17 +105,17 @@ def read_vocabulary(directory: Path, size: int) -> GgufVocabulary:
         raise unrepresentable_error(where, f"it has a {keys[0]}")
     added = {token["id"]: token for token in document["added_tokens"]}
     strips_spaces = _strips_spaces(list(added.values()), where)
-    placement = _SpecialTokenPlacement(tokenizer, where)
+    starts_plain, add_bos, add_eos, placement_notes = _place_special_tokens(tokenizer, where)
     if any(step["type"] == "ByteLevel" for step in sequence_steps(document["pre_tokenizer"], "pretokenizers")):
         model = _read_byte_level(document, where)
     else:
-        model = read_byte_fallback(document, placement.starts_plain, where)
+        model = read_byte_fallback(document, starts_plain, where)
     tokens, types = _entries(document["model"]["vocab"], added, model, size, where)
     special, notes = _special_token_ids(tokenizer, tokens, directory)
     return GgufVocabulary(
-        model.model, model.pre, tokens, types, model.merges, model.scores(tokens, types), special, placement.add_bos,
-        placement.add_eos, model.space_prefix, _adapt_chat_template(tokenizer, model.needs_leading_space),
-        strips_spaces, (*model.notes, *placement.notes, *notes, *(_STRIP_NOTES if strips_spaces else ())),
+        model.model, model.pre, tokens, types, model.merges, model.scores(tokens, types), special, add_bos, add_eos,
+        model.space_prefix, _adapt_chat_template(tokenizer, model.needs_leading_space), strips_spaces,
+        (*model.notes, *placement_notes, *notes, *(_STRIP_NOTES if strips_spaces else ())),
     )  # fmt: skip
 
 
@@ -158,9 +150,12 @@ def _entries(
             f"{where}: token {highest} has no row in the embedding, which has {size}; use the model's own tokenizer"
         )
     for text, i in vocabulary.items():
-        tokens[i], types[i] = text, int(model.token_type(text))
+        tokens[i] = text
+        types[i] = int(TokenType.BYTE if model.ranks is not None and BYTE.fullmatch(text) else TokenType.NORMAL)
     for i, token in added.items():
-        tokens[i] = model.added_token_text(token)
+        tokens[i] = token["content"]
+        if model.is_unescaped and token["normalized"]:  # llama.cpp matches it in texts whose spaces are not replaced
+            tokens[i] = tokens[i].replace(SPACE, " ")
         types[i] = int(TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED)
     if model.unknown is not None and model.unknown in tokens:
         types[tokens.index(model.unknown)] = int(TokenType.UNKNOWN)
@@ -170,50 +165,37 @@ def _entries(
     return tokens, types
 
 
-class _SpecialTokenPlacement:
-    """The special tokens that the tokenizer puts around a text, and the beginning of a conversation."""
+def _place_special_tokens(tokenizer: Any, where: str) -> tuple[bool | None, bool, bool, list[str]]:
+    """Determine the special tokens around a text.
 
-    def __init__(self, tokenizer: Any, where: str) -> None:
-        plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-        wrapped: list[int] = tokenizer("a")["input_ids"]
-        start = next((i for i in range(len(wrapped)) if wrapped[i : i + len(plain)] == plain), None)
-        if start is None:
-            raise unrepresentable_error(where, "special tokens around a text change the tokens of the text")
-        prefix, suffix = wrapped[:start], wrapped[start + len(plain) :]
-        self.notes: tuple[str, ...] = ()
-        chat = _render_conversation(tokenizer, where)
-        self.starts_plain: bool | None = None if chat is None else not _starts_special(tokenizer, chat)
-        """Whether conversations begin with neither a special token nor a space; None: no chat template."""
-        self.add_bos = prefix == [tokenizer.bos_token_id]
-        self.add_eos = suffix == [tokenizer.eos_token_id] and chat is None
-        if prefix and not self.add_bos:
-            self.notes += (f"llama.cpp omits {len(prefix)} tokens that transformers puts before a text",)
-        if self.add_bos and chat is not None and not chat.startswith(tokenizer.bos_token):
-            # llama.cpp's server tokenizes a conversation like any text, so it would add bos, which training did not.
-            self.add_bos = False
-            self.notes += (
-                f"{tokenizer.bos_token} is not put before texts, because the chat template begins without it",
-            )
-
-
-def _render_conversation(tokenizer: Any, where: str) -> str | None:
-    """Render a short conversation; None without a chat template."""
+    Returns:
+        Whether conversations begin with neither a special token nor a space (None: no chat template), whether llama.cpp
+        adds bos and eos to a text, and notes.
+    """
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    wrapped: list[int] = tokenizer("a")["input_ids"]
+    start = next((i for i in range(len(wrapped)) if wrapped[i : i + len(plain)] == plain), None)
+    if start is None:
+        raise unrepresentable_error(where, "special tokens around a text change the tokens of the text")
+    prefix, suffix = wrapped[:start], wrapped[start + len(plain) :]
+    add_bos, notes = prefix == [tokenizer.bos_token_id], []
+    if prefix and not add_bos:
+        notes.append(f"llama.cpp omits {len(prefix)} tokens that transformers puts before a text")
     if not tokenizer.chat_template:
-        return None
+        return None, add_bos, suffix == [tokenizer.eos_token_id], notes
+    question = [{"role": "user", "content": "a"}]
     try:
-        text: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
-        )
+        chat: str = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program that can fail in any way
         raise BaseModelError(
             f"{where}: the chat template fails for a plain question: {error}; fix the template"
         ) from None
-    return text
-
-
-def _starts_special(tokenizer: Any, text: str) -> bool:
-    """Return whether a text begins with a special token, or with a space."""
-    return text.startswith((" ", *(token.content for token in tokenizer.added_tokens_decoder.values())))
+    if add_bos and not chat.startswith(tokenizer.bos_token):
+        # llama.cpp's server tokenizes a conversation like any text, so it would add bos, which training did not.
+        add_bos = False
+        notes.append(f"{tokenizer.bos_token} is not put before texts, because the chat template begins without it")
+    starts = (" ", *(token.content for token in tokenizer.added_tokens_decoder.values()))
+    return not chat.startswith(starts), add_bos, False, notes
 
 
 def _special_token_ids(
@@ -317,14 +299,8 @@ def parse_merges(merges: Sequence[str | Sequence[str]]) -> list[tuple[str, str]]
 # tokenizer.json are converted to a list of patterns that apply one after another. RULES maps such lists to names.
 
 
-def _byte_alphabet() -> frozenset[str]:
-    """Return the characters that represent bytes in a byte-level vocabulary (Radford et al. 2019)."""
-    from tokenizers import pre_tokenizers
-
-    return frozenset(pre_tokenizers.ByteLevel.alphabet())
-
-
-ALPHABET = _byte_alphabet()
+ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
+"""Characters that represent bytes in a byte-level vocabulary (Radford et al. 2019)."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Pattern of Radford et al. 2019, the default of ByteLevel."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -411,7 +387,11 @@ def find_rule(document: Mapping[str, Any], where: str) -> PreTokenizerRule:
     for rule in matching:
         if rule.ignore_merges == ignore_merges:
             return rule
-    if not _is_reachable_by_merges(document):  # otherwise ignore_merges has no effect
+    # If merges produce every entry of the vocabulary, ignore_merges has no effect.
+    vocabulary = document["model"]["vocab"]
+    bpe = models.BPE(dict(vocabulary), parse_merges(document["model"]["merges"]))
+    words = vocabulary.keys() - {token["content"] for token in document["added_tokens"]}
+    if any(len(bpe.tokenize(word)) != 1 for word in words):
         raise unrepresentable_error(
             where, f"it uses rule `{matching[0].name}` with ignore_merges: {str(ignore_merges).lower()}"
         )
@@ -441,16 +421,6 @@ def _split_pattern(step: Mapping[str, Any], where: str) -> str:
     raise unrepresentable_error(
         where, f"its pre-tokenizer has the step {', '.join(f'{key} {value}' for key, value in step.items())}"
     )
-
-
-def _is_reachable_by_merges(document: Mapping[str, Any]) -> bool:
-    """Return whether merges produce every entry of the vocabulary, so that ignore_merges has no effect."""
-    from tokenizers import models
-
-    vocabulary = document["model"]["vocab"]
-    bpe = models.BPE(dict(vocabulary), parse_merges(document["model"]["merges"]))
-    words = vocabulary.keys() - {token["content"] for token in document["added_tokens"]}
-    return all(len(bpe.tokenize(word)) == 1 for word in words)
 
 
 # Tokenizers with byte fallback.

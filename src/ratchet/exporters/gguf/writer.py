@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.export import BuiltInGgufType, GgufType
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.exporters.gguf import architectures, llama_cpp_tools, tokenizer
+from ratchet.exporters.gguf import architectures, tokenizer
 from ratchet.exporters.gguf.architectures import GgufArchitecture
 from ratchet.exporters.gguf.tokenizer import GgufVocabulary
 from ratchet.models import base_model
@@ -95,25 +95,20 @@ class GgufTensor:
         return math.prod(self.shape) // int(block) * int(size)
 
 
-def is_supported(directory: Path) -> bool:
-    """Return whether the writer supports a model's architecture. Raises BaseModelError without a config."""
-    return architectures.is_supported(directory)
-
-
-def require_exportable(directory: Path, types: Sequence[GgufType], llama_cpp: Path | None) -> None:
+def require_exportable(directory: Path, types: Sequence[GgufType], has_converter: bool) -> None:
     """Refuse unsupported models before any long work.
 
     Args:
         directory: config.json and tokenizer of the merged model, or of its base, whose files are the same.
         types: the requested types.
-        llama_cpp: a llama.cpp installation or checkout. If it contains the converter, a model whose
-            architecture our writer does not support is accepted, and its tokenizer is not checked.
+        has_converter: whether llama.cpp's converter is installed. It accepts a model whose architecture our writer does
+            not support, and its tokenizer is not checked.
 
     Raises:
         SettingsError: the architecture is not supported and no converter is installed, or no matrix can have a type.
         BaseModelError: config or tokenizer cannot be read, or llama.cpp would compute or tokenize differently.
     """
-    if not is_supported(directory) and llama_cpp_tools.has_converter(llama_cpp):
+    if has_converter and not architectures.is_supported(directory):
         return
     model = architectures.read_architecture(directory)
     tokenizer.read_vocabulary(directory, model.config.vocab_size)
@@ -148,17 +143,22 @@ def write_gguf(directory: Path, target: Path, type_: BuiltInGgufType, progress: 
     tensors = plan_tensors(directory, model, type_)
     header = _encode_header(directory, model, vocabulary, tensors, type_)
     total = len(header) + sum(_align_size(tensor.size_bytes) for tensor in tensors)
-    files.write_blocks(target, _report_progress(_encode_file(header, tensors, model), progress, f"gguf {type_}", total))
+
+    def blocks() -> Iterator[list[bytes | memoryview]]:
+        yield [header]
+        done = len(header)
+        for tensor in tensors:
+            for piece in encode_tensor(tensor, model):
+                yield [piece]
+                done += len(piece)
+                progress(f"gguf {type_}", done, total)
+            padding = bytes(_align_size(tensor.size_bytes) - tensor.size_bytes)
+            yield [padding]
+            done += len(padding)
+        progress(f"gguf {type_}", done, total)
+
+    files.write_blocks(target, blocks())
     return (*describe_type_exceptions(tensors, type_), *model.notes, *vocabulary.notes)
-
-
-def gguf_size_bytes(directory: Path, type_: BuiltInGgufType) -> int:
-    """Return the exact size of the file that `write_gguf` would write. Raises as `write_gguf`."""
-    model = architectures.read_architecture(directory)
-    vocabulary = tokenizer.read_vocabulary(directory, model.config.vocab_size)
-    tensors = plan_tensors(directory, model, type_)
-    header = _encode_header(directory, model, vocabulary, tensors, type_)
-    return len(header) + sum(_align_size(tensor.size_bytes) for tensor in tensors)
 
 
 def block_width(type_: GgufType) -> int:
@@ -190,10 +190,26 @@ def plan_tensors(directory: Path, model: GgufArchitecture, type_: BuiltInGgufTyp
             raise BaseModelError(
                 f"{file}: {stored} and {planned[name].stored} are the same tensor for llama.cpp; remove one of them"
             )
-        planned[name] = _plan_tensor(name, shape, stored, file, model, TYPES[type_][0])
+        heads = 0
+        if model.family.interleaved and (match := re.search(r"attn_([qk])\.", name)):
+            heads = model.config.num_attention_heads if match[1] == "q" else model.key_value_heads
+            if shape[0] != heads * model.head_size:
+                raise BaseModelError(
+                    f"{file}: {stored}: found {shape[0]} rows; expected {heads} heads x {model.head_size} = "
+                    f"{heads * model.head_size}"
+                )
+        offset = model.family.norm_offset if name.endswith("norm.weight") else 0.0
+        tensor_type = _tensor_type(name, shape, TYPES[type_][0], model.is_tied)
+        planned[name] = GgufTensor(name, shape, tensor_type, stored, file, heads, offset)
     planned |= {name: GgufTensor(name, array.shape, Q.F32, None) for name, array in model.computed_tensors.items()}
     _require_complete(directory, model, planned)
-    return sorted(planned.values(), key=_sort_key)
+
+    def sort_key(tensor: GgufTensor) -> tuple[int, int, str]:
+        if match := _LAYER_TENSOR.fullmatch(tensor.name):
+            return 1, int(match[1]), match[2]
+        return (2 if tensor.name in (LAST_NORM, HEAD) else 0), 0, tensor.name
+
+    return sorted(planned.values(), key=sort_key)  # embedding and computed tensors, the layers, last norm and head
 
 
 def _read_tensor_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
@@ -213,21 +229,6 @@ def _read_tensor_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ..
     if not headers:
         raise BaseModelError(f"{directory}: found no weights; expected *.safetensors")
     return headers
-
-
-def _plan_tensor(
-    name: str, shape: tuple[int, ...], stored: str, file: Path, model: GgufArchitecture, type_: GGMLQuantizationType
-) -> GgufTensor:
-    heads = 0
-    if model.family.interleaved and (match := re.search(r"attn_([qk])\.", name)):
-        heads = model.config.num_attention_heads if match[1] == "q" else model.key_value_heads
-        if shape[0] != heads * model.head_size:
-            raise BaseModelError(
-                f"{file}: {stored}: found {shape[0]} rows; expected {heads} heads x {model.head_size} = "
-                f"{heads * model.head_size}"
-            )
-    offset = model.family.norm_offset if name.endswith("norm.weight") else 0.0
-    return GgufTensor(name, shape, _tensor_type(name, shape, type_, model.is_tied), stored, file, heads, offset)
 
 
 def _tensor_type(name: str, shape: tuple[int, ...], type_: GGMLQuantizationType, is_tied: bool) -> GGMLQuantizationType:
@@ -254,13 +255,6 @@ def _require_complete(directory: Path, model: GgufArchitecture, planned: dict[st
             f"{directory}: found an embedding of {rows} x {width}; config.json has "
             f"{model.config.vocab_size} x {model.config.hidden_size}; restore the original config.json"
         )
-
-
-def _sort_key(tensor: GgufTensor) -> tuple[int, int, str]:
-    """Sort embedding and computed tensors first, then the layers, then the last norm and the head."""
-    if match := _LAYER_TENSOR.fullmatch(tensor.name):
-        return 1, int(match[1]), match[2]
-    return (2 if tensor.name in (LAST_NORM, HEAD) else 0), 0, tensor.name
 
 
 def describe_type_exceptions(tensors: list[GgufTensor], type_: BuiltInGgufType) -> tuple[str, ...]:
@@ -303,7 +297,23 @@ def _encode_header(
     type_: BuiltInGgufType,
 ) -> bytes:
     writer = _InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
-    _write_origin(writer, directory, vocabulary.strips_spaces)
+    title, card = "model", dict[str, object]()
+    if (path := directory / MODEL_CARD).is_file():
+        from huggingface_hub import ModelCard
+
+        content = ModelCard(path.read_text(encoding="utf-8"))
+        heading = re.search(r"^# (.+)$", content.text, flags=re.MULTILINE)
+        title, card = (heading[1].strip() if heading else title), content.data.to_dict()
+    writer.add_type("model")
+    writer.add_name(gguf_model_name(title, vocabulary.strips_spaces))
+    if licence := card.get("license"):
+        writer.add_license(str(licence))
+    if name := card.get("license_name"):
+        writer.add_license_name(str(name))
+    if base := card.get("base_model"):
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, str(base).rsplit("/", 1)[-1])
+        writer.add_base_model_repo_url(0, f"https://huggingface.co/{base}")
     writer.add_file_type(TYPES[type_][1])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     architectures.write_metadata(writer, model)
@@ -313,21 +323,6 @@ def _encode_header(
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size_bytes, tensor.type)
     content = writer.content()
     return content + bytes(-len(content) % GGUF_DEFAULT_ALIGNMENT)
-
-
-def _write_origin(writer: GGUFWriter, directory: Path, strips_spaces: bool) -> None:
-    """Write name, licence and base from the model card."""
-    title, front_matter = _read_card(directory / MODEL_CARD)
-    writer.add_type("model")
-    writer.add_name(gguf_model_name(title, strips_spaces))
-    if licence := front_matter.get("license"):
-        writer.add_license(str(licence))
-    if name := front_matter.get("license_name"):
-        writer.add_license_name(str(name))
-    if base := front_matter.get("base_model"):
-        writer.add_base_model_count(1)
-        writer.add_base_model_name(0, str(base).rsplit("/", 1)[-1])
-        writer.add_base_model_repo_url(0, f"https://huggingface.co/{base}")
 
 
 def gguf_model_name(title: str, strips_spaces: bool) -> str:
@@ -340,25 +335,7 @@ def gguf_model_name(title: str, strips_spaces: bool) -> str:
     return f"{title} (Phi-3)" if strips_spaces else re.sub("(phi)-?3", r"\1 3", title, flags=re.IGNORECASE)
 
 
-def _read_card(file: Path) -> tuple[str, dict[str, object]]:
-    """Return title and metadata of a model card."""
-    if not file.is_file():
-        return "model", {}
-    from huggingface_hub import ModelCard
-
-    card = ModelCard(file.read_text(encoding="utf-8"))
-    heading = re.search(r"^# (.+)$", card.text, flags=re.MULTILINE)
-    return (heading[1].strip() if heading else "model"), card.data.to_dict()
-
-
 # The tensors.
-
-
-def _encode_file(header: bytes, tensors: Iterable[GgufTensor], model: GgufArchitecture) -> Iterator[bytes | memoryview]:
-    yield header
-    for tensor in tensors:
-        yield from encode_tensor(tensor, model)
-        yield bytes(_align_size(tensor.size_bytes) - tensor.size_bytes)
 
 
 def encode_tensor(tensor: GgufTensor, model: GgufArchitecture) -> Iterator[memoryview]:
@@ -370,21 +347,23 @@ def encode_tensor(tensor: GgufTensor, model: GgufArchitecture) -> Iterator[memor
 
     with safe_open(str(tensor.file), framework="pt") as tensors:
         stored = tensors.get_slice(tensor.stored)
-        for rows in _row_slices(tensor, model.head_size):
-            values = stored[rows].float().numpy() + np.float32(tensor.offset)
+        # Pieces contain complete heads if rows of heads are reordered.
+        unit = model.head_size if tensor.heads else 1
+        step = max(1, CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // unit) * unit
+        for start in range(0, tensor.shape[0], step):
+            values = stored[start : start + step].float().numpy() + np.float32(tensor.offset)
             if tensor.heads:
                 values = interleave_halves(values, len(values) // model.head_size)
-            _require_storable(tensor, values)
+            largest = np.abs(values).max(initial=0.0)
+            if not np.isfinite(largest):
+                raise BaseModelError(f"{tensor.file}: {tensor.stored} contains NaN or infinity; train or merge again")
+            if tensor.type is Q.F16 and largest > _MAX_F16:
+                raise BaseModelError(
+                    f"{tensor.file}: {tensor.stored} contains {largest:g}, but the F16 maximum is {_MAX_F16:g}; use "
+                    "bf16 or f32 in export.gguf.types"
+                )
             blocks: NDArray[Any] = np.ascontiguousarray(quants.quantize(values, tensor.type))
             yield blocks.data.cast("B")
-
-
-def _row_slices(tensor: GgufTensor, head_size: int) -> Iterator[slice]:
-    """Divide rows into pieces. If rows of heads are reordered, pieces contain complete heads."""
-    unit = head_size if tensor.heads else 1
-    row_bytes = 4 * math.prod(tensor.shape[1:])
-    step = max(1, CHUNK_BYTES // row_bytes // unit) * unit
-    return (slice(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step))
 
 
 def interleave_halves(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -397,26 +376,5 @@ def interleave_halves(values: NDArray[np.float32], heads: int) -> NDArray[np.flo
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _require_storable(tensor: GgufTensor, values: NDArray[np.float32]) -> None:
-    largest = np.abs(values).max(initial=0.0)
-    if not np.isfinite(largest):
-        raise BaseModelError(f"{tensor.file}: {tensor.stored} contains NaN or infinity; train or merge again")
-    if tensor.type is Q.F16 and largest > _MAX_F16:
-        raise BaseModelError(
-            f"{tensor.file}: {tensor.stored} contains {largest:g}, but the F16 maximum is {_MAX_F16:g}; use bf16 or "
-            "f32 in export.gguf.types"
-        )
-
-
 def _align_size(size: int) -> int:
     return size + -size % int(GGUF_DEFAULT_ALIGNMENT)
-
-
-def _report_progress(
-    pieces: Iterable[bytes | memoryview], progress: Progress, activity: str, total: int
-) -> Iterator[list[bytes | memoryview]]:
-    done = 0
-    for piece in pieces:
-        yield [piece]
-        done += len(piece)
-        progress(activity, done, total)

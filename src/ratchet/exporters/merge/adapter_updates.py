@@ -6,8 +6,8 @@ modules and fused experts have exactly peft's meaning. Each adapter tensor is in
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,13 @@ class AdapterUpdates:
             SettingsError: a pattern of `export.modules` matches nothing.
         """
         weighted = [
-            (part.weight, read_updates(part.adapter, base, make_base(), recipe.card.digest)) for part in recipe.adapters
+            (
+                part.weight,
+                dict(
+                    _collect_updates(part.adapter, base, _attach_adapter(part.adapter, make_base(), recipe.card.digest))
+                ),
+            )
+            for part in recipe.adapters
         ]
         modules = {update.module for _, updates in weighted for update in updates.values()}
         require_updated_modules(recipe.modules, modules)
@@ -127,14 +133,14 @@ class ParameterUpdate:
 
     def is_same(self, other: "ParameterUpdate") -> bool:
         """Return whether both updates give the same result for equal tensors, so that tied parameters may stay tied."""
-        return _token_row_identity(self) is not None and _token_row_identity(self) == _token_row_identity(other)
-
-
-def _token_row_identity(update: ParameterUpdate) -> list[int] | None:
-    """Return the identities of the token rows that an update sets; None if the update changes anything else."""
-    if update.replacement is not None or not all(isinstance(layer, TrainableTokensLayer) for layer in update.layers):
-        return None
-    return [id(layer.trainable_tokens_delta[adapter_format.ADAPTER]) for layer in update.layers]
+        rows: list[list[int]] = []
+        for update in (self, other):
+            if update.replacement is not None:
+                return False
+            if not all(isinstance(layer, TrainableTokensLayer) for layer in update.layers):
+                return False
+            rows.append([id(layer.trainable_tokens_delta[adapter_format.ADAPTER]) for layer in update.layers])
+        return rows[0] == rows[1]
 
 
 # Applying updates.
@@ -147,7 +153,7 @@ def _apply_layer(layer: Any, leaf: str, value: Tensor) -> Tensor:
     if isinstance(layer, ParamWrapper):
         if leaf != layer.parameter_name:
             return value
-        update = _move_to_device(adapter_format.layer_factors("", layer), value.device).update()
+        update = _layer_factors(layer, value.device).update()
         return value.add_(update.reshape(value.shape))
     if leaf == "bias":
         bias = layer.lora_B[adapter_format.ADAPTER].bias
@@ -157,7 +163,7 @@ def _apply_layer(layer: Any, leaf: str, value: Tensor) -> Tensor:
 
 def _apply_lora(layer: Any, weight: Tensor) -> Tensor:
     """Apply LoRA, W + s B A (Hu et al. 2021), or DoRA, m (W + s B A) / ||W + s B A|| row by row (Liu et al. 2024)."""
-    factors = _move_to_device(adapter_format.layer_factors("", layer), weight.device)
+    factors = _layer_factors(layer, weight.device)
     updated = weight.add_((factors.b @ factors.a).mul_(factors.scale))
     if adapter_format.ADAPTER not in layer.lora_magnitude_vector:
         return updated
@@ -174,29 +180,12 @@ def _apply_token_rows(layer: TrainableTokensLayer, weight: Tensor) -> Tensor:
     return weight.index_copy_(0, ids, rows)
 
 
-def _move_to_device(factors: adapter_format.LoraFactors, device: torch.device) -> adapter_format.LoraFactors:
-    return adapter_format.LoraFactors(
-        factors.name, factors.layer, factors.a.to(device), factors.b.to(device), factors.scale
-    )
+def _layer_factors(layer: Any, device: torch.device) -> adapter_format.LoraFactors:
+    factors = adapter_format.layer_factors("", layer)
+    return replace(factors, a=factors.a.to(device), b=factors.b.to(device))
 
 
 # Reading an adapter.
-
-
-def read_updates(directory: Path, base: Model, meta_base: Model, base_digest: str) -> dict[str, ParameterUpdate]:
-    """Read a saved adapter's updates, by parameter name.
-
-    Args:
-        directory: directory of the adapter.
-        base: the base on the meta device, with one row per token.
-        meta_base: another model of the same kind, which peft wraps.
-        base_digest: digest of the base.
-
-    Raises:
-        BaseModelError: the adapter belongs to another base, is not a change of weights, or does not fit.
-        DamagedFileError: the adapter cannot be read, or contains NaN.
-    """
-    return dict(_collect_updates(directory, base, _attach_adapter(directory, meta_base, base_digest)))
 
 
 def _attach_adapter(directory: Path, meta_base: Model, base_digest: str) -> Model:
@@ -216,7 +205,11 @@ def _attach_adapter(directory: Path, meta_base: Model, base_digest: str) -> Mode
         raise BaseModelError(
             f"{directory}: the adapter does not fit this base model: {' '.join(str(error).split())[:300]}"
         ) from None
-    parameters = _saved_parameters(model, saved)
+    parameters: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=model.state_dict(keep_vars=True), save_embedding_layers=False
+    )
+    by_name = dict(model.named_parameters(remove_duplicate=False))  # parameters of the base may be saved, too
+    parameters |= {name: by_name[name] for name in saved.keys() - parameters.keys() if name in by_name}
     for name in sorted(saved.keys() ^ parameters.keys()):
         raise BaseModelError(
             f"{directory}: the adapter does not fit this base model: the model has no parameter {name}"
@@ -237,17 +230,8 @@ def _attach_adapter(directory: Path, meta_base: Model, base_digest: str) -> Mode
     return model
 
 
-def _saved_parameters(model: Model, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of peft's model by their saved names, including saved parameters of the base."""
-    parameters: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state_dict=model.state_dict(keep_vars=True), save_embedding_layers=False
-    )
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    return parameters | {name: by_name[name] for name in saved.keys() - parameters.keys() if name in by_name}
-
-
 def _read_lora_config(directory: Path, base_digest: str) -> LoraConfig:
-    """Read and check an adapter's settings. Raises as `read_updates`."""
+    """Read and check an adapter's settings."""
     path = directory / adapter_format.CONFIG
     try:
         document = json.loads(path.read_bytes())

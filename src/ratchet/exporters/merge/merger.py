@@ -31,13 +31,12 @@ from ratchet.exporters.merge.model_files import (
     TokenRowInitialization,
     UnknownNamesError,
 )
-from ratchet.exporters.merge.recipe import MergeRecipe, validate_recipe
+from ratchet.exporters.merge.recipe import MergeRecipe
 from ratchet.models import base_model, loading, model_spec, vocabulary, weights
 from ratchet.models.device import Model
 from ratchet.models.memory import parameters
 from ratchet.models.model_spec import ModelSpec
 from ratchet.storage import files
-from ratchet.storage.records.base import StoredQuantization
 from ratchet.storage.records.export import Progress
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -95,21 +94,31 @@ def plan_merge(recipe: MergeRecipe) -> MergePlan:
         DamagedFileError: an adapter cannot be read, or contains NaN.
         SettingsError: the recipe is invalid, or requires weights or modules that these files do not contain.
     """
-    validate_recipe(recipe)
-    quantization = _stored_quantization(recipe)
+    quantization = base_model.detect_stored_quantization(base_model.read_config(recipe.base), str(recipe.base))
+    if quantization is not None:
+        base_model.require_same_quantization(quantization, recipe.train, str(recipe.base))
+        if recipe.merge_base == "original":
+            raise SettingsError(
+                f"export.merge_base: found original, but the files of {recipe.base} are quantized and contain no "
+                "original weights; set export.merge_base: dequantized"
+            )
     spec = model_spec.load(recipe.base, recipe.card.remote_code)
     spec.require_causal()
     weights.check_stored_tensors(recipe.base, spec, quantization)
     compute_dtype = loading.pick_dtype(recipe.train.compute_dtype, recipe.device)
     dtype = compute_dtype if recipe.merge_base == "dequantized" else torch.float32
-    row_count, pieces = _token_row_count(recipe)
+    tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
+    pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
+    row_count = vocabulary.required_rows(tokenizer)
     make_model = partial(_grow_model, spec, dtype, row_count, pieces)
     model = make_model()
     updates = AdapterUpdates.read(recipe, model, make_model)
     base = spec.model(dtype)
+    is_quantized = quantization is None and recipe.train.quantization != "none" and recipe.merge_base != "original"
+    quantized = parameters.list_quantized_modules(base) if is_quantized else []
     storage = BaseStorageFormat(
         dtypes={name: tensor.dtype for name, tensor in base.state_dict().items()},
-        quantized=_quantized_weights(recipe, base, quantization),
+        quantized=frozenset(f"{name}.weight" for name in quantized),
         prequantized=(frozenset(weights.unpacked_shapes(recipe.base, quantization)) if quantization else frozenset()),
         transposed=frozenset(f"{layer.name}.weight" for layer in spec.layers if layer.kind == "conv1d"),
         token_rows=dict(_token_row_parameters(base, model, pieces)),
@@ -122,39 +131,12 @@ def plan_merge(recipe: MergeRecipe) -> MergePlan:
     return MergePlan(model, updates, storage, tuple(units), is_tied)
 
 
-def _stored_quantization(recipe: MergeRecipe) -> StoredQuantization | None:
-    quantization = base_model.detect_stored_quantization(base_model.read_config(recipe.base), str(recipe.base))
-    if quantization is None:
-        return None
-    base_model.require_same_quantization(quantization, recipe.train, str(recipe.base))
-    if recipe.merge_base == "original":
-        raise SettingsError(
-            f"export.merge_base: found original, but the files of {recipe.base} are quantized and contain no original "
-            "weights; set export.merge_base: dequantized"
-        )
-    return quantization
-
-
-def _token_row_count(recipe: MergeRecipe) -> tuple[int, vocabulary.Pieces]:
-    """Return the number of token rows that the model needs, and the pieces from which added tokens are initialized."""
-    tokenizer = base_model.open_tokenizer(recipe.base, recipe.card.remote_code)
-    pieces = vocabulary.add_tokens(tokenizer, recipe.card.added_tokens)
-    return vocabulary.required_rows(tokenizer), pieces
-
-
 def _grow_model(spec: ModelSpec, dtype: torch.dtype, row_count: int, pieces: vocabulary.Pieces) -> Model:
     model = spec.model(dtype)
     vocabulary.grow_embeddings(model, row_count, pieces)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model
-
-
-def _quantized_weights(recipe: MergeRecipe, base: Model, quantization: StoredQuantization | None) -> frozenset[str]:
-    """Return the names of weights that transformers quantizes to 4 bits when it loads the base for training."""
-    if quantization is not None or recipe.train.quantization == "none" or recipe.merge_base == "original":
-        return frozenset()
-    return frozenset(f"{name}.weight" for name in parameters.list_quantized_modules(base))
 
 
 def _token_row_parameters(
@@ -183,25 +165,25 @@ def _plan_units(
 ) -> tuple[list[MergeUnit], bool]:
     """Return all units in writing order, and whether tied parameters stay tied.
 
-    Args:
-        recipe: the merge.
-        shapes: shapes of the stored tensors.
-        base: the base on the meta device, with the stored rows only.
-        model: the same model with one row per token.
-        storage: how parameters are stored.
-        updates: updates of all adapters.
-
-    Raises:
-        UnknownNamesError: transformers would not read back exactly the tensors that would be written.
+    The base has the stored token rows only, the model one row per token. Raises UnknownNamesError if transformers would
+    not read back exactly the tensors that would be written.
     """
     try:
         groups = model_files.group_tensors(model, shapes)
-        read = model_files.meta_tensor_reader(shapes, storage.dtypes)
+
+        def read(name: str, parameter: str) -> Tensor:
+            return torch.empty(shapes[name], dtype=storage.dtypes[parameter], device="meta")
+
         grouped_parameters = [(group, group.parameters(base, read)) for group in groups]
         targets, is_tied = _resolve_ties(recipe, model, storage, updates, grouped_parameters)
         units = _make_units(recipe, model, targets)
         units.sort(key=lambda unit: -max(entry.dtype.itemsize for entry in unit.entries))
-        _require_readable(model, units)
+        written = {entry.name: entry.shape for unit in units for entry in unit.entries}
+        if len(written) != sum(len(unit.entries) for unit in units):
+            raise UnknownNamesError("two tensors would have the same name in the files")
+        report = weights.loading_report(model, written)
+        if wrong := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
+            raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")
     except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
         raise UnknownNamesError(f"{recipe.base}: {error}") from error  # converting meta tensors can fail in any way
     return units, is_tied
@@ -291,16 +273,6 @@ def _make_units(
 def output_dtype(recipe: MergeRecipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:
     """Return the type in which a tensor is written: the recipe's type for weights, its own type for buffers."""
     return recipe.dtype if is_parameter and tensor.is_floating_point() else tensor.dtype
-
-
-def _require_readable(model: Model, units: Sequence[MergeUnit]) -> None:
-    """Raise UnknownNamesError unless transformers would read exactly the model's parameters from these tensors."""
-    shapes = {entry.name: entry.shape for unit in units for entry in unit.entries}
-    if len(shapes) != sum(len(unit.entries) for unit in units):
-        raise UnknownNamesError("two tensors would have the same name in the files")
-    report = weights.loading_report(model, shapes)
-    if wrong := [key for key in ("missing_keys", "mismatched_keys", "unexpected_keys") if report[key]]:
-        raise UnknownNamesError(f"{wrong[0]}: {min(map(str, report[wrong[0]]))}")
 
 
 # The merge.

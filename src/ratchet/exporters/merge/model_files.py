@@ -5,15 +5,12 @@ some tensors (experts that are stored one by one become one tensor). This module
 back. It runs the functions of transformers' own loader and writer (core_model_loading) on meta tensors. The plan of the
 merge (merger.py) then checks that the loader can read the planned files.
 
-File format (README of huggingface/safetensors): 8 bytes with the header's length N as a little-endian integer; N bytes
-of JSON with dtype, shape and data offsets for each name; then the tensors' bytes, row-major and little-endian, without
-gaps. Files and index have the names that transformers writes and reads.
+Files and index have the names that transformers writes and reads.
 """
 
 import copy
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,18 +31,12 @@ from transformers.core_model_loading import (
 
 from ratchet.errors import BaseModelError
 from ratchet.exporters.merge.recipe import MergeRecipe
-from ratchet.models import loading, vocabulary, weights
+from ratchet.models import loading, safetensors_format, vocabulary, weights
 from ratchet.models.device import Model
 from ratchet.storage import files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-CHUNK_BYTES = 16 * 2**20
-"""Maximum number of bytes per write."""
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
 ReadTensor = Callable[[str, str], Tensor]
 """Function that reads a stored tensor, given the tensor's name and the name of its group's first parameter."""
 
@@ -118,11 +109,6 @@ def group_tensors(model: Model, stored: Iterable[str]) -> list[TensorGroup]:
     # transformers' loader records the conversions in the same attribute.
     model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
     return list(groups.values())
-
-
-def meta_tensor_reader(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> ReadTensor:
-    """Return a reader of meta tensors with these shapes, in the type of their parameter."""
-    return lambda name, parameter: torch.empty(shapes[name], dtype=dtypes[parameter], device="meta")
 
 
 def convert_to_stored(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -284,8 +270,6 @@ def write_shards(
     Raises:
         RuntimeError: a tensor differs from its entry, or the machine is big-endian.
     """
-    if sys.byteorder != "little":
-        raise RuntimeError("safetensors files are little-endian, but this machine is big-endian")
     shards = _divide_into_shards(entries, shard_bytes)
     names = _file_names(len(shards))
     written = 0
@@ -295,7 +279,7 @@ def write_shards(
             nonlocal written
             yield [_encode_header(shard)]
             for entry in shard:
-                for chunk in _tensor_chunks(_check_tensor(entry, next(tensors))):
+                for chunk in _tensor_chunks(entry, *next(tensors)):
                     size = len(chunk)
                     yield [chunk]
                     written += size
@@ -336,29 +320,16 @@ def _sum_entry_bytes(shard: Sequence[TensorEntry]) -> int:
 
 
 def _encode_header(shard: Sequence[TensorEntry]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for entry in shard:
-        end = begin + entry.size_bytes
-        entries[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    entries = ((entry.name, entry.dtype, entry.shape) for entry in shard)
+    return safetensors_format.encode_header(entries, {"format": "pt"}, sort_names=False)
 
 
-def _check_tensor(entry: TensorEntry, named_tensor: tuple[str, Tensor]) -> Tensor:
-    name, tensor = named_tensor
-    if (name, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
-        raise RuntimeError(f"found {name} {tuple(tensor.shape)} {tensor.dtype}; expected {entry}")
-    return tensor
-
-
-def _tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _tensor_chunks(entry: TensorEntry, name: str, tensor: Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in chunks. Each chunk is released when the next chunk is requested. So a caller that still
     refers to the last chunk does not keep the tensor in memory."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    with memoryview(flat.view(torch.uint8).numpy()) as view:
-        for begin in range(0, len(view), CHUNK_BYTES):
-            with view[begin : begin + CHUNK_BYTES] as chunk:
+    if (name, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
+        raise RuntimeError(f"found {name} {tuple(tensor.shape)} {tensor.dtype}; expected {entry}")
+    with safetensors_format.view_bytes(tensor) as view:
+        for begin in range(0, len(view), safetensors_format.CHUNK_BYTES):
+            with view[begin : begin + safetensors_format.CHUNK_BYTES] as chunk:
                 yield chunk

@@ -1,7 +1,6 @@
 """Defines a merge: its adapters and their weights, the merged modules, and the weights of the base."""
 
 import difflib
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ class MergeRecipe:
     train: Train
     """Training settings, which define how the base's weights were stored during training."""
     adapters: tuple[WeightedAdapter, ...]
+    """At least one adapter."""
     modules: tuple[str, ...]
     """Names or regular expressions of the modules whose updates are merged; empty: all modules."""
     merge_base: MergeBase
@@ -64,26 +64,6 @@ def matches_module(pattern: str, module: str) -> bool:
     return re.fullmatch(pattern, module) is not None
 
 
-def validate_recipe(recipe: MergeRecipe) -> None:
-    """Check the parts of a recipe that do not depend on the base or the adapters.
-
-    Raises:
-        SettingsError: the recipe has no adapter, a weight that is not finite, or an invalid regular expression.
-    """
-    if not recipe.adapters:
-        raise SettingsError("export: no adapter is named, so there is nothing to merge; name one")
-    for part in recipe.adapters:
-        if not math.isfinite(part.weight):
-            raise SettingsError(f"export: {part.adapter}: found weight {part.weight}; expected a finite number")
-    for pattern in recipe.modules:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise SettingsError(
-                f"export.modules: found {pattern!r}; expected a module name or a regular expression ({error})"
-            ) from None
-
-
 def require_updated_modules(patterns: Iterable[str], updated: Iterable[str]) -> None:
     """Check that every pattern matches a module that an adapter updates.
 
@@ -92,10 +72,17 @@ def require_updated_modules(patterns: Iterable[str], updated: Iterable[str]) -> 
         updated: full names of all modules that an adapter updates.
 
     Raises:
-        SettingsError: a pattern matches no updated module; the message lists the closest names.
+        SettingsError: a pattern is no regular expression, or matches no updated module; the message then lists the
+            closest names.
     """
     names = sorted(updated)
     for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SettingsError(
+                f"export.modules: found {pattern!r}; expected a module name or a regular expression ({error})"
+            ) from None
         if not any(matches_module(pattern, name) for name in names):
             depth = pattern.count(".") + 1
             suffixes = sorted({".".join(name.split(".")[-depth:]) for name in names})

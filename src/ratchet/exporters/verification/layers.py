@@ -10,9 +10,10 @@ gigabyte.
 """
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,17 +102,32 @@ def record_activations(model: Model, rows: Sequence[Tokens]) -> ActivationRecord
         DamagedFileError: base + adapter computes NaN or infinity.
     """
     base = model.get_base_model()
-    recording = ActivationRecording(
-        [list(row[:TOKENS]) for row in spread_items(list(rows), ROWS)], _compute_dtype(base)
-    )
-    leaves, layers = dict(leaf_modules(base)), decoder_layers(base)
-    recording.layers = {name: LayerRecording() for name, _ in layers}
-    with torch.no_grad(), _recording_hooks(recording, leaves, layers):
+    number = min(len(rows), ROWS)
+    # Norms and embeddings have the type that the model computes in; 4-bit layers store bytes.
+    dtype = next(p.dtype for p in base.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
+    recording = ActivationRecording([list(rows[i * len(rows) // number][:TOKENS]) for i in range(number)], dtype)
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in leaf_modules(base):
+            record = functools.partial(_record_leaf, recording, name)
+            hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
+        for name, module in decoder_layers(base):
+            recording.layers[name] = LayerRecording()
+            record_input = functools.partial(_record_layer_input, recording, name)
+            hooks.enter_context(module.register_forward_pre_hook(record_input, with_kwargs=True))
+            record_output = functools.partial(_record_layer_output, recording, name)
+            hooks.enter_context(module.register_forward_hook(record_output))
         for row in recording.rows:
             recording.logits.append(position_logits(model, row))
     with torch.no_grad(), reference.disable_adapters(model):
         recording.base_logits = [position_logits(model, row) for row in recording.rows]
-    _require_finite(recording)
+    outputs = {name: [leaf.outputs] for name, leaf in recording.leaves.items()}
+    outputs |= {name: layer.outputs for name, layer in recording.layers.items()}
+    outputs |= {"the base without adapters": recording.base_logits, "base + adapter": recording.logits}
+    for name, tensors in outputs.items():
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+            raise DamagedFileError(
+                f"{name}: base + adapter computes NaN or infinity on a row of the data; train the adapter again"
+            )
     return recording
 
 
@@ -132,12 +148,6 @@ def position_indices(count: int) -> list[int]:
     return [(i + 1) * count // number - 1 for i in range(number)]
 
 
-def spread_items(items: list[Any], count: int) -> list[Any]:
-    """Select at most `count` items, evenly spread."""
-    number = min(len(items), count)
-    return [items[i * len(items) // number] for i in range(number)]
-
-
 # Modules of a model.
 
 
@@ -150,7 +160,8 @@ def decoder_layers(base: Model) -> list[tuple[str, nn.Module]]:
 def leaf_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield linear layers, embeddings and norms with their names in the base, including the adapters around them."""
     if reference.is_adapted(module):
-        if _is_leaf(_unwrap_module(module)) and not isinstance(module, ParamWrapper):
+        plain: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
+        if _is_leaf(plain) and not isinstance(module, ParamWrapper):
             yield name, module
         return
     if _is_leaf(module):
@@ -158,12 +169,6 @@ def leaf_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mo
         return
     for child_name, child in module.named_children():
         yield from leaf_modules(child, f"{name}.{child_name}".lstrip("."))
-
-
-def _unwrap_module(module: Any) -> Any:
-    if hasattr(module, "get_base_layer"):
-        return module.get_base_layer()
-    return module.original_module
 
 
 def _is_leaf(module: Any) -> bool:
@@ -178,59 +183,37 @@ def _is_leaf(module: Any) -> bool:
 # Recording hooks.
 
 
-@contextmanager
-def _recording_hooks(
-    recording: ActivationRecording, leaves: dict[str, nn.Module], layers: Sequence[tuple[str, nn.Module]]
-) -> Iterator[None]:  # fmt: skip
-    hooks: list[Any] = []
-    for name, module in leaves.items():
-        hooks.append(module.register_forward_hook(_leaf_hook(recording, name), with_kwargs=True))
-    for name, module in layers:
-        hooks.append(module.register_forward_pre_hook(_layer_input_hook(recording, name), with_kwargs=True))
-        hooks.append(module.register_forward_hook(_layer_output_hook(recording, name, layers[-1][0] == name)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _record_leaf(
+    recording: ActivationRecording, name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    if len(args) != 1 or kwargs or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+        return  # the module may combine positions; only its layer is compared
+    inputs, outputs = args[0].detach(), output.detach().reshape(-1, output.shape[-1])
+    inputs = inputs.reshape(-1, inputs.shape[-1]) if inputs.is_floating_point() else inputs.reshape(-1)
+    if not len(inputs) or len(inputs) != len(outputs):
+        return
+    selected = position_indices(len(inputs))
+    leaf = LeafRecording(inputs[selected].cpu(), outputs[selected].float().cpu())
+    if (earlier := recording.leaves.get(name)) is not None:
+        leaf = LeafRecording(torch.cat([earlier.inputs, leaf.inputs]), torch.cat([earlier.outputs, leaf.outputs]))
+    if len(leaf.outputs) <= ROWS * POSITIONS:  # if a module is used repeatedly, record only its first uses
+        recording.leaves[name] = leaf
 
 
-def _leaf_hook(recording: ActivationRecording, name: str) -> Callable[..., None]:
-    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if len(args) != 1 or kwargs or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
-            return  # the module may combine positions; only its layer is compared
-        inputs, outputs = args[0].detach(), output.detach().reshape(-1, output.shape[-1])
-        inputs = inputs.reshape(-1, inputs.shape[-1]) if inputs.is_floating_point() else inputs.reshape(-1)
-        if not len(inputs) or len(inputs) != len(outputs):
-            return
-        selected = position_indices(len(inputs))
-        leaf = LeafRecording(inputs[selected].cpu(), outputs[selected].float().cpu())
-        if (earlier := recording.leaves.get(name)) is not None:
-            leaf = LeafRecording(torch.cat([earlier.inputs, leaf.inputs]), torch.cat([earlier.outputs, leaf.outputs]))
-        if len(leaf.outputs) <= ROWS * POSITIONS:  # if a module is used repeatedly, record only its first uses
-            recording.leaves[name] = leaf
-
-    return record
+def _record_layer_input(
+    recording: ActivationRecording, name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    layer = recording.layers[name]
+    if len(layer.inputs) == len(recording.logits):  # otherwise the layer is used repeatedly for the same row
+        layer.inputs.append(input_states(args, kwargs).detach().clone().cpu())  # a layer may write into its input
 
 
-def _layer_input_hook(recording: ActivationRecording, name: str) -> Callable[..., None]:
-    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        layer = recording.layers[name]
-        if len(layer.inputs) == len(recording.logits):  # otherwise the layer is used repeatedly for the same row
-            layer.inputs.append(input_states(args, kwargs).detach().clone().cpu())  # a layer may write into its input
-
-    return record
-
-
-def _layer_output_hook(recording: ActivationRecording, name: str, is_last: bool) -> Callable[..., None]:
-    def record(_: Any, __: Any, output: Any) -> None:
-        layer, states = recording.layers[name], output_states(output)
-        if len(layer.outputs) == len(recording.logits):
-            layer.outputs.append(select_positions(states[0]))
-            if is_last:
-                recording.last_states.append(states.detach().clone().cpu())
-
-    return record
+def _record_layer_output(recording: ActivationRecording, name: str, _: Any, __: Any, output: Any) -> None:
+    layer, states = recording.layers[name], output_states(output)
+    if len(layer.outputs) == len(recording.logits):
+        layer.outputs.append(select_positions(states[0]))
+        if name == next(reversed(recording.layers)):
+            recording.last_states.append(states.detach().clone().cpu())
 
 
 def input_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -243,23 +226,6 @@ def output_states(output: Any) -> Tensor:
     """Return the hidden states in the output of a decoder layer, which may be a tuple."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
-
-
-def _compute_dtype(base: Model) -> torch.dtype:
-    """Return the type that a model computes in. Norms and embeddings have this type; 4-bit layers store bytes."""
-    return next(p.dtype for p in base.parameters() if p.is_floating_point() and not hasattr(p, "quant_state"))
-
-
-def _require_finite(recording: ActivationRecording) -> None:
-    """Raise DamagedFileError for the first module or layer whose output contains NaN or infinity."""
-    outputs = [(name, [leaf.outputs]) for name, leaf in recording.leaves.items()]
-    outputs += [(name, layer.outputs) for name, layer in recording.layers.items()]
-    outputs += [("the base without adapters", recording.base_logits), ("base + adapter", recording.logits)]
-    for name, tensors in outputs:
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-            raise DamagedFileError(
-                f"{name}: base + adapter computes NaN or infinity on a row of the data; train the adapter again"
-            )
 
 
 # Deviations of a module.
@@ -321,10 +287,8 @@ class ModuleComparison:
         """Return the deviation at the position that represents the module."""
         differences, scales = torch.cat(self.differences), torch.cat(self.scales)
         scales = scales.clamp(min=1e-3 * float(scales.max()))  # for positions whose output is almost zero
-        deviations = [
-            ModuleDeviation(self.name, float(difference), float(scale), self.tolerance)
-            for difference, scale in zip(differences, scales, strict=True)
-        ]
+        pairs = zip(differences.tolist(), scales.tolist(), strict=True)
+        deviations = [ModuleDeviation(self.name, *pair, self.tolerance) for pair in pairs]
         deviations.sort(key=lambda deviation: deviation.excess)
         return deviations[(len(deviations) - 1) // 2 if self.use_median else -1]
 
@@ -333,11 +297,6 @@ def rounding_error(*dtypes: torch.dtype) -> float:
     """Return the relative error that storing and computing in these types adds to a module's output."""
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     return ROUNDING_EPSILONS * coarsest if coarsest > torch.finfo(torch.float32).eps else 0.0
-
-
-def module_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the allowed relative difference of a module whose weights are stored and used in these types."""
-    return SUM_TOLERANCE + rounding_error(*dtypes)
 
 
 def require_within_tolerance(deviations: Sequence[ModuleDeviation]) -> None:
@@ -377,7 +336,7 @@ def check_merge(recording: ActivationRecording, merged: Model, dtype: torch.dtyp
         DamagedFileError: the merged model equals the base although the adapter has an effect, or a module is missing or
             deviates; the message names the module.
     """
-    tolerance = module_tolerance(dtype, recording.dtype)
+    tolerance = SUM_TOLERANCE + rounding_error(dtype, recording.dtype)
     with torch.no_grad():
         effect = _measure_adapter_effect(recording, merged)
         leaves = list(_compare_leaves(recording, merged, tolerance))
@@ -424,8 +383,12 @@ def _compare_leaves(recording: ActivationRecording, merged: Model, tolerance: fl
         module = modules.get(name)
         if module is None:
             raise DamagedFileError(f"the merged model has no module {name}, which base + adapter has{REPORT_BUG}")
+        parameter = next(module.parameters())
+        inputs = leaf.inputs.to(parameter.device)
         try:
-            actual = _run_leaf(module, leaf)
+            if parameter.dtype != torch.float32:
+                module = copy.deepcopy(module).float()
+            actual = module(inputs.float() if inputs.is_floating_point() else inputs).float().cpu()
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -435,16 +398,6 @@ def _compare_leaves(recording: ActivationRecording, merged: Model, tolerance: fl
         comparison = ModuleComparison(name, tolerance)
         comparison.add(leaf.outputs, actual)
         yield comparison.deviation()
-
-
-def _run_leaf(module: nn.Module, leaf: LeafRecording) -> Tensor:
-    parameter = next(module.parameters())
-    if parameter.dtype != torch.float32:
-        module = copy.deepcopy(module).float()
-    inputs = leaf.inputs.to(parameter.device)
-    output = module(inputs.float() if inputs.is_floating_point() else inputs)
-    outputs: Tensor = output.float().cpu()
-    return outputs
 
 
 @dataclass
@@ -466,7 +419,7 @@ class _LayerwiseReplay:
         """Return the comparison with this name; create it if it does not exist."""
         return self.comparisons.setdefault(name, ModuleComparison(name, self.tolerance, use_median=self.rounding > 0))
 
-    def replace_input(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replace_input(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a layer's input by the recorded input; first compare the input of the first layer."""
         if name in self.seen:
             return None
@@ -476,7 +429,7 @@ class _LayerwiseReplay:
         states = recorded.to(actual, copy=True)  # a layer may write into its input
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
-    def compare_output(self, name: str, output: Any) -> Any:
+    def compare_output(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
         """Compare a layer's output; replace the last layer's output, which the head reads, by the recorded output."""
         if name in self.seen:
             return None
@@ -503,7 +456,11 @@ def _compare_layers(recording: ActivationRecording, merged: Model, rounding: flo
             f"{REPORT_BUG}"
         )
     replay = _LayerwiseReplay(recording, rounding)
-    with _replay_hooks(replay, modules):
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            replace = functools.partial(replay.replace_input, name)
+            hooks.enter_context(module.register_forward_pre_hook(replace, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(functools.partial(replay.compare_output, name)))
         for row, ids in enumerate(recording.rows):
             replay.row = row
             replay.seen.clear()
@@ -511,17 +468,3 @@ def _compare_layers(recording: ActivationRecording, merged: Model, rounding: flo
             name = f"modules after {next(reversed(modules))}" if modules else "the model"
             replay.comparison(name).add(recording.logits[row], logits)
     return [comparison.deviation() for comparison in replay.comparisons.values()]
-
-
-@contextmanager
-def _replay_hooks(replay: _LayerwiseReplay, modules: dict[str, nn.Module]) -> Iterator[None]:
-    hooks = []
-    for name, module in modules.items():
-        replace = lambda _, args, kwargs, name=name: replay.replace_input(name, args, kwargs)  # noqa: E731
-        compare = lambda _, __, output, name=name: replay.compare_output(name, output)  # noqa: E731
-        hooks += [module.register_forward_pre_hook(replace, with_kwargs=True), module.register_forward_hook(compare)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -119,11 +119,7 @@ def compare_format(
     log_probabilities = _compute_distributions(runtime, inputs, progress)
     distance = measure_distance(reference.log_probabilities, log_probabilities, inputs.targets)
     answers, speed = _generate_answers(runtime, inputs, progress)
-    task = ParityTask(inputs.metric, inputs.expected, score, inputs.groups or None)
-    format_answers, reference_answers = (
-        FormatAnswers(rows, [decode(tokens).strip() for tokens in rows]) for rows in (answers, reference.answers)
-    )
-    task_score = score_task(task, format_answers, reference_answers)
+    task_score = score_task(inputs, answers, reference.answers, decode, score)
     same_texts = sum(runtime.token_ids(text) == ids for text, ids in zip(inputs.texts, reference.texts, strict=True))
     return ParityResult(distance, task_score, same_texts, len(inputs.texts), speed)
 
@@ -155,44 +151,6 @@ def _generate_answers(runtime: ModelRuntime, inputs: ProbeInputs, progress: Prog
 # Distributions.
 
 
-@dataclass
-class _DivergenceTotals:
-    """Sums over the rows that were compared so far."""
-
-    rows: int = 0
-    positions: int = 0
-    likely: int = 0
-    difference: float = 0.0
-    max_difference: float = 0.0
-    kl: float = 0.0
-    max_kl: float = 0.0
-    agreements: int = 0
-    nats: float = 0.0
-    reference_nats: float = 0.0
-
-    def add(self, reference: LogProbabilities, compared: LogProbabilities, targets: Sequence[int]) -> None:
-        """Add one row, position by position, so that float64 copies are only as large as the vocabulary."""
-        self.rows += 1
-        for reference_position, compared_position, target in zip(reference, compared, targets, strict=True):
-            p, q = (
-                np.maximum(log_probabilities.astype(np.float64), MIN_LOG_PROBABILITY)
-                for log_probabilities in (reference_position, compared_position)
-            )
-            is_likely = p > -math.log(LIKELY_SHARE * len(p))
-            differences = np.abs(q[is_likely] - p[is_likely])
-            self.likely += len(differences)
-            self.difference += float(differences.sum())
-            self.max_difference = max(self.max_difference, float(differences.max()))
-            # The exact probabilities of both models sum to 1, so the terms -p + q only cancel float32 rounding.
-            kl = max(0.0, float((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum()))
-            self.kl += kl
-            self.max_kl = max(self.max_kl, kl)
-            self.agreements += int(p.argmax() == q.argmax())
-            self.nats -= float(q[target])
-            self.reference_nats -= float(p[target])
-            self.positions += 1
-
-
 def measure_distance(
     reference: Iterable[LogProbabilities], compared: Iterable[LogProbabilities], targets: Iterable[Sequence[int]]
 ) -> DistributionDistance:  # fmt: skip
@@ -212,7 +170,11 @@ def measure_distance(
         DamagedFileError: the compared model returns NaN, or values for another vocabulary.
         ValueError: the rows have no position, or the numbers of rows differ.
     """
-    totals = _DivergenceTotals()
+    rows = 0
+    differences: list[NDArray[np.float64]] = []
+    kl: list[float] = []
+    agreements: list[bool] = []
+    nats: list[tuple[float, float]] = []
     for row, (expected, values, tokens) in enumerate(zip(reference, compared, targets, strict=True)):
         if expected.shape != values.shape:
             raise DamagedFileError(
@@ -223,63 +185,61 @@ def measure_distance(
             raise DamagedFileError(
                 f"row {row}: log-probabilities: found NaN or infinity; the exported format or its runtime is faulty"
             )
-        totals.add(expected, values, tokens)
-    if not totals.positions:
+        rows += 1
+        # Position by position, so that float64 copies are only as large as the vocabulary.
+        for expected_position, position, token in zip(expected, values, tokens, strict=True):
+            p = np.maximum(expected_position.astype(np.float64), MIN_LOG_PROBABILITY)
+            q = np.maximum(position.astype(np.float64), MIN_LOG_PROBABILITY)
+            is_likely = p > -math.log(LIKELY_SHARE * len(p))
+            difference = np.abs(q[is_likely] - p[is_likely])
+            differences.append(np.array([len(difference), difference.sum(), difference.max()]))
+            # The exact probabilities of both models sum to 1, so the terms -p + q only cancel float32 rounding.
+            kl.append(max(0.0, float((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum())))
+            agreements.append(bool(p.argmax() == q.argmax()))
+            nats.append((-float(q[token]), -float(p[token])))
+    if not kl:
         raise ValueError("no position to compare")
+    likely, sums, maxima = np.stack(differences, axis=1)
+    perplexity, reference_perplexity = np.exp(np.mean(nats, axis=0))
     return DistributionDistance(
-        rows=totals.rows,
-        positions=totals.positions,
-        max_difference=totals.max_difference,
-        mean_difference=totals.difference / totals.likely,
-        kl=totals.kl / totals.positions,
-        max_kl=totals.max_kl,
-        greedy_agreement=totals.agreements / totals.positions,
-        perplexity=math.exp(totals.nats / totals.positions),
-        reference_perplexity=math.exp(totals.reference_nats / totals.positions),
+        rows=rows,
+        positions=len(kl),
+        max_difference=float(maxima.max()),
+        mean_difference=float(sums.sum() / likely.sum()),
+        kl=float(np.mean(kl)),
+        max_kl=max(kl),
+        greedy_agreement=float(np.mean(agreements)),
+        perplexity=float(perplexity),
+        reference_perplexity=float(reference_perplexity),
     )
 
 
 # Answers.
 
 
-@dataclass(frozen=True)
-class FormatAnswers:
-    """A format's answers, row by row."""
+def score_task(
+    inputs: ProbeInputs, answers: Sequence[list[int]], reference: Sequence[list[int]], decode: Decode, score: Score
+) -> TaskScore | None:
+    """Score a format's answers and base + adapter's answers, token ids of each, to the same prompts.
 
-    tokens: Sequence[Sequence[int]]
-    texts: Sequence[str]
-    """The decoded answers, stripped, without special tokens."""
-
-
-@dataclass(frozen=True)
-class ParityTask:
-    """Expected answers, and the metric that scores a model's answers."""
-
-    metric: str
-    expected: Sequence[str]
-    score: Score
-    groups: Sequence[str | None] | None = None
-    """Group of each row; rows of one group are not independent samples. None: every row is its own group."""
-
-
-def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswers) -> TaskScore | None:
-    """Score a format's answers and base + adapter's answers to the same prompts; return None without prompts.
-
-    The interval of the difference is the quality gate's: Tango's score interval for binary scores, otherwise the BCa
+    Without prompts, return None. Each row is its own group if the inputs name no groups. The interval of the difference
+    is the quality gate's: Tango's score interval for binary scores, otherwise the BCa
     bootstrap over complete groups (quality_gate/paired_test.py).
 
     Raises:
         ValueError: the number of answers differs from the number of expected answers.
     """
-    if not task.expected:
+    if not inputs.expected:
         return None
-    scores = list(map(float, task.score(task.expected, answers.texts)))
-    reference_scores = list(map(float, task.score(task.expected, reference.texts)))
-    pairs = paired_test.PairedScores(scores, reference_scores, "higher", groups=task.groups)
+    scores, reference_scores = (
+        list(map(float, score(inputs.expected, [decode(tokens).strip() for tokens in rows])))
+        for rows in (answers, reference)
+    )
+    pairs = paired_test.PairedScores(scores, reference_scores, "higher", groups=inputs.groups or None)
     result = paired_test.compare(pairs, 0.0, _TEST_PLAN)
-    same = sum(list(a) == list(b) for a, b in zip(answers.tokens, reference.tokens, strict=True))
+    same = sum(a == b for a, b in zip(answers, reference, strict=True))
     return TaskScore(
-        metric=task.metric,
+        metric=inputs.metric,
         rows=len(scores),
         value=sum(scores) / len(scores),
         reference=sum(reference_scores) / len(reference_scores),
@@ -296,19 +256,11 @@ def score_task(task: ParityTask, answers: FormatAnswers, reference: FormatAnswer
 class TorchRuntime:
     """Runs a transformers or peft model in memory through the interface `ModelRuntime`, on any device."""
 
+    name = f"transformers {transformers.__version__}"
+
     def __init__(self, model: Model, tokenizer: Any) -> None:
-        """Wrap a model; nothing is loaded or changed.
-
-        Args:
-            model: a causal model in evaluation mode, with or without adapters.
-            tokenizer: the model's tokenizer.
-        """
+        """Wrap a causal model in evaluation mode, with or without adapters; nothing is loaded or changed."""
         self._model, self._tokenizer = model, tokenizer
-
-    @property
-    def name(self) -> str:
-        """Name and version of the library."""
-        return f"transformers {transformers.__version__}"
 
     def token_ids(self, text: str) -> list[int]:
         """Tokenize a text; special tokens in the text are recognized, and no special tokens are added."""

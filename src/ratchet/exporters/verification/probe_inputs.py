@@ -146,38 +146,31 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
     rows = [test[i] for i in spread_indices(count, export.parity_rows)]
     task_rows = [test[i] for i in spread_indices(answered, export.task_rows)]
     conversations = [Conversation.from_json(row["conversation"]) for row in task_rows]
-    with_answers = [(row["input_ids"], indices) for row in rows if (indices := _answer_positions(row["labels"]))]
+    with_answers = []
+    for row in rows:
+        labels = row["labels"]  # position p predicts token p + 1
+        if positions := [i - 1 for i, label in enumerate(labels) if i and label != IGNORE_INDEX]:
+            with_answers.append((row["input_ids"], positions))
     if not with_answers:
         raise DataError("prepare.split.test: no test row has an answer token to compare; prepare more test rows")
     probe_rows = _thin_positions(with_answers, export.parity_positions)
+    prompts = [tokenization.encode_prompt(tokenizer, conversation.context) for conversation in conversations]
+    # Without a special token before it, SentencePiece would insert a space at the beginning of a text, which some
+    # formats cannot express in a file. In a conversation, other tokens always precede the text.
+    prefix = tokenizer.eos_token or ""
+    texts = [*(prefix + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts[:PROMPT_TEXTS])]
     return ProbeInputs(
         rows=[list(ids) for ids, _ in probe_rows],
         positions=[positions for _, positions in probe_rows],
         targets=[[ids[position + 1] for position in positions] for ids, positions in probe_rows],
-        prompts=[tokenization.encode_prompt(tokenizer, conversation.context) for conversation in conversations],
+        prompts=prompts,
         expected=[conversation.response.strip() for conversation in conversations],
         metric=task_metric(settings),
         end_ids=list(end_ids),
         max_new_tokens=settings.evaluate.max_new_tokens,
         groups=[row["group"] for row in task_rows],
-        texts=build_probe_texts(
-            tokenizer,
-            [
-                tokenization.encode_prompt(tokenizer, conversation.context)
-                for conversation in conversations[:PROMPT_TEXTS]
-            ],
-        ),
+        texts=texts,
     )
-
-
-def build_probe_texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Return difficult texts, each after a special token as in a conversation, and decoded prompts.
-
-    Without the special token, SentencePiece would insert a space at the beginning of a text, which some formats cannot
-    express in a file. In a conversation, other tokens always precede the text.
-    """
-    prefix = tokenizer.eos_token or ""
-    return [*(prefix + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
 def task_metric(settings: Settings) -> Metric:
@@ -191,11 +184,6 @@ def spread_indices(count: int, limit: int) -> list[int]:
     """Return at most `limit` indices below `count`, ascending and evenly spread."""
     number = min(count, limit)
     return [i * count // number for i in range(number)]
-
-
-def _answer_positions(labels: Sequence[int]) -> list[int]:
-    """Return the positions whose next token is an answer token: position p predicts token p + 1."""
-    return [index - 1 for index, label in enumerate(labels) if index and label != IGNORE_INDEX]
 
 
 def _thin_positions(rows: Sequence[tuple[Any, list[int]]], budget: int) -> list[tuple[Any, list[int]]]:

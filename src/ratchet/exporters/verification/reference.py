@@ -5,6 +5,7 @@ base(x) + sum of w_i (adapter_i(x) - base(x)), which is correct for LoRA and DoR
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ def compute_in_float32(model: Model) -> Model:
     """
     for module in model.modules():
         if isinstance(module, Linear4bit) and module.compute_dtype not in (None, torch.float32):
-            module.forward = _DequantizedForward(module)
+            module.forward = functools.partial(_compute_dequantized, module)
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.float()
@@ -109,19 +110,12 @@ def compute_in_float32(model: Model) -> Model:
     return model
 
 
-class _DequantizedForward:
-    """Forward pass of a 4-bit layer in float32, with weights rounded as in the layer's own forward pass."""
-
-    def __init__(self, layer: Linear4bit) -> None:
-        self._layer = layer
-        self._dtype = layer.compute_dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        state = copy.copy(self._layer.weight.quant_state)
-        state.dtype = self._dtype
-        weight = dequantize_4bit(self._layer.weight.data, state).float()
-        bias = self._layer.bias
-        return functional.linear(x.float(), weight, None if bias is None else bias.float())
+def _compute_dequantized(layer: Linear4bit, x: Tensor) -> Tensor:
+    """Compute a 4-bit layer in float32, with weights rounded as in the layer's own forward pass."""
+    state = copy.copy(layer.weight.quant_state)
+    state.dtype = layer.compute_dtype
+    weight = dequantize_4bit(layer.weight.data, state).float()
+    return functional.linear(x.float(), weight, None if layer.bias is None else layer.bias.float())
 
 
 # Several adapters.
@@ -180,31 +174,25 @@ def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
                 module.scaling[name] *= weights[name]
             module.set_adapter(names, inference_mode=True)
         elif isinstance(module, LoraLayer):
-            module.forward = _WeightedAdaptersForward(module, weights)
+            available = module.lora_A.keys() | module.lora_embedding_A.keys()
+            own_weights = {name: weight for name, weight in weights.items() if name in available}
+            module.forward = functools.partial(_sum_adapters, module, own_weights)
         elif isinstance(module, TrainableTokensWrapper):
             _combine_token_rows(module, weights)
         elif isinstance(module, ModulesToSaveWrapper):
             _combine_saved_modules(module, weights)
 
 
-class _WeightedAdaptersForward:
-    """Forward pass of a peft layer with several adapters: base(x) + sum of w_i (adapter_i(x) - base(x))."""
-
-    def __init__(self, layer: Any, weights: dict[str, float]) -> None:
-        self._layer = layer
-        available = layer.lora_A.keys() | layer.lora_embedding_A.keys()
-        self._weights = {name: weight for name, weight in weights.items() if name in available}
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer = self._layer
-        base: Tensor = layer.base_layer(x, *args, **kwargs)
-        if layer.disable_adapters:
-            return base
-        total = base.clone()
-        for name, weight in self._weights.items():
-            layer._active_adapter = [name]
-            total += weight * (type(layer).forward(layer, x, *args, **kwargs) - base)
-        return total
+def _sum_adapters(layer: Any, weights: dict[str, float], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a peft layer with several adapters: base(x) + sum of w_i (adapter_i(x) - base(x))."""
+    base: Tensor = layer.base_layer(x, *args, **kwargs)
+    if layer.disable_adapters:
+        return base
+    total = base.clone()
+    for name, weight in weights.items():
+        layer._active_adapter = [name]
+        total += weight * (type(layer).forward(layer, x, *args, **kwargs) - base)
+    return total
 
 
 def _combine_token_rows(wrapper: Any, weights: dict[str, float]) -> None:

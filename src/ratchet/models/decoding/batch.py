@@ -29,7 +29,6 @@ class DecodingRequest:
     """A prompt to answer."""
 
     index: int
-    """Identifies the prompt for the caller."""
     ids: tuple[int, ...]
     stream: str
     """Key of the answer's random stream (`token_choice.noise_stream_key`); unused at temperature 0."""
@@ -83,7 +82,6 @@ class DecodingRow:
     ids: list[int] = field(default_factory=list)
     nats: float = 0.0
     scale: float = 0.0
-    """Greatest absolute logit so far."""
     has_nonfinite_logits: bool = False
     """True if the batch gave logits that are not finite; the row's cached keys may then not be finite either."""
 
@@ -157,19 +155,11 @@ class DecodingBatch(Protocol):
         """Return the number of padded tokens held."""
 
 
-class LastPositionPass(ForwardPass):
-    """A forward pass that computes the logits of the last position."""
-
-    def __init__(
-        self, model: Model, ids: Tensor, forward_kwargs: dict[str, Any], cache: Any = None, make_cache: bool = False
-    ):
-        self._forward_kwargs = forward_kwargs
-        super().__init__(model, ids, (ids.shape[1] - 1, ids.shape[1]), cache=cache, make_cache=make_cache)
-
-    def logits(self) -> Tensor:
-        """Return logits [rows, vocabulary]."""
-        ((_, logits),) = self.pieces()
-        return logits[:, 0]
+def _compute_last_logits(model: Model, ids: Tensor, **options: Any) -> Tensor:
+    """Return logits [rows, vocabulary] of the last position; `options` are those of ForwardPass."""
+    forward_pass = ForwardPass(model, ids.to(model.device), (ids.shape[1] - 1, ids.shape[1]), **options)
+    ((_, logits),) = forward_pass.pieces()
+    return logits[:, 0]
 
 
 def compute_reference_logits(model: Model, ids: Sequence[int]) -> Tensor:
@@ -177,18 +167,15 @@ def compute_reference_logits(model: Model, ids: Sequence[int]) -> Tensor:
 
     This pass decides doubtful tokens.
     """
-    return LastPositionPass(model, torch.tensor([list(ids)], device=model.device), {}).logits()
+    return _compute_last_logits(model, torch.tensor([list(ids)]))
 
 
 class KvCacheBatch:
-    """Rows of a model whose cache holds only keys and values."""
+    """Rows of a model whose cache holds only keys and values, and which takes an attention mask and position ids."""
 
-    def __init__(self, model: Model, pad: int, before_pass: BeforePass, supports_joining: bool = True) -> None:
-        """Create an empty batch.
+    supports_joining = True
 
-        If `supports_joining`, passes get an attention mask and position ids, so rows may differ in length.
-        """
-        self.supports_joining = supports_joining
+    def __init__(self, model: Model, pad: int, before_pass: BeforePass) -> None:
         self._model, self._pad, self._before_pass = model, pad, before_pass
         self._window = _CacheWindow()
         self._cache = Cache(layer_class_to_replicate=lambda: _KvCacheLayer(self._window))
@@ -213,7 +200,11 @@ class KvCacheBatch:
         # A row that is shorter than `width` is padded and computed completely.
         ids = [[self._pad] * (width - len(row)) + list(row[-width:]) for row in rows]
         for i, row in enumerate(rows):
-            self._copy_prefix(first + i, len(row), max(0, len(row) - width))
+            if count := max(0, len(row) - width):  # tokens of the prefix that are not computed again
+                columns = slice(self._end - len(row), self._end - len(row) + count)
+                for layer, (keys, values) in zip(self._layers, self._prefix_layers, strict=True):
+                    layer.keys[first + i, :, columns] = keys[0, :, :count]
+                    layer.values[first + i, :, columns] = values[0, :, :count]
         self._before_pass(len(rows) * longest)
         lengths = [len(row) for row in rows]
         logits = self._run(ids, first, lengths)
@@ -242,7 +233,11 @@ class KvCacheBatch:
             if index >= len(order):
                 break
             if order[index] not in kept:
-                self._move(len(order) - 1, index)
+                source = len(order) - 1
+                columns = slice(self._end - self._lengths[source], self._end)
+                for layer in self._layers:
+                    layer.keys[index, :, columns] = layer.keys[source, :, columns]
+                    layer.values[index, :, columns] = layer.values[source, :, columns]
                 order[index] = order.pop()
         self._lengths = [self._lengths[i] for i in order]
         return order
@@ -250,24 +245,24 @@ class KvCacheBatch:
     def _run(self, ids: Sequence[Sequence[int]], first: int, lengths: Sequence[int]) -> Tensor:
         """Read the last tokens (`ids`) of adjacent rows from index `first`; keys of earlier tokens are in the cache."""
         columns, width, device = max(lengths), len(ids[0]), self._model.device
-        self._window.set(slice(first, first + len(ids)), self._end - columns, self._end, width)
-        forward_kwargs: dict[str, Tensor] = {}
-        if self.supports_joining:
-            row_lengths = torch.tensor(lengths).unsqueeze(1)
-            position = torch.arange(columns) - (columns - row_lengths)
-            forward_kwargs["position_ids"] = position[:, -width:].clamp(min=0).to(device)
-            forward_kwargs["attention_mask"] = (position >= 0).long().to(device)
-        tokens = torch.tensor([list(row) for row in ids], device=device)
-        return LastPositionPass(self._model, tokens, forward_kwargs, self._cache).logits()
+        window = self._window
+        window.row_slice, window.width = slice(first, first + len(ids)), width
+        window.start, window.end = self._end - columns, self._end
+        position = torch.arange(columns) - (columns - torch.tensor(lengths).unsqueeze(1))
+        forward_kwargs = {
+            "position_ids": position[:, -width:].clamp(min=0).to(device),
+            "attention_mask": (position >= 0).long().to(device),
+        }
+        tokens = torch.tensor([list(row) for row in ids])
+        return _compute_last_logits(self._model, tokens, cache=self._cache, forward_kwargs=forward_kwargs)
 
     def _read_prefix(self, prefix: tuple[int, ...]) -> None:
         self._before_pass(len(prefix))
-        forward_pass = LastPositionPass(
-            self._model, torch.tensor([prefix], device=self._model.device), {}, DynamicCache(), make_cache=True
-        )
-        if not is_plain_kv_cache(forward_pass.cache):
-            raise TypeError(f"{type(forward_pass.cache).__name__} holds more than keys and values")
-        self._prefix_layers = [(layer.keys, layer.values) for layer in forward_pass.cache.layers]
+        cache = DynamicCache()
+        _compute_last_logits(self._model, torch.tensor([prefix]), cache=cache)
+        if not is_plain_kv_cache(cache):
+            raise TypeError(f"{type(cache).__name__} holds more than keys and values")
+        self._prefix_layers = [(layer.keys, layer.values) for layer in cache.layers]
         self._prefix = prefix
         for i, (keys, values) in enumerate(self._prefix_layers):
             if i >= len(self._cache.layers):
@@ -278,20 +273,6 @@ class KvCacheBatch:
     def _layers(self) -> list["_KvCacheLayer"]:
         layers: list[_KvCacheLayer] = self._cache.layers
         return layers
-
-    def _copy_prefix(self, row: int, length: int, count: int) -> None:
-        """Copy the first `count` tokens of the prefix to where a row of this length starts."""
-        if count:
-            start = self._end - length
-            for layer, (keys, values) in zip(self._layers, self._prefix_layers, strict=True):
-                layer.keys[row, :, start : start + count] = keys[0, :, :count]
-                layer.values[row, :, start : start + count] = values[0, :, :count]
-
-    def _move(self, source: int, target: int) -> None:
-        columns = slice(self._end - self._lengths[source], self._end)
-        for layer in self._layers:
-            layer.keys[target, :, columns] = layer.keys[source, :, columns]
-            layer.values[target, :, columns] = layer.values[source, :, columns]
 
     def _make_room(self, rows: int, longest: int, more_columns: int = 0) -> None:
         """Shift columns or enlarge buffers for `rows` rows, a row of `longest` tokens, and `more_columns` after it."""
@@ -311,16 +292,19 @@ class KvCacheBatch:
             layer.grow()
 
 
+@dataclass
 class _CacheWindow:
-    """The rows and columns that a pass reads and writes; all layers share it."""
+    """Size of the buffers, and the part that a pass uses; all layers share it.
 
-    def __init__(self) -> None:
-        self.rows, self.columns = 0, 0
-        self.row_slice, self.start, self.end, self.width = slice(0), 0, 0, 0
+    A pass reads `row_slice` and the columns from `start` to `end`, and writes the last `width` of these columns.
+    """
 
-    def set(self, row_slice: slice, start: int, end: int, width: int) -> None:
-        """Let the next pass read `row_slice` and columns start..end - 1, and write the last `width` columns."""
-        self.row_slice, self.start, self.end, self.width = row_slice, start, end, width
+    rows: int = 0
+    columns: int = 0
+    row_slice: slice = field(default_factory=lambda: slice(0))
+    start: int = 0
+    end: int = 0
+    width: int = 0
 
 
 class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -375,16 +359,18 @@ class _KvCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def grow(self) -> None:
         """Enlarge the buffers to the size of the window."""
         if self.is_initialized and self.keys.shape[0::2] != (self._window.rows, self._window.columns):
-            self.keys, self.values = self._enlarged(self.keys), self._enlarged(self.values)
-
-    def _enlarged(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self._window.rows, old.shape[1], self._window.columns, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_zeros(self._window.rows, old.shape[1], self._window.columns, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                setattr(self, name, new)
 
 
 class UniformLengthBatch:
-    """Rows of equal length for a model with its own kind of cache; ended rows stay in the cache until all end."""
+    """Rows of equal length for a model that takes no mask or no positions, or has its own kind of cache (Mamba).
+
+    Rows that ended stay in the cache until all end.
+    """
 
     supports_joining = False
 
@@ -420,7 +406,7 @@ class UniformLengthBatch:
         return list(indices)
 
     def _run(self, ids: Tensor) -> Tensor:
-        return LastPositionPass(self._model, ids.to(self._model.device), self._forward_kwargs, make_cache=True).logits()
+        return _compute_last_logits(self._model, ids, make_cache=True, forward_kwargs=self._forward_kwargs)
 
 
 class UncachedBatch:

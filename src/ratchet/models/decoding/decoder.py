@@ -1,10 +1,9 @@
 """Answers many prompts in batches; each answer is the same as if its prompt were decoded alone.
 
 Prompts are fetched in windows and read longest first. When a row (a prompt and the tokens generated for it) ends, a
-waiting row takes its place. The plain pass of a row (one row, no padding, no cache, the whole text) defines its answer.
-A token is taken from a batch only if its lead over all other tokens is larger than any rounding error. A mean
-log-probability is taken from a batch only if rounding errors cannot change its reported value. Otherwise the plain pass
-decides. So batches, restarts and out-of-memory errors do not change a byte of an answer.
+waiting row takes its place. The plain pass of a row (one row, no padding, no cache, the whole text) defines its answer:
+it decides each token whose lead in the batch, and each mean log-probability whose last digit, rounding could have
+changed. So batches, restarts and out-of-memory errors do not change a byte of an answer.
 """
 
 import math
@@ -88,8 +87,8 @@ class BatchingMethod:
     """A way to decode rows together."""
 
     name: str
-    """`joined`: rows join and leave at any time. `even`: rows of one length start together. `own cache`: like `even`,
-    for a model whose cache holds more than keys and values. `alone`: each row is read from its start for each token."""
+    """`joined`: rows join and leave at any time. `even`: rows of one length start together. `alone`: each row is read
+    from its start for each token."""
     create_batch: Callable[[], DecodingBatch]
     error_units: float
     """Greatest measured difference from the logits of plain passes, in units of eps x the greatest absolute logit (see
@@ -101,35 +100,26 @@ def choose_batching_method(
 ) -> BatchingMethod:
     """Return the first method whose logits equal those of plain passes except for rounding.
 
+    Raises out-of-memory errors (`oom.is_out_of_memory`) of a forward pass.
+
     Args:
         prompts: some prompts, of different length if possible; all start with `prefix`.
-
-    Raises:
-        An out-of-memory error (`oom.is_out_of_memory`) of a forward pass.
     """
     candidates: dict[str, Callable[[], DecodingBatch]] = {
         "joined": partial(KvCacheBatch, model, pad, before_pass),
-        "even": partial(KvCacheBatch, model, pad, before_pass, False),
-        "own cache": partial(UniformLengthBatch, model, pad, before_pass),
+        "even": partial(UniformLengthBatch, model, pad, before_pass),
     }
     for name, create_batch in candidates.items():
-        error_units = _measure_method_error(model, create_batch, prompts, prefix)
-        if error_units is not None:
-            return BatchingMethod(name, create_batch, error_units)
+        try:
+            with torch.no_grad():
+                error_units = _exercise_batch(model, create_batch(), prompts, prefix)
+        except Exception as error:  # a model's own code may raise anything for an unsupported call
+            if oom.is_out_of_memory(error):
+                raise
+        else:
+            if error_units is not None:
+                return BatchingMethod(name, create_batch, error_units)
     return BatchingMethod("alone", partial(UncachedBatch, model, before_pass), 0.0)
-
-
-def _measure_method_error(
-    model: Model, create_batch: Callable[[], DecodingBatch], prompts: Sequence[Sequence[int]], prefix: tuple[int, ...]
-) -> float | None:  # fmt: skip
-    """Return the greatest logit difference in units; None if the method fails, or differs by more than rounding."""
-    try:
-        with torch.no_grad():
-            return _exercise_batch(model, create_batch(), prompts, prefix)
-    except Exception as error:  # a model's own code may raise anything for an unsupported call
-        if oom.is_out_of_memory(error):
-            raise
-        return None
 
 
 def _exercise_batch(
@@ -206,11 +196,11 @@ class ExactTokenSelector:
         """Choose a token for each row; the row's plain pass decides doubtful tokens.
 
         Args:
-            rows: rows of the batch.
             logits: [rows, vocabulary].
         """
         streams = [(row.request.stream, len(row.ids)) for row in rows]
-        chosen = self._sampler.choose(logits, streams, self._bound if self._settings.exact else 0.0)
+        bound = 0.0 if self._is_unbatched or not self._settings.exact else self._units * self._eps
+        chosen = self._sampler.choose(logits, streams, bound)
         self.figures["tokens_chosen"] += len(rows)
         for i, row in enumerate(rows):
             if chosen.is_certain[i]:
@@ -221,7 +211,10 @@ class ExactTokenSelector:
             plain = self._sampler.choose(plain_logits, streams[i : i + 1], 0.0)
             row.has_nonfinite_logits |= not chosen.is_finite[i]
             if chosen.is_finite[i] and plain.is_finite[0]:
-                self._record_error(relative_logit_difference(logits[i], plain_logits[0]) / self._eps)
+                error_units = relative_logit_difference(logits[i], plain_logits[0]) / self._eps
+                if 2 * error_units > self._units:
+                    self._on_event("bound", {"error_units": error_units, "bound_units": self._units})
+                    self._units = MARGIN * error_units
             for name in ("tokens", "nats", "is_finite", "scales"):
                 getattr(chosen, name)[i] = getattr(plain, name)[0]
         return chosen
@@ -247,17 +240,6 @@ class ExactTokenSelector:
                     row.request.index, tuple(ids), finish, self._compute_mean(row, ids, nats, scale)
                 )
         return results
-
-    @property
-    def _bound(self) -> float:
-        """Maximum error of a logit, relative to the row's greatest logit."""
-        return 0.0 if self._is_unbatched else self._units * self._eps
-
-    def _record_error(self, error_units: float) -> None:
-        """Raise the bound if a measured error exceeds half of the bound."""
-        if 2 * error_units > self._units:
-            self._on_event("bound", {"error_units": error_units, "bound_units": self._units})
-            self._units = MARGIN * error_units
 
     def _compute_mean(self, row: DecodingRow, ids: Sequence[int], nats: float, scale: float) -> float:
         """Return the rounded mean log-probability; one plain pass over the text decides doubtful rounding."""
@@ -321,31 +303,24 @@ def forecast_tokens(model: Model, rows: int, is_sampled: bool) -> int:
     config = base.config.get_text_config()
     weights = sum(tensor.nbytes for tensor in parameters.list_unique_tensors(model))
     free = MEMORY_SHARE * (capacity.measure_device(model.device).available_bytes - weights)
-    free -= decoding_bytes(model, rows, 0, is_sampled) + READ_TOKENS * _prefill_bytes_per_token(config)
-    return max(1, int(free // kv_cache_bytes_per_token(model, config)))
+    # One token in the widest layer, in float32.
+    hidden = int(config.hidden_size)
+    inner = _largest_setting(getattr(config, "intermediate_size", None) or 4 * hidden)
+    free -= decoding_bytes(model, rows, 0, is_sampled) + READ_TOKENS * 4 * (8 * hidden + 3 * inner)
+    return max(1, int(free // decoding_bytes(model, 0, 1, is_sampled)))
 
 
 def decoding_bytes(model: Model, rows: int, tokens: int, is_sampled: bool) -> int:
     """Return the bytes of keys and values of all padded tokens, of logits, and of the workspace of sampling."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
-    return rows * int(config.vocab_size) * (40 if is_sampled else 12) + tokens * kv_cache_bytes_per_token(model, config)
-
-
-def kv_cache_bytes_per_token(model: Model, config: Any) -> int:
-    """Return the bytes of one token's keys and values in all layers, plus half for unused columns of the buffers."""
-    hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     key_heads = _largest_setting(getattr(config, "num_key_value_heads", None) or heads)
-    head = int(getattr(config, "head_dim", None) or -(-hidden // heads))
+    head = int(getattr(config, "head_dim", None) or -(-int(config.hidden_size) // heads))
     sizes = [tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()]
-    return 3 * layers * key_heads * head * int(max(sizes, default=torch.float32.itemsize))
-
-
-def _prefill_bytes_per_token(config: Any) -> int:
-    """Return the bytes of one token in the widest layer, in float32."""
-    hidden = int(config.hidden_size)
-    return 4 * (8 * hidden + 3 * _largest_setting(getattr(config, "intermediate_size", None) or 4 * hidden))
+    # Keys and values in all layers, plus half for unused columns of the buffers.
+    token_bytes = 3 * int(config.num_hidden_layers) * key_heads * head * int(max(sizes, default=4))
+    return rows * int(config.vocab_size) * (40 if is_sampled else 12) + tokens * token_bytes
 
 
 def _largest_setting(value: Any) -> int:
@@ -371,8 +346,6 @@ class BatchDecoder:
         """Create a decoder for a model in evaluation mode.
 
         Args:
-            model: the model that answers.
-            settings: decoding settings.
             budget_tokens: initial budget of padded tokens; None: forecast from free memory.
             on_event: receives `method` (how rows are decoded together), `batch` (current figures), `budget` (the
                 budget changed) and `bound` (rounding errors are larger than assumed), each with its data.
@@ -404,15 +377,11 @@ class BatchDecoder:
         return {**self._counts, **self._selector.figures}
 
     def generate(self, prompts: Iterator[DecodingRequest], stop: Callable[[], bool]) -> Iterator[DecodingResult]:
-        """Yield each result when it is finished, in any order.
+        """Yield each result when it is finished, in any order. Raises ValueError if a prompt is empty.
 
         Args:
-            prompts: the requests.
             stop: called before every pass; once it returns True, nothing more is computed and unfinished rows are
                 dropped.
-
-        Raises:
-            ValueError: a prompt is empty.
         """
         drained = False
         while not stop():
@@ -452,8 +421,16 @@ class BatchDecoder:
                 method = self._method or self._probe_method()
                 if self._batch is None:
                     self._batch = method.create_batch()
-                self._reading = self._select_prompts(self._batch)
-                results = self._read_prompts(self._batch) if self._reading else self._step(self._batch)
+                self._reading = group = self._select_prompts(self._batch)
+                if group:
+                    rows, logits = group, self._batch.add([row.text() for row in group], group[0].shared_prefix)
+                else:
+                    rows, logits = self._active, self._batch.step([row.ids[-1] for row in self._active])
+                chosen = self._selector.choose(rows, logits)
+                finished = self._selector.find_finished(rows, chosen)
+                self._waiting = self._waiting[len(group) :]
+                self._active = [*self._active, *group]
+                results = self._commit(self._batch, len(self._active) - len(rows), chosen, finished)
         except Exception as error:
             if not oom.is_out_of_memory(error):
                 raise
@@ -493,7 +470,10 @@ class BatchDecoder:
         self._is_memory_limited = False
         if self._active and not batch.supports_joining:
             return []
-        new_tokens, active = self._expected_tokens(), len(self._active)
+        active, answers = len(self._active), self._counts["answers"]
+        new_tokens = self.settings.max_new_tokens
+        if answers >= KNOWN_ANSWERS:
+            new_tokens = 1 + int(EXPECTED_LENGTH_FACTOR * self._counts["answer_tokens"] / answers)
         longest = max((row.expected_length(new_tokens) for row in self._active), default=0)
         group: list[DecodingRow] = []
         for row in self._waiting[: self._max_rows - active]:
@@ -509,26 +489,6 @@ class BatchDecoder:
             group.append(row)
         is_worthwhile = len(group) >= MIN_JOIN_SHARE * (active + len(group)) or len(group) == len(self._waiting)
         return group if is_worthwhile else []
-
-    def _expected_tokens(self) -> int:
-        """Return the expected maximum number of new tokens of a row."""
-        if self._counts["answers"] < KNOWN_ANSWERS:
-            return self.settings.max_new_tokens
-        return 1 + int(EXPECTED_LENGTH_FACTOR * self._counts["answer_tokens"] / self._counts["answers"])
-
-    def _read_prompts(self, batch: DecodingBatch) -> list[DecodingResult]:
-        group = self._reading
-        logits = batch.add([row.text() for row in group], group[0].shared_prefix)
-        chosen = self._selector.choose(group, logits)
-        finished = self._selector.find_finished(group, chosen)
-        self._waiting = self._waiting[len(group) :]
-        self._active += group
-        return self._commit(batch, len(self._active) - len(group), chosen, finished)
-
-    def _step(self, batch: DecodingBatch) -> list[DecodingResult]:
-        logits = batch.step([row.ids[-1] for row in self._active])
-        chosen = self._selector.choose(self._active, logits)
-        return self._commit(batch, 0, chosen, self._selector.find_finished(self._active, chosen))
 
     def _commit(
         self, batch: DecodingBatch, first: int, chosen: TokenChoices, finished: dict[int, DecodingResult]

@@ -1,18 +1,16 @@
 """Chooses the next token, greedily or by sampling, and detects choices that rounding could have changed.
 
-Sampling uses Gumbel-max (E. J. Gumbel 1954; C. J. Maddison, D. Tarlow, T. Minka, "A* Sampling", 2014): the argmax of
-logit / temperature + independent standard Gumbel noise is a draw from the softmax. The noise is a function of (seed,
-row, sample, step), so a row's draws do not depend on other rows in the batch, on the order or on restarts. Two models
-get the same noise for the same prompt, so they give the same answer where their distributions agree. This reduces the
-variance of the estimated difference between the models.
+Sampling uses Gumbel-max (Gumbel 1954; Maddison et al., "A* Sampling", 2014): the argmax of logit / temperature +
+independent standard Gumbel noise is a draw from the softmax. The noise is a function of (seed, row, sample, step), so a
+row's draws depend neither on other rows nor on restarts, and two models get the same noise for the same prompt, which
+reduces the variance of their estimated difference.
 
-The nucleus (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) is defined by mass alone: a token
-belongs to it if all likelier tokens together have less mass than top_p. Of tokens with equal logits, all or none belong
-to it, so their order in a sort has no effect.
+The nucleus (Holtzman et al. 2020) is defined by mass alone: a token belongs to it if all likelier tokens together have
+less mass than top_p. Of tokens with equal logits, all or none belong to it.
 
-The batch changes the logits of a row only by rounding, because sums are taken in another order. A choice is certain if
-its lead over every other token is more than twice the maximum error of a logit (`bound`). The row's own plain pass
-decides all other choices; its bound is 0. So answers are those of plain passes and do not depend on batches.
+The batch changes the logits of a row only by rounding. A choice is certain if its lead over every other token is more
+than twice the maximum error of a logit (`bound`). The row's own plain pass, whose bound is 0, decides all other
+choices.
 """
 
 import math
@@ -50,7 +48,6 @@ class GumbelLogitsWarper:
 
     Args:
         streams: key of the random stream of each row; equal keys give equal noise.
-        temperature: divisor of the logits.
         columns: columns of the padded prompts, so that the first generated token is step 0 in every batch.
     """
 
@@ -71,14 +68,10 @@ def noise_stream_key(seed: int, row: str, sample: int) -> str:
     return digests.hash_json(["gumbel", seed, row, sample])
 
 
-def gumbel_noise(stream: str, step: int, count: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [count]. It is drawn on the CPU, because GPUs draw other numbers."""
-    return batched_gumbel_noise([(stream, step)], count)[0]
-
-
 def batched_gumbel_noise(streams: Sequence[tuple[str, int]], count: int) -> Tensor:
-    """Return noise for several streams, each at its step: float32 [streams, count]."""
-    # In float32 one number in 2**24 would be 0 or next to 1, and select a token of negligible probability.
+    """Return standard Gumbel noise of several streams, each at its step: float32 [streams, count]."""
+    # The noise is drawn on the CPU, because GPUs draw other numbers, and in float64, because in float32 one number in
+    # 2**24 would be 0 or next to 1, and select a token of negligible probability.
     uniform = torch.empty(len(streams), count, dtype=torch.float64)
     generator = torch.Generator()
     for row, (name, step) in zip(uniform, streams, strict=True):
@@ -98,7 +91,6 @@ class TokenChoices:
     is_finite: list[bool]
     """False if no token can be chosen: the logits hold NaN or positive infinity, or all are minus infinity."""
     scales: list[float]
-    """Greatest absolute finite logit."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Measures the memory of a machine, container or GPU, and of this process. Imports torch only for a GPU."""
 
-import os
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +88,4 @@ def _read_kilobyte_fields(path: Path) -> dict[str, int]:
 
 def disk_free_bytes(path: Path) -> int:
     """Return the free bytes for this user on the disk of `path`, which need not exist."""
-    existing = next(folder for folder in (path, *path.resolve().parents) if folder.exists())
-    statistics = os.statvfs(existing)
-    return statistics.f_bavail * statistics.f_frsize
+    return shutil.disk_usage(next(folder for folder in (path, *path.resolve().parents) if folder.exists())).free

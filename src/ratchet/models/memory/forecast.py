@@ -25,7 +25,7 @@ from ratchet.config.machine import Machine
 from ratchet.config.train import GradientCompressionSettings, Train
 from ratchet.config.units import MIB, format_bytes
 from ratchet.models import targets, weights
-from ratchet.models.device import Model, pick_dtype
+from ratchet.models.device import pick_dtype
 from ratchet.models.gradient_compression import GradientReducer
 from ratchet.models.memory import capacity, meta_model, parameters, trace
 from ratchet.models.memory.meta_model import ExtrapolatedMetaModel
@@ -65,7 +65,6 @@ class MemoryWorkload:
     """The largest micro-batches of a training."""
 
     rows: int
-    """Number of sequences of a micro-batch."""
     row_tokens: int
     """Tokens of the longest sequence; the other sequences are padded to this length."""
     learned_tokens: int
@@ -75,7 +74,6 @@ class MemoryWorkload:
     device: Device
     validation_rows: int = 0
     validation_tokens: int = 1
-    """Tokens of the longest validation row."""
     validation_learned_tokens: int = 1
     new_tokens: int = 0
     """Number of embedding rows that are trained."""
@@ -98,9 +96,7 @@ class MemoryWorkload:
         """Return the workload of one rank: its micro-batch is not larger than its part of a step.
 
         Args:
-            ranks: ranks on all machines.
             local_ranks: ranks that share this machine's memory; 1 if each has a GPU.
-            batch_rows: rows of a step (train.batch_size).
         """
         workload = replace(self, ranks=ranks, local_ranks=local_ranks)
         return replace(workload, rows=min(self.rows, workload.count_step_rows(batch_rows)))
@@ -109,23 +105,12 @@ class MemoryWorkload:
 def forecast(spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> MemoryForecast:
     """Forecast the peak memory of a training process, phase by phase.
 
-    Args:
-        spec: spec of the base.
-        settings: section train.
-        machine: activation_checkpointing and shard_base are used; `auto` counts as false.
-        work: micro-batches and number of ranks.
+    Raises SettingsError if the settings do not fit the model.
 
-    Raises:
-        SettingsError: the settings do not fit the model.
+    Args:
+        machine: activation_checkpointing and shard_base are used; `auto` counts as false.
     """
     return MemoryForecastBuilder(spec, settings, machine, work).forecast()
-
-
-def resolve_compute_dtype(settings: Train, device: Device) -> torch.dtype:
-    """Return the dtype of matrix products; for a GPU that is not present, `auto` counts as bfloat16."""
-    if device == "cuda" and settings.compute_dtype == "auto" and not torch.cuda.is_available():
-        return torch.bfloat16
-    return pick_dtype(settings.compute_dtype, torch.device(device))
 
 
 @dataclass
@@ -146,21 +131,37 @@ class MemoryForecastBuilder:
     def __post_init__(self) -> None:
         device, ranks = self.work.device, self.work.ranks
         self.on_gpu = device == "cuda"
-        self.dtype = resolve_compute_dtype(self.settings, device)
+        if self.on_gpu and self.settings.compute_dtype == "auto" and not torch.cuda.is_available():
+            self.dtype = torch.bfloat16
+        else:
+            self.dtype = pick_dtype(self.settings.compute_dtype, torch.device(device))
         self.meta_model = meta_model.build(self.spec, self.settings, self.dtype, device, self.work.new_tokens)
         self.granule_bytes = GRANULE_BYTES[device]
         self.teacher: OnlineTeacher | None = None
         self.teacher_sizes: BaseTensorSizes | None = None
-        if self.work.teacher is not None:
-            self.teacher, self.teacher_sizes = self._build_teacher(self.work.teacher)
-        self.adapters = self.meta_model.sum_over_blocks(self._adapter_bytes)
-        self.optimizer = self.meta_model.sum_over_blocks(self._optimizer_bytes)
-        self.gradients = self.meta_model.sum_over_blocks(self._gradient_bytes)
+        if (teacher := self.work.teacher) is not None:
+            model, self.teacher_sizes = meta_model.build_frozen(
+                teacher, derive_teacher_settings(self.settings), self.dtype
+            )
+            directory = teacher.directory or Path()
+            self.teacher = OnlineTeacher(model, teacher.embedding_rows, self.settings.distill, directory)
+        self.gradients = self._sum_over_trainable(lambda parameter: self._round_up(parameter.nbytes))
+        self.adapters = self.gradients
+        if self.settings.adapter == "adalora":  # sensitivity, its mean and its deviation for every element
+            self.adapters *= 4
+        if self.settings.initialization == "pissa":  # the initial matrices are kept
+            self.adapters *= 2
+        self.optimizer = self._sum_over_trainable(self._state_bytes)
         self.communication = measure_communication_memory(
             self.meta_model.trainable_parameters(), self.settings.gradient_compression, ranks, device
         )
         is_sharded = is_base_sharded(self.machine, ranks)
         self.shard_sizes = compute_shard_sizes(self.meta_model, ranks, self.granule_bytes) if is_sharded else None
+
+    def _sum_over_trainable(self, size: Callable[[Tensor], int]) -> int:
+        return self.meta_model.sum_over_blocks(
+            lambda model: sum(size(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        )
 
     def forecast(self) -> MemoryForecast:
         """Compute the forecast."""
@@ -171,29 +172,24 @@ class MemoryForecastBuilder:
         reducing = {"gradients": self.gradients, "communication": self.communication.peak_bytes}
         updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
         copying = {} if self.on_gpu else {"temporary": self._gathering_bytes()}
-        libraries = self._baseline_parts()
-        touched_libraries = {name: count + (0 if self.on_gpu else OPERATORS_BYTES) for name, count in libraries.items()}
         at_first_step = at_rest | {"communication": self.communication.buffer_bytes}
-        phases: list[tuple[Phase, Parts]] = [
-            ("baseline", {}),
-            ("loaded", self._loaded_parts()),
-            ("adapters", self._attached_parts()),
-            ("first_step", _choose_largest(at_first_step | first, at_rest | reducing, with_optimizer | updating)),
-            (
-                "steady",
-                _choose_largest(
-                    with_snapshots | steady,
-                    with_snapshots | reducing,
-                    with_snapshots | updating,
-                    with_snapshots | copying,
-                ),
-            ),
-            ("evaluation", with_snapshots | evaluation),
-        ]
-        phase_memories = tuple(
-            PhaseMemory(phase=name, parts=_drop_zeros((touched_libraries if parts else libraries) | parts))
-            for name, parts in phases
-        )
+        phases: dict[Phase, Parts] = {
+            "baseline": {},
+            "loaded": self._loaded_parts(),
+            "adapters": self._attached_parts(),
+            "first_step": _choose_largest(at_first_step | first, at_rest | reducing, with_optimizer | updating),
+            "steady": _choose_largest(*(with_snapshots | parts for parts in (steady, reducing, updating, copying))),
+            "evaluation": with_snapshots | evaluation,
+        }
+        phase_memories = []
+        resident = capacity.resident_bytes()
+        for name, parts in phases.items():
+            if self.on_gpu:
+                baseline = {"CUDA context": CUDA_CONTEXT_BYTES + CUBLAS_BYTES}
+            else:
+                baseline = {"libraries": resident + (OPERATORS_BYTES if parts else 0)}
+            nonzero = {part: count for part, count in (baseline | parts).items() if count}
+            phase_memories.append(PhaseMemory(phase=name, parts=nonzero))
         peak = max(phase.total_bytes for phase in phase_memories)
         return MemoryForecast(
             device=self.work.device,
@@ -203,7 +199,7 @@ class MemoryForecastBuilder:
             learned_tokens=self.work.learned_tokens,
             activation_checkpointing=self.machine.activation_checkpointing is True,
             shard_base=self.shard_sizes is not None,
-            phases=phase_memories,
+            phases=tuple(phase_memories),
             host_bytes=self._host_bytes() if self.on_gpu else peak,
             trainable_parameters=parameters.count_trainable_parameters(self.spec, self.settings, self.work.new_tokens),
             total_parameters=parameters.count_total_parameters(self.spec, self.settings, self.work.new_tokens),
@@ -256,26 +252,7 @@ class MemoryForecastBuilder:
         """Return the size of the largest tensor in the files of base and teacher."""
         return max(sizes.largest_source_bytes for sizes in (self.meta_model.base_sizes, self.teacher_sizes) if sizes)
 
-    def _build_teacher(self, spec: ModelSpec) -> tuple[OnlineTeacher, BaseTensorSizes]:
-        """Build the teacher without weights; return it with its tensor sizes."""
-        model, base_sizes = meta_model.build_frozen(spec, derive_teacher_settings(self.settings), self.dtype)
-        return OnlineTeacher(model, spec.embedding_rows, self.settings.distill, spec.directory or Path()), base_sizes
-
-    def _adapter_bytes(self, model: Model) -> int:
-        total = sum(self._round_up(p.nbytes) for p in model.parameters() if p.requires_grad)
-        if self.settings.adapter == "adalora":  # sensitivity, its mean and its deviation for every element
-            total += 3 * total
-        if self.settings.initialization == "pissa":  # the initial matrices are kept
-            total *= 2
-        return total
-
-    def _gradient_bytes(self, model: Model) -> int:
-        return sum(self._round_up(p.nbytes) for p in model.parameters() if p.requires_grad)
-
-    def _optimizer_bytes(self, model: Model) -> int:
-        return sum(self._state_bytes(p) for p in model.parameters() if p.requires_grad)
-
-    def _state_bytes(self, parameter: torch.Tensor) -> int:
+    def _state_bytes(self, parameter: Tensor) -> int:
         """Return the bytes of two moments: in the parameter's dtype, or with bitsandbytes in 8 bits if large."""
         elements = parameter.numel()
         if self.settings.optimizer == "adamw":
@@ -306,15 +283,16 @@ class MemoryForecastBuilder:
 
     # Traced parts.
 
-    def _batch(self, rows: int, tokens: int, learned_per_row: int, packed: bool) -> BatchShape:
-        return BatchShape(rows, tokens, rows * max(1, min(learned_per_row, tokens - 1)), packed, self.work.device)
-
     def _trace_phases(self) -> tuple[Parts, Parts, Parts]:
         """Return the parts of the first step, later steps and validation, without parts that exist all the time."""
         work, checkpointing = self.work, self.machine.activation_checkpointing is True
         models = self.meta_model.models
-        batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
-        validation_batch = self._batch(
+
+        def build_batch(rows: int, tokens: int, learned_per_row: int, packed: bool) -> BatchShape:
+            return BatchShape(rows, tokens, rows * max(1, min(learned_per_row, tokens - 1)), packed, work.device)
+
+        batch = build_batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
+        validation_batch = build_batch(
             work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False
         )
         # Gradients exist already when the later micro-batches of a step run.
@@ -325,10 +303,8 @@ class MemoryForecastBuilder:
         evaluation_traces = (
             [trace.trace_evaluation(model, validation_batch) for model in models] if work.validation_rows else []
         )
-        step, evaluation = (
-            self.meta_model.find_highest_peak(step_traces),
-            self.meta_model.find_highest_peak(evaluation_traces),
-        )
+        step = self.meta_model.find_highest_peak(step_traces)
+        evaluation = self.meta_model.find_highest_peak(evaluation_traces)
         gathered = {"gathered layers": GATHERED_LAYERS * self.shard_sizes.layer_bytes} if self.shard_sizes else {}
         if self.on_gpu:
             return step | gathered, step | gathered, evaluation | gathered
@@ -337,18 +313,16 @@ class MemoryForecastBuilder:
         evaluation_resident = self.meta_model.resident_bytes(heaps, evaluation_traces) if evaluation_traces else 0
         # Freed memory of gathered layers is trimmed only once per this number of bytes.
         untrimmed = min(weights.TRIM_EVERY_BYTES, 2 * self.shard_sizes.whole_bytes) if self.shard_sizes else 0
-        phases = (step, first_resident), (step, steady_resident), (evaluation, evaluation_resident)
-        first, steady, validation = (
-            _add_heap_overhead(live, resident + untrimmed) | gathered for live, resident in phases
-        )
-        return first, steady, validation
+        results = []
+        for live, resident in (
+            (step, first_resident), (step, steady_resident), (evaluation, evaluation_resident)
+        ):  # fmt: skip
+            # The allocator holds memory beyond live memory.
+            overhead = max(0, resident + untrimmed - sum(live.values()))
+            results.append(live | {"allocator": overhead} | gathered)
+        return results[0], results[1], results[2]
 
     # The device.
-
-    def _baseline_parts(self) -> Parts:
-        if self.on_gpu:
-            return {"CUDA context": CUDA_CONTEXT_BYTES + CUBLAS_BYTES}
-        return {"libraries": capacity.resident_bytes()}
 
     def _host_bytes(self) -> int:
         """Return the host memory of a training on a GPU: this process, plus data that is read or saved."""
@@ -376,17 +350,8 @@ class MemoryForecastBuilder:
         return tuple(notes)
 
 
-def _add_heap_overhead(live: Parts, resident_bytes: int) -> Parts:
-    """Add the memory that the allocator holds beyond live memory."""
-    return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
-
-
 def _choose_largest(*candidates: Parts) -> Parts:
     return max(candidates, key=lambda parts: sum(parts.values()))
-
-
-def _drop_zeros(parts: Parts) -> Parts:
-    return {name: count for name, count in parts.items() if count}
 
 
 # Fallbacks for `auto` settings, which need less memory and more time.
@@ -403,18 +368,18 @@ class MemoryFallback:
 
 def list_fallbacks(settings: Train, machine: Machine, ranks: int) -> Iterator[MemoryFallback]:
     """Yield the fallbacks that `auto` allows: cheapest first, all together last."""
-    options = []
+    options: list[tuple[dict[str, bool], str]] = []
     if machine.activation_checkpointing == "auto":
-        cost = "activations are recomputed, which takes a third more time"
-        options.append(({"activation_checkpointing": True}, cost))
+        options.append(
+            ({"activation_checkpointing": True}, "activations are recomputed, which takes a third more time")
+        )
     if machine.shard_base == "auto" and ranks > 1 and targets.sharding_obstacle(settings) is None:
         cost = f"the base is sharded among {ranks} ranks, so its layers are sent for every forward and backward pass"
         options.append(({"shard_base": True}, cost))
+    if len(options) == 2:
+        options.append((options[0][0] | options[1][0], f"{options[0][1]}; {options[1][1]}"))
     for values, cost in options:
         yield MemoryFallback(machine.model_copy(update=values), cost)
-    if len(options) > 1:
-        combined = {name: value for values, _ in options for name, value in values.items()}
-        yield MemoryFallback(machine.model_copy(update=combined), "; ".join(cost for _, cost in options))
 
 
 def choose_fallback(
@@ -422,8 +387,7 @@ def choose_fallback(
 ) -> MemoryFallback | None:  # fmt: skip
     """Return the cheapest fallback with which one row at a time fits into `available_bytes` per rank.
 
-    Returns:
-        None if no fallback fits.
+    Returns None if no fallback fits.
     """
     single = work.single_row()
     for fallback in list_fallbacks(settings, machine, work.ranks):
@@ -452,11 +416,6 @@ def find_largest_sizes(
 
     Rows are limited by a rank's part of a step, tokens by the model's context, the rank by the smallest side of a
     matrix. Tokens are accurate to 1 %.
-
-    Args:
-        builder: the sizes to change.
-        needed_bytes: memory that a rank needs with these sizes.
-        available_bytes: memory for a rank.
     """
     spec, settings, work = builder.spec, builder.settings, builder.work
 
@@ -467,15 +426,13 @@ def find_largest_sizes(
         return compute_needed(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
 
     def with_tokens(tokens: int) -> int:
-        ratio = tokens / work.row_tokens
-        learned_tokens, validation_learned, validation_tokens = (
-            max(1, int(ratio * count))
-            for count in (work.learned_tokens, work.validation_learned_tokens, work.validation_tokens)
-        )
-        changed = replace(work, row_tokens=tokens, learned_tokens=learned_tokens)
-        return compute_needed(
-            replace(changed, validation_tokens=validation_tokens, validation_learned_tokens=validation_learned)
-        )
+        def scale(count: int) -> int:
+            return max(1, int(tokens / work.row_tokens * count))
+
+        changed = replace(work, row_tokens=tokens, learned_tokens=scale(work.learned_tokens))
+        validation_learned = scale(work.validation_learned_tokens)
+        changed = replace(changed, validation_learned_tokens=validation_learned)
+        return compute_needed(replace(changed, validation_tokens=scale(work.validation_tokens)))
 
     def with_rank(rank: int) -> int:
         train = settings.model_copy(update={"rank": rank})
@@ -540,16 +497,10 @@ class BaseShardSizes:
     """Sizes of the sharded part of the base, in bytes."""
 
     whole_bytes: int
-    """Bytes of all sharded matrices."""
-    local_bytes: int
-    """Bytes of this rank's shards, with padding."""
+    remote_bytes: int
+    """Bytes that this rank does not keep; its shards have padding."""
     layer_bytes: int
     """Bytes of the gathered matrices of the largest layer."""
-
-    @property
-    def remote_bytes(self) -> int:
-        """Bytes that this rank does not keep."""
-        return self.whole_bytes - self.local_bytes
 
 
 def is_base_sharded(machine: Machine, ranks: int) -> bool:
@@ -560,38 +511,29 @@ def is_base_sharded(machine: Machine, ranks: int) -> bool:
 def compute_shard_sizes(base: ExtrapolatedMetaModel, ranks: int, granule_bytes: int) -> BaseShardSizes:
     """Compute shard sizes with an allocator that rounds to multiples of `granule_bytes`."""
 
-    def round_up(count: int) -> int:
-        return -(-count // granule_bytes) * granule_bytes
-
     def sum_matrices(size: Callable[[Tensor], int]) -> int:
-        def sum_over_model(model: Model) -> int:
-            return sum(
-                round_up(size(matrix))
+        return base.sum_over_blocks(
+            lambda model: sum(
+                -(-size(matrix) // granule_bytes) * granule_bytes
                 for block in find_blocks(model)[1]
                 for matrix in iterate_shardable_matrices(block)
             )
+        )
 
-        return base.sum_over_blocks(sum_over_model)
+    def share_bytes(matrix: Tensor) -> int:
+        """Return the bytes of a shard: matrices are split by rows, and padding makes all shards equal."""
+        rows = int(matrix.shape[0])
+        return -(-rows // ranks) * (int(matrix.nbytes) // rows)
 
     layers = (block for model in base.models for block in find_blocks(model)[1])
-    largest = max(
-        (sum(ranks * _share_bytes(matrix, ranks) for matrix in iterate_shardable_matrices(layer)) for layer in layers),
-        default=0,
-    )
-    return BaseShardSizes(
-        sum_matrices(lambda matrix: matrix.nbytes), sum_matrices(lambda matrix: _share_bytes(matrix, ranks)), largest
-    )
+    gathered = (sum(ranks * share_bytes(matrix) for matrix in iterate_shardable_matrices(layer)) for layer in layers)
+    whole = sum_matrices(lambda matrix: matrix.nbytes)
+    return BaseShardSizes(whole, whole - sum_matrices(share_bytes), max(gathered, default=0))
 
 
 def iterate_shardable_matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a decoder layer that are sharded: frozen, with at least two dimensions."""
     return (parameter for parameter in layer.parameters() if not parameter.requires_grad and parameter.dim() >= 2)
-
-
-def _share_bytes(matrix: Tensor, ranks: int) -> int:
-    """Return the bytes of a shard of a matrix that is split by its first dimension; padding makes all shards equal."""
-    rows = int(matrix.shape[0])
-    return -(-rows // ranks) * (int(matrix.nbytes) // rows)
 
 
 # Memory of gradient reduction: the real code reduces tensors without data, as in trace.py.
@@ -614,14 +556,7 @@ class CommunicationMemory:
 def measure_communication_memory(
     parameters: Sequence[nn.Parameter], settings: GradientCompressionSettings, ranks: int, device: Device
 ) -> CommunicationMemory:
-    """Measure one rank's memory for these trainable parameters on the meta device; zero if no reducer is needed.
-
-    Args:
-        parameters: all trainable parameters, in the order in which they are sent.
-        settings: section train.gradient_compression. Initial uncompressed sums need no more than later sums.
-        ranks: all ranks of the run.
-        device: training device.
-    """
+    """Measure one rank's memory for these trainable parameters on the meta device; zero if no reducer is needed."""
     if not parameters or (ranks == 1 and settings.method == "none"):
         return CommunicationMemory()
     for parameter in parameters:

@@ -1,10 +1,8 @@
 """Builds the trained model on the meta device, with 4-bit layers and adapters.
 
-If the decoder blocks repeat, two shorter models represent the model. Memory is a sum over blocks. If all periods of
-blocks are equal, each further period adds a fixed amount of memory at each point of the step. So a short and a long
-model (PERIODS_OF_SHORT_AND_LONG) determine the memory for any number of periods. This is exact if all periods are
-equal, which is checked first: blocks are compared by their classes, shapes, settings and adapters. Models whose blocks
-do not repeat are built whole.
+If the decoder blocks repeat, two shorter models (PERIODS_OF_SHORT_AND_LONG) represent the model: each further period of
+blocks adds a fixed amount of memory at each point of the step. This is exact if all periods are equal, which is checked
+first: blocks are compared by their classes, shapes, settings and adapters. Other models are built whole.
 """
 
 import warnings
@@ -48,7 +46,6 @@ class ExtrapolatedMetaModel:
     """For each of `models`: the number of first blocks and the number of last blocks whose peaks are used. The blocks
     between these are left out."""
     base_sizes: BaseTensorSizes
-    """Tensor sizes of the real model's base."""
 
     def extrapolate(self, values: tuple[int, ...]) -> int:
         """Return the real model's value, given the values of `models`."""
@@ -66,33 +63,29 @@ class ExtrapolatedMetaModel:
 
         The parameters of one period are repeated for the periods that the long model lacks.
         """
-        model, boundary = self.models[-1], self.boundary_blocks[-1]
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        trainable = [(name, p) for name, p in self.models[-1].named_parameters() if p.requires_grad]
+        built = [parameter for _, parameter in trainable]
         if not self.periods:
-            return [parameter for _, parameter in trainable]
+            return built
         short, long, real = self.periods
         (_, short_blocks), (stack, long_blocks) = map(find_blocks, self.models)
-        period = (len(long_blocks) - len(short_blocks)) // (long - short)
-        repeated = tuple(f"{stack}.{number}." for number in range(boundary[0], boundary[0] + period))
-        period_parameters = [parameter for name, parameter in trainable if name.startswith(repeated)]
-        end = max(
-            (position + 1 for position, (name, _) in enumerate(trainable) if name.startswith(repeated)), default=0
-        )
-        built = [parameter for _, parameter in trainable]
-        return built[:end] + (real - long) * period_parameters + built[end:]
+        period, first = (len(long_blocks) - len(short_blocks)) // (long - short), self.boundary_blocks[-1][0]
+        repeated = tuple(f"{stack}.{number}." for number in range(first, first + period))
+        positions = [position for position, (name, _) in enumerate(trainable) if name.startswith(repeated)]
+        end = positions[-1] + 1 if positions else 0
+        return built[:end] + (real - long) * [built[position] for position in positions] + built[end:]
 
     def find_highest_peak(self, traces: Sequence[AllocationTrace]) -> dict[str, int]:
         """Return the parts of the highest peak of any segment of the real model's step; empty without traces."""
         best: dict[str, int] = {}
-        if traces:
-            aligned = [
-                _align_peaks(trace, model, boundary)
-                for trace, model, boundary in zip(traces, self.models, self.boundary_blocks, strict=True)
-            ]
-            for segment, first in aligned[0].items():
-                peaks = [peaks_of_model[segment].parts for peaks_of_model in aligned]
-                parts = {part: self.extrapolate(tuple(peak[part] for peak in peaks)) for part in first.parts}
-                best = max(best, parts, key=lambda candidate: sum(candidate.values()))
+        aligned = [
+            _align_peaks(trace, model, boundary)
+            for trace, model, boundary in zip(traces, self.models, self.boundary_blocks, strict=bool(traces))
+        ]
+        for segment, first in aligned[0].items() if aligned else ():
+            peaks = [peaks_of_model[segment].parts for peaks_of_model in aligned]
+            parts = {part: self.extrapolate(tuple(peak[part] for peak in peaks)) for part in first.parts}
+            best = max(best, parts, key=lambda candidate: sum(candidate.values()))
         return best
 
     def resident_bytes(self, heaps: Sequence[MallocSimulator], traces: Sequence[AllocationTrace]) -> int:
@@ -132,15 +125,7 @@ def build(
 ) -> ExtrapolatedMetaModel:  # fmt: skip
     """Build the model that these settings train, or two models that represent it.
 
-    Args:
-        spec: spec of the base.
-        settings: section train.
-        dtype: dtype of matrix products.
-        device: training device.
-        new_tokens: embedding rows that are trained.
-
-    Raises:
-        SettingsError: targets, ranks or patterns do not fit the model.
+    Raises SettingsError if targets, ranks or patterns do not fit the model.
     """
     targets.check(spec, settings)
 
@@ -155,15 +140,13 @@ def build(
     full = build_plain()
     base_sizes = parameters.measure_base_sizes(full, settings)
     repetition = _find_repetition(full, settings)
-    lengths = PERIODS_OF_SHORT_AND_LONG[device]
+    lengths, all_blocks = PERIODS_OF_SHORT_AND_LONG[device], ((len(find_blocks(full)[1]), 0),)
     if repetition is None or repetition.count <= lengths[1]:
-        return ExtrapolatedMetaModel((quantize_and_adapt(full),), (), ((len(find_blocks(full)[1]), 0),), base_sizes)
+        return ExtrapolatedMetaModel((quantize_and_adapt(full),), (), all_blocks, base_sizes)
     models, boundary_blocks = [], []
     for periods, model in zip(lengths, (build_plain(), full), strict=True):
         if not _remove_periods(model, repetition, periods, settings):
-            return ExtrapolatedMetaModel(
-                (quantize_and_adapt(build_plain()),), (), ((len(find_blocks(full)[1]), 0),), base_sizes
-            )
+            return ExtrapolatedMetaModel((quantize_and_adapt(build_plain()),), (), all_blocks, base_sizes)
         models.append(quantize_and_adapt(model))
         # Two periods from the end, because the last block differs from all others.
         boundary_blocks.append((repetition.first + repetition.period, 2 * repetition.period + repetition.rest))
@@ -173,8 +156,7 @@ def build(
 def build_frozen(spec: ModelSpec, settings: Train, dtype: torch.dtype) -> tuple[Model, BaseTensorSizes]:
     """Build a frozen model without adapter for forward passes on the meta device; return it with its tensor sizes.
 
-    Raises:
-        SettingsError: a matrix does not fit into tensors of train.quantization_storage.
+    Raises SettingsError if a matrix does not fit into tensors of train.quantization_storage.
     """
     model = spec.model(dtype, settings.attention)
     base_sizes = parameters.measure_base_sizes(model, settings)

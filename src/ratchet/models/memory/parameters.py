@@ -1,17 +1,9 @@
 """Counts the bytes of a base model's tensors exactly, and the parameters of an adapter, without loading weights.
 
-Layout of a 4-bit matrix in bitsandbytes 0.50 (functional.quantize_4bit, QuantState), after Dettmers et al. 2023 (QLoRA,
-sections 2 and 3):
-
-    weights    two elements per byte, in tensors of train.quantization_storage
-    absmax     one constant per block of 64 elements: float32, or uint8 with double quantization
-    code       the 16 values of a 4-bit number, float32
-    with double quantization also
-    offset     mean of the constants, float32
-    absmax 2   one constant per 256 constants, float32
-    code 2     the 256 values of an 8-bit number, float32
-
-Matrices share none of these tensors: each has its own copy of both codes, 1,088 bytes.
+Tensors of a 4-bit matrix in bitsandbytes 0.50 (functional.quantize_4bit, QuantState; Dettmers et al. 2023): two
+elements per byte, in the dtype train.quantization_storage; one constant (absmax) per block of 64 elements, float32, or
+uint8 with double quantization; the 16 values of a 4-bit number. Double quantization adds the mean of the constants, one
+constant per 256 constants, and the 256 values of an 8-bit number, all in float32. Matrices share none of these tensors.
 
 transformers 5 quantizes exactly the layers of class `nn.Linear` or `Conv1D`. It does not quantize the output head (tied
 or not), fused experts (parameters, not layers), embeddings, and subclasses of `nn.Linear`.
@@ -19,7 +11,6 @@ or not), fused experts (parameters, not layers), embeddings, and subclasses of `
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -31,7 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.models.device import Model
-from ratchet.models.model_spec import LayerSpec, ModelSpec, list_layers
+from ratchet.models.model_spec import ModelSpec, list_layers
 from ratchet.models.targets import choose, layer_rank
 
 BLOCK_SIZE = 64
@@ -48,17 +39,12 @@ class BaseTensorSizes:
     """Sizes of the tensors of a frozen base. Bytes are those of the tensors, without rounding by the allocator."""
 
     quantized_bytes: int
-    """Bytes of all 4-bit matrices."""
     constants_bytes: int
-    """Bytes of the quantization constants of the 4-bit matrices."""
     plain_bytes: int
     """Bytes of all other tensors, including buffers."""
-    largest_plain_bytes: int
-    """Bytes of the largest tensor that is not quantized."""
     largest_source_bytes: int
     """Bytes of the largest tensor before quantization, in the compute dtype."""
     quantized_modules: tuple[str, ...]
-    """Names of 4-bit modules."""
     unquantized_layers: tuple[str, ...]
     """Layers of attention and MLP that are not in 4 bits although 4 bits were requested."""
     tensor_sizes: tuple[tuple[int, int], ...]
@@ -84,10 +70,8 @@ def estimate_base_sizes(spec: ModelSpec, settings: Train, compute_bytes: int) ->
 def measure_base_sizes(model: Model, settings: Train) -> BaseTensorSizes:
     """Compute the sizes of an existing unquantized model on any device, with weights in the compute dtype.
 
-    For a model that was loaded in 4 bits use `list_unique_tensors` instead.
-
-    Raises:
-        SettingsError: a matrix does not fit into tensors of train.quantization_storage.
+    For a model that was loaded in 4 bits use `list_unique_tensors` instead. Raises SettingsError if a matrix does not
+    fit into tensors of train.quantization_storage.
     """
     is_quantized = settings.quantization != "none"
     names = frozenset(list_quantized_modules(model)) if is_quantized else frozenset[str]()
@@ -107,10 +91,13 @@ def measure_base_sizes(model: Model, settings: Train) -> BaseTensorSizes:
         quantized_bytes=_total_size(quantized),
         constants_bytes=_total_size(constants),
         plain_bytes=_total_size(unquantized),
-        largest_plain_bytes=max(unquantized, default=0),
         largest_source_bytes=largest,
         quantized_modules=tuple(name for name, _ in model.named_modules() if name in names),
-        unquantized_layers=_list_unquantized_tensors(model, names) if is_quantized else (),
+        unquantized_layers=tuple(
+            layer.name for layer in list_layers(model) if layer.role in ("attention", "mlp") and layer.name not in names
+        )
+        if is_quantized
+        else (),
         tensor_sizes=tuple(sorted((quantized + constants + unquantized).items())),
     )
 
@@ -136,9 +123,10 @@ def list_quantized_modules(model: Model) -> list[str]:
 
     The rules are those of transformers' integrations.bitsandbytes.replace_with_bnb_linear.
     """
-    excluded = HfQuantizer.get_modules_to_not_convert(
-        model, _skipped_modules(model.config), model._keep_in_fp32_modules
-    )
+    # A 4-bit checkpoint lists the modules that are not quantized; None: transformers' default.
+    stored = getattr(model.config, "quantization_config", None) or {}
+    skipped = (stored if isinstance(stored, dict) else stored.to_dict()).get("llm_int8_skip_modules")
+    excluded = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
     return [
         name
         for name, module in model.named_modules()
@@ -147,9 +135,18 @@ def list_quantized_modules(model: Model) -> list[str]:
 
 
 def count_trainable_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
-    """Count trainable parameters: those of the adapters, and the embedding rows of added tokens."""
-    chosen = choose(spec.layers, settings.target_modules, spec.others)
-    return sum(_count_adapter_parameters(layer, settings) for layer in chosen) + _count_row_parameters(spec, new_tokens)
+    """Count trainable parameters: those of the adapters, and the embedding rows of added tokens.
+
+    An adapter has A [r, inputs] and B [outputs, r]; DoRA adds magnitudes of the outputs, AdaLoRA r singular values.
+    peft stores trained rows next to the embedding, and a tied head shares them.
+    """
+    heads = [layer for layer in spec.layers if layer.role == "head"]
+    total = new_tokens * (heads[0].inputs if heads else 0) * (1 if spec.tied_head else 2)
+    for layer in choose(spec.layers, settings.target_modules, spec.others):
+        rank = layer_rank(layer, settings)
+        total += rank * layer.count * (layer.inputs + layer.outputs)
+        total += {"lora": 0, "dora": layer.outputs, "adalora": rank}[settings.adapter]
+    return total
 
 
 def count_total_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0) -> int:
@@ -158,30 +155,6 @@ def count_total_parameters(spec: ModelSpec, settings: Train, new_tokens: int = 0
     if settings.adapter == "adalora":
         total += len(choose(spec.layers, settings.target_modules, spec.others))
     return total
-
-
-def _count_adapter_parameters(layer: LayerSpec, settings: Train) -> int:
-    """Count the parameters of a layer's adapter.
-
-    These are A [r, inputs] and B [outputs, r]; DoRA adds magnitudes of the outputs, AdaLoRA r singular values.
-    """
-    rank = layer_rank(layer, settings)
-    matrices = rank * layer.count * (layer.inputs + layer.outputs)
-    return matrices + {"lora": 0, "dora": layer.outputs, "adalora": rank}[settings.adapter]
-
-
-def _count_row_parameters(spec: ModelSpec, new_tokens: int) -> int:
-    """Count the trained rows of new tokens: peft stores them next to the embedding, and a tied head shares them."""
-    head = [layer for layer in spec.layers if layer.role == "head"]
-    width = head[0].inputs if head else 0
-    return new_tokens * width * (1 if spec.tied_head else 2)
-
-
-def _skipped_modules(config: Any) -> list[str] | None:
-    """Return the modules that a 4-bit checkpoint lists as unquantized; None for transformers' default."""
-    config_value = getattr(config, "quantization_config", None) or {}
-    quantization: dict[str, Any] = config_value if isinstance(config_value, dict) else config_value.to_dict()
-    return quantization.get("llm_int8_skip_modules")
 
 
 def _packed_bytes(elements: int, settings: Train, name: str) -> int:
@@ -200,12 +173,6 @@ def _constant_sizes(elements: int, double: bool) -> list[int]:
     if not double:
         return [blocks * _FLOAT32, _CODE_BYTES]
     return [blocks, _CODE_BYTES, _FLOAT32, -(-blocks // NESTED_BLOCK_SIZE) * _FLOAT32, _NESTED_CODE_BYTES]
-
-
-def _list_unquantized_tensors(model: Model, names: frozenset[str]) -> tuple[str, ...]:
-    return tuple(
-        layer.name for layer in list_layers(model) if layer.role in ("attention", "mlp") and layer.name not in names
-    )
 
 
 def _total_size(sizes: Counter[int]) -> int:

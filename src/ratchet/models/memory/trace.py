@@ -1,32 +1,28 @@
 """Traces every memory block that is alive while torch runs a training step without data: size, purpose and lifetime.
 
-The real classes run: transformers' model, peft's layers, bitsandbytes' 4-bit layers, our loss, autograd, activation
-checkpointing. Only their tensors are on the meta device, with shapes and lifetimes but without contents. Attention is
-dispatched to the operators that CPUs and GPUs use, because they save different tensors for the backward pass
-(FlashAttention, Dao et al. 2022, does not save the softmax).
+The real classes run (transformers' model, peft's and bitsandbytes' layers, our loss, autograd, checkpointing), with
+tensors on the meta device, which have shapes and lifetimes but no contents. Attention is dispatched to the operators
+that CPUs and GPUs use, because they save different tensors for the backward pass. A dispatch mode sees the result of
+every operation; a block lives from there until torch releases its storage. The mode also answers questions about tensor
+contents: how many positions are trained (`nonzero`), and whether a batch is packed.
 
-A dispatch mode sees the result of every operation; a block lives from there until torch releases its storage. The mode
-also answers questions about tensor contents: how many positions are trained (`nonzero`), and whether a batch is packed.
-Large workspaces inside operators are added.
-
-On a CPU, resident memory exceeds live memory, so glibc's malloc is simulated for these blocks. torch requests aligned
-blocks (posix_memalign). For each request, glibc 2.36 takes a block that is larger by alignment and a header, and frees
-the remainder. A freed block is then too small for the next request of the same size, unless it merged with its
-neighbours. Autograd's records (edges, versions, hooks: tens of bytes each, alive until the block's backward pass) are
-placed in those remainders and prevent the merge. So freed blocks serve only smaller requests, the heap grows, and its
-pages stay resident. On small models we measured twice the live memory. The simulation covers best fit, merging of free
-blocks, and large blocks that are mapped separately above a dynamic threshold (malloc/malloc.c: _int_malloc,
-_int_memalign, _int_free, sysmalloc). The simulation does not trim the heap.
+On a CPU, resident memory exceeds live memory (measured on small models: twice), so glibc's malloc is simulated for
+these blocks. For an aligned request (posix_memalign), glibc 2.36 takes a block that is larger by alignment and a
+header, and frees the remainder. The block, once freed, is too small for the next request of the same size, unless it
+merged with its neighbours; autograd's small records, alive until the block's backward pass, are placed in those
+remainders and prevent the merge. The simulation covers best fit, merging of free blocks, and large blocks that are
+mapped separately above a dynamic threshold (malloc/malloc.c: _int_malloc, _int_memalign, _int_free, sysmalloc), but no
+trimming.
 """
 
 import bisect
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -38,9 +34,9 @@ from torch.utils._pytree import tree_iter
 
 from ratchet.models import chunked_loss
 from ratchet.models.device import Model
-from ratchet.models.loss import SequenceBatch, answer_nll
+from ratchet.models.loss import SequenceBatch
 from ratchet.models.model_spec import find_blocks
-from ratchet.models.teacher import OnlineTeacher, OnlineTeacherTargets
+from ratchet.models.teacher import OnlineTeacher
 
 Device = Literal["cpu", "cuda"]
 Part = Literal["activations", "logits and loss", "dequantized weights", "gradients", "temporary"]
@@ -113,19 +109,12 @@ class MemoryPeak:
 class _AllocatedBlock:
     number: int
     storage_ref: "weakref.ref[Any]"
-    """Reference whose callback reports the release."""
     size_bytes: int
     part: Part
 
 
 class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
-    """Records live bytes by part, their peak in every segment, and all allocations and releases.
-
-    Args:
-        model: the model; its own tensors are not counted.
-        batch: sizes of the batch, which answer questions about tensor contents.
-        records_graph: True if a graph for the backward pass is recorded.
-    """
+    """Records live bytes by part, their peak in every segment, and all allocations and releases."""
 
     def __init__(self, model: Model, batch: BatchShape, records_graph: bool) -> None:
         super().__init__()
@@ -167,7 +156,13 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run_operator(func, args, kwargs or {})
-        part, extra = self._classify(func), workspace_bytes(func, args, kwargs or {}, self.batch.device)
+        direction, position, _ = self.segment
+        part: Part = "activations" if direction == "forward" or self.is_recomputing else "temporary"
+        if func.namespace == "bitsandbytes" and "dequantize" in str(func):
+            part = "dequantized weights"
+        elif position == "after":
+            part = "logits and loss"
+        extra = workspace_bytes(func, args, kwargs or {}, self.batch.device)
         if extra:
             self.events.append(AllocationEvent("work space", extra, self._current_graph()))
         for tensor in tree_iter(result):
@@ -175,7 +170,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._excluded and storage._cdata not in self._blocks:
                     self._add_block(storage, part)
-        self._update_peak(extra, classify_workspace(func))
+        self._update_peak(extra, "dequantized weights" if func.namespace == "bitsandbytes" else "temporary")
         if extra:
             self.events.append(AllocationEvent("work space", -1))
         return result
@@ -192,25 +187,18 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
             return _grouped_mm_on_meta(*args, **kwargs)
         return _run_on_meta(func, args, kwargs) if _creates_results(func) else func(*args, **kwargs)
 
-    def _classify(self, func: Any) -> Part:
-        if func.namespace == "bitsandbytes" and "dequantize" in str(func):
-            return "dequantized weights"
-        direction, position, _ = self.segment
-        if position == "after":
-            return "logits and loss"
-        return "activations" if direction == "forward" or self.is_recomputing else "temporary"
-
     def _add_block(self, storage: Any, part: Part) -> None:
         key, size = storage._cdata, -(-storage.nbytes() // self._granule) * self._granule
-        block = _AllocatedBlock(len(self.events), weakref.ref(storage, lambda _: self._remove_block(key)), size, part)
+
+        def remove(_: Any) -> None:
+            block = self._blocks.pop(key)
+            self.live[block.part] -= block.size_bytes
+            self.events.append(AllocationEvent(block.number, -1))
+
+        block = _AllocatedBlock(len(self.events), weakref.ref(storage, remove), size, part)
         self._blocks[key] = block
         self.live[part] += size
         self.events.append(AllocationEvent(block.number, size, self._current_graph()))
-
-    def _remove_block(self, key: int) -> None:
-        block = self._blocks.pop(key)
-        self.live[block.part] -= block.size_bytes
-        self.events.append(AllocationEvent(block.number, -1))
 
     def _current_graph(self) -> Any:
         """Return the part of the graph that is being recorded, or None."""
@@ -310,11 +298,6 @@ def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device
     return 0
 
 
-def classify_workspace(func: Any) -> Part:
-    """Return the part that the workspace of an operator belongs to."""
-    return "dequantized weights" if func.namespace == "bitsandbytes" else "temporary"
-
-
 # Training and validation steps without data.
 
 
@@ -338,11 +321,8 @@ class DeviceKernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it 
 def _attention_on_device(device: Device, arguments: dict[str, Any]) -> Tensor:
     """Run the kernel that `scaled_dot_product_attention` selects on the device (ATen: sdp_utils, attention.cpp)."""
     query, key, value = (arguments[name] for name in _ATTENTION_PARAMETERS[:3])
-    mask, dropout, is_causal = (
-        arguments.get("attn_mask"),
-        arguments.get("dropout_p", 0.0),
-        arguments.get("is_causal", False),
-    )
+    mask, dropout = arguments.get("attn_mask"), arguments.get("dropout_p", 0.0)
+    is_causal = arguments.get("is_causal", False)
     scale, enable_gqa = arguments.get("scale"), arguments.get("enable_gqa", False)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -math.inf)
@@ -381,33 +361,24 @@ def _attention_on_gpu(heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None,
 @contextmanager
 def _track_segments(model: Model, trace: AllocationTrace) -> Iterator[None]:
     """Report to the trace which block is running, forward and backward."""
-    blocks = list(find_blocks(model)[1])
-    handles: list[Any] = []
+    blocks = find_blocks(model)[1]
+    last = len(blocks) - 1
 
-    def make_enter_hook(number: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            trace.enter_segment(("forward", "block", number))
+    def enter(number: int, *_: Any) -> None:
+        trace.enter_segment(("forward", "block", number))
 
-        return hook
+    def leave(number: int, _: Any, __: Any, output: Any) -> None:
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: trace.enter_segment(("backward", "block", number)))
+        if number == last:
+            trace.enter_segment(("forward", "after", 0))
 
-    def make_leave_hook(number: int) -> Callable[..., None]:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            for tensor in tree_iter(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: trace.enter_segment(("backward", "block", number)))
-            if number == len(blocks) - 1:
-                trace.enter_segment(("forward", "after", 0))
-
-        return hook
-
-    for number, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(make_enter_hook(number)))
-        handles.append(block.register_forward_hook(make_leave_hook(number)))
-    try:
+    with ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            stack.callback(block.register_forward_pre_hook(partial(enter, number)).remove)
+            stack.callback(block.register_forward_hook(partial(leave, number)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -432,29 +403,25 @@ def _track_checkpointing(model: Model, trace: AllocationTrace) -> Iterator[None]
 
 
 @contextmanager
-def _use_deterministic_algorithms() -> Iterator[None]:
-    """Use deterministic algorithms as the worker does: some operators then need more memory."""
+def run_as_worker(device: Device) -> Iterator[None]:
+    """Compute as a worker does: with the device's kernels and deterministic algorithms, some of which need more memory.
+
+    The factors of fused experts are applied as in peft, but without autocast, which the meta device lacks.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextmanager
-def _fold_experts_without_autocast() -> Iterator[None]:
-    """Apply the factors of fused experts as peft does, but without autocast, which the meta device lacks."""
     original = layer._LoraFactorsProxy.forward
 
     def fold(proxy: Any, weight: Tensor) -> Tensor:
         return torch.baddbmm(weight, proxy.lhs, proxy.rhs, alpha=proxy.scaling)
 
+    torch.use_deterministic_algorithms(True)
     layer._LoraFactorsProxy.forward = fold
     try:
-        yield
+        with DeviceKernels(device):
+            yield
     finally:
         layer._LoraFactorsProxy.forward = original
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def trace_micro_batch(
@@ -463,32 +430,37 @@ def trace_micro_batch(
     """Trace the loss and gradient of one micro-batch; weights, adapters and optimizer are not counted.
 
     Args:
-        model: model with adapters on the meta device.
-        batch: the micro-batch.
         is_accumulated: True if gradients of an earlier micro-batch of the step exist.
-        checkpointing: `machine.activation_checkpointing`.
         teacher: teacher on the meta device that evaluates the micro-batch.
     """
     trace = AllocationTrace(model, batch, records_graph=True)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def label_gradient(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            trace.assign_part(parameter.grad, "gradients")
+
+    def enter_phase(phase: str) -> AbstractContextManager[None]:
+        if phase == "backward":
+            trace.enter_segment(("backward", "after", 0))
+        return nullcontext()
+
     checkpointing_context = _track_checkpointing(model, trace) if checkpointing else nullcontext()
-    with (
-        DeviceKernels(batch.device),
-        _use_deterministic_algorithms(),
-        _fold_experts_without_autocast(),
-        checkpointing_context,
-        _track_segments(model, trace),
-    ):
+    with run_as_worker(batch.device), checkpointing_context, _track_segments(model, trace):
         for parameter in trainable:
             parameter.grad = torch.empty_like(parameter) if is_accumulated else None
-            if is_accumulated:
-                trace.assign_part(parameter.grad, "gradients")
-        handles = [p.register_post_accumulate_grad_hook(_gradient_labeler(trace)) for p in trainable]
+            label_gradient(parameter)
+        handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trainable]
         model.train()
         with trace:
-            inputs = _build_meta_inputs(batch)
-            teacher_targets = None if teacher is None else _build_teacher_targets(teacher, inputs, trace)
-            chunked_loss.forward_backward(model, inputs, 1.0, _report_phases_to(trace), teacher_targets)
+            inputs = build_meta_inputs(batch)
+            teacher_targets = None
+            if teacher is not None:  # nothing of its outputs is saved for a backward pass
+                trace.exclude(teacher.model)
+                trace.records_graph = False
+                teacher_targets = teacher.compute_targets(inputs, lambda _: 0)
+                trace.records_graph = True
+            chunked_loss.forward_backward(model, inputs, 1.0, enter_phase, teacher_targets)
             del inputs, teacher_targets
         for handle in handles:
             handle.remove()
@@ -497,80 +469,28 @@ def trace_micro_batch(
     return trace
 
 
-def _build_teacher_targets(
-    teacher: OnlineTeacher, inputs: SequenceBatch, trace: AllocationTrace
-) -> OnlineTeacherTargets:
-    """Compute the teacher's targets of a micro-batch; nothing is saved for a backward pass."""
-    trace.exclude(teacher.model)
-    trace.records_graph = False
-    teacher_targets = teacher.compute_targets(inputs, lambda _: 0)
-    trace.records_graph = True
-    return teacher_targets
-
-
-def _gradient_labeler(trace: AllocationTrace) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            trace.assign_part(parameter.grad, "gradients")
-
-    return hook
-
-
 def trace_evaluation(model: Model, batch: BatchShape) -> AllocationTrace:
     """Trace a micro-batch of validation rows, without gradients."""
     trace = AllocationTrace(model, batch, records_graph=False)
     model.eval()
-    with (
-        DeviceKernels(batch.device),
-        _use_deterministic_algorithms(),
-        _fold_experts_without_autocast(),
-        _track_segments(model, trace),
-        torch.no_grad(),
-        trace,
-    ):
-        chunked_loss.compute_nll(model, _build_meta_inputs(batch))
+    with run_as_worker(batch.device), _track_segments(model, trace), torch.no_grad(), trace:
+        chunked_loss.compute_nll(model, build_meta_inputs(batch))
     return trace
 
 
-def saved_activation_bytes(model: Model, batch: BatchShape) -> int:
-    """Return the bytes that the forward pass saves for the backward pass, including the loss."""
-    trace = AllocationTrace(model, batch, records_graph=True)
-    model.train()
-    with DeviceKernels(batch.device), _use_deterministic_algorithms(), _fold_experts_without_autocast(), trace:
-        inputs = _build_meta_inputs(batch)
-        loss = answer_nll(model, inputs.input_ids, inputs.labels, inputs.position_ids).sum()
-        saved = trace.total_bytes()
-    del loss
-    return saved
-
-
-def _build_meta_inputs(batch: BatchShape) -> SequenceBatch:
+def build_meta_inputs(batch: BatchShape) -> SequenceBatch:
+    """Build the inputs of a micro-batch without contents."""
     shape = (batch.rows, batch.tokens)
     input_ids, labels = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
     positions = torch.empty(shape, dtype=torch.int64, device="meta") if batch.packed else None
     return SequenceBatch(input_ids, labels, positions)
 
 
-def _report_phases_to(trace: AllocationTrace) -> chunked_loss.Phase:
-    """Return a phase callback that reports the start of the body's backward pass to the trace."""
-
-    def enter_phase(phase: str) -> AbstractContextManager[None]:
-        if phase == "backward":
-            trace.enter_segment(("backward", "after", 0))
-        return nullcontext()
-
-    return enter_phase
-
-
 # Simulation of glibc's malloc.
 
 
 class MallocSimulator:
-    """Simulation of the main heap of a process. Addresses are offsets from its beginning.
-
-    Args:
-        threshold_bytes: initial size from which blocks are mapped separately.
-    """
+    """Simulation of the main heap of a process. Addresses are offsets from its beginning."""
 
     def __init__(self, threshold_bytes: int) -> None:
         self.peak_bytes = 0
@@ -613,20 +533,17 @@ class MallocSimulator:
         start, size = self._find_block(needed + ALIGNMENT_SLACK)
         if start is None:
             self._mapped += size
-        else:
-            size = self._split_remainder(start, needed, size, event.graph)
+        else:  # free the remainder, or let the graph hold it
+            remainder, graph = (start + needed, size - needed), event.graph
+            self._held_fraction += HELD_SHARE if graph is not None else 0.0
+            if graph is not None and self._held_fraction >= 1:
+                self._held_fraction -= 1
+                self._held_remainders[graph].append(remainder)
+            else:
+                self._free_block(*remainder)
+            size = needed
         self._live[event.key] = start, size
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-
-    def _split_remainder(self, start: int, needed: int, size: int, graph: Hashable) -> int:
-        """Free the remainder of a block, or let the graph hold it; return the new size of the block."""
-        self._held_fraction += HELD_SHARE if graph is not None else 0.0
-        if graph is not None and self._held_fraction >= 1:
-            self._held_fraction -= 1
-            self._held_remainders[graph].append((start + needed, size - needed))
-        else:
-            self._free_block(start + needed, size - needed)
-        return needed
 
     def _find_block(self, size: int) -> tuple[int | None, int]:
         """Return start and size of the smallest sufficient free block, or of new memory.
@@ -666,10 +583,10 @@ class MallocSimulator:
             start = neighbour
         if start + size in self._free:
             size += self._remove_free(start + size)
-        if start + size != self._top:
+        if start + size == self._top:
+            self._top = start
+        else:
             self._add_free(start, size)
-            return
-        self._top = start
 
     def _free_graph(self, graph: Hashable) -> None:
         for start, size in self._held_remainders.pop(graph, ()):

@@ -1,14 +1,12 @@
 """Serves a GGUF file by llama.cpp in a child process: the server, its client, and a runtime to verify files.
 
-The client ignores proxies. Greedy answers (GREEDY) use only llama.cpp's temperature sampler;
-temperature 0 selects the likeliest token. With other samplers, penalties or the sampling defaults of a GGUF file
-(`general.sampling.*`) would change answers. Log-probabilities are those of the model before any sampler
-(`post_sampling_probs` is off). The endpoints are described in llama.cpp's tools/server/README.md.
+Greedy answers (GREEDY) use only llama.cpp's temperature sampler, because other samplers, penalties or the sampling
+defaults of a GGUF file (`general.sampling.*`) would change answers. Log-probabilities are those of the model before any
+sampler. The endpoints are described in llama.cpp's tools/server/README.md.
 
 With keys and values in F32 and without flash attention, log-probabilities of an F32 file differ from transformers' by
-about 1e-5 nats. With llama.cpp's defaults (keys, values and flash attention in F16), they differ by 0.007 nats more on
-the same file, which would hide the effect of quantization. So a file is verified with the cache type `f32`. Its smoke
-prompts are answered with the default `f16`, as users serve the file.
+about 1e-5 nats; with llama.cpp's defaults (F16), by 0.007 nats more, which would hide the effect of quantization. So a
+file is verified with the cache type `f32`. Its smoke prompts are answered with `f16`, as users serve the file.
 """
 
 import json
@@ -85,12 +83,7 @@ class LlamaReply:
 
 
 class LlamaClient:
-    """Client of one llama.cpp server.
-
-    Args:
-        address: http://127.0.0.1:PORT.
-        source: the served file, for messages.
-    """
+    """Client of one llama.cpp server."""
 
     def __init__(self, address: str, source: str) -> None:
         self.address = address
@@ -104,18 +97,15 @@ class LlamaClient:
         )
 
     def request_bytes(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Send a request and return the response body. The method is POST if `body` is set, else GET.
+        """Send a request, POST if `body` is set, else GET, and return the response body.
 
         Raises:
             SettingsError: llama.cpp rejects the request, for example because the prompt is too long.
             RatchetError: the server ended, hangs, or failed.
         """
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
-            response = (
-                self._http.get(f"{self.address}{path}")
-                if body is None
-                else self._http.post(f"{self.address}{path}", content=json.dumps(body))
-            )
+            response = self._http.request(method, f"{self.address}{path}", content=content)
         except httpx2.HTTPError as error:
             raise RatchetError(f"{self.source}: {path}: {self.describe_no_answer(error)}; try again") from None
         if response.status_code == httpx2.codes.OK:
@@ -170,7 +160,6 @@ class LlamaClient:
         """Return token ids; the name of a special token in the text becomes this token.
 
         Args:
-            text: any text.
             add_special: prepend the tokenizer's initial tokens (such as `<s>`), as for a whole prompt.
         """
         body = {"content": text, "add_special": add_special, "parse_special": True}
@@ -191,9 +180,7 @@ class LlamaClient:
 
         The endpoint returns text only: its log-probabilities do not name every token (see `top_log_probabilities`).
         So the token ids come from /completion with the same prompt. The token counts of both replies must be equal.
-
-        Raises:
-            RatchetError: the token counts differ, or an error of `request_bytes`.
+        Raises RatchetError if the token counts differ, and like `request_bytes`.
         """
         prompt = self.tokenize(self.template(messages), add_special=True)
         body = {"messages": list(messages), "max_tokens": max_tokens, "cache_prompt": False}
@@ -219,33 +206,11 @@ class LlamaClient:
         if self._boundary_ids is None:
             self._boundary_ids = next((ids[-1:] for text in BOUNDARY_TEXTS if (ids := self.tokenize(text))), [])
         body = {
-            "prompt": [int(token) for token in prompt],
-            "n_predict": 1,
-            "n_probs": count,
-            "cache_prompt": cache_prompt,
-        }
-        body |= {
+            "prompt": [int(token) for token in prompt], "n_predict": 1, "n_probs": count, "cache_prompt": cache_prompt,
             "logit_bias": [[token, 1e6] for token in self._boundary_ids],
             "response_fields": ["completion_probabilities"],
-        }
+        }  # fmt: skip
         return self.request_bytes("/completion", {**GREEDY, **body})
-
-    def compute_margins(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, ...]:
-        """Return the lead in nats of the likeliest token over the second, at each token of a greedy answer.
-
-        Raises:
-            DamagedFileError: a log-probability is not a number.
-        """
-        margins = []
-        for position in range(len(answer)):
-            completion = json.loads(self.top_log_probabilities([*prompt, *answer[:position]], 2, position > 0))[
-                "completion_probabilities"
-            ]
-            first, second = (entry["logprob"] for entry in completion[0]["top_logprobs"])
-            if first is None or second is None:
-                raise DamagedFileError(f"{self.source}: llama.cpp's log-probabilities are NaN; export it again")
-            margins.append(float(first) - float(second))
-        return tuple(margins)
 
 
 def _read_error_message(content: bytes) -> str:
@@ -311,13 +276,10 @@ def start_server(
     """Start llama.cpp's server on a GGUF file and wait until it is ready.
 
     Args:
-        path: the file.
-        threads: CPU threads.
         context_tokens: maximum tokens of a conversation, prompt and answer.
         cache: `f16` is llama.cpp's default; `f32` keeps keys and values in F32 and disables flash attention, which
             shows the accuracy of the file's weights.
         port: port on 127.0.0.1; 0: any free port.
-        ready_s: maximum time in seconds until the server is ready.
 
     Raises:
         DamagedFileError: the file is not a GGUF file, or incomplete.
@@ -328,13 +290,23 @@ def start_server(
     if not path.is_file():
         raise DamagedFileError(f"{path}: the file is missing; export it again")
     options = ["--threads", threads, "--context", context_tokens, "--cache", cache, "--port", port, "--with-parent"]
-    server = _spawn_server(path, [sys.executable, "-P", "-m", MODULE, str(path.absolute()), *map(str, options)])
+    environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
+    with ExitStack() as streams:
+        log = streams.enter_context(tempfile.TemporaryFile())
+        process = subprocess.Popen(  # in its own process group, so that Ctrl-C reaches only this process
+            [sys.executable, "-P", "-m", MODULE, str(path.absolute()), *map(str, options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, process_group=0,
+        )  # fmt: skip
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                streams.enter_context(pipe)
+        server = LlamaServer(path, process, log, streams.pop_all())
     try:
-        line = _read_first_line(server.process, ready_s)
+        line = _read_first_line(process, ready_s)
         if line is None:
             raise RatchetError(f"{path}: llama.cpp was not ready after {ready_s:g} s; check disk speed and free memory")
         if not line:
-            raise _start_error(path, port, server.process.wait(), server.read_log_tail())
+            raise _start_error(path, port, process.wait(), server.read_log_tail())
         server.address = str(json.loads(line)["address"])
     except BaseException:
         server.close()
@@ -345,19 +317,6 @@ def start_server(
 def get_version() -> str:
     """Return the version of llama.cpp, identified by the version of the installed wheel."""
     return f"llama.cpp (xllamacpp {metadata.version('xllamacpp')})"
-
-
-def _spawn_server(path: Path, command: list[str]) -> LlamaServer:
-    environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
-    with ExitStack() as streams:
-        log = streams.enter_context(tempfile.TemporaryFile())
-        process = subprocess.Popen(  # in its own process group, so that Ctrl-C reaches only this process
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, process_group=0
-        )  # fmt: skip
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                streams.enter_context(pipe)
-        return LlamaServer(path, process, log, streams.pop_all())
 
 
 def _read_first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
@@ -377,7 +336,10 @@ def _read_first_line(process: subprocess.Popen[bytes], seconds: float) -> bytes 
 
 
 def _start_error(path: Path, port: int, code: int, log: Sequence[str]) -> RatchetError:
-    reason = _first_logged_error(log)
+    # The first logged error is the cause; later errors only report that loading failed.
+    errors = [match[1] for line in log if (match := ERROR_LINE.match(line))]
+    text = (errors or log[-1:] or ["its log is empty"])[0]
+    reason = re.sub(r"^((?:error loading model(?: vocabulary)?|error): )+", "", text).strip()
     if "bind HTTP server socket" in reason:
         return LockHeldError(f"port {port} of 127.0.0.1 is in use; stop the process that uses it, or set another port")
     if code < 0:
@@ -391,16 +353,9 @@ def _start_error(path: Path, port: int, code: int, log: Sequence[str]) -> Ratche
         return BaseModelError(
             f"{path}: llama.cpp's Jinja cannot read its chat template ({cause}); set a simpler base.chat_template"
         )
-    if not any(ERROR_LINE.match(line) for line in log):  # llama.cpp logged nothing: Python could not start it
+    if not errors:  # llama.cpp logged nothing: Python could not start it
         return RatchetError(f"{path}: llama.cpp could not be started ({reason}); check that xllamacpp is installed")
     return DamagedFileError(f"{path}: llama.cpp cannot load it ({reason}); export it again")
-
-
-def _first_logged_error(log: Sequence[str]) -> str:
-    """Return the first logged error, which is the cause; later errors only report that loading failed."""
-    errors = [match[1] for line in log if (match := ERROR_LINE.match(line))]
-    text = errors[0] if errors else (log[-1] if log else "its log is empty")
-    return re.sub(r"^((?:error loading model(?: vocabulary)?|error): )+", "", text).strip()
 
 
 def _describe_exit(code: int) -> str:
@@ -435,23 +390,17 @@ class LlamaRuntime:
         result = np.empty((len(positions), self._vocabulary), np.float32)
         for row, position in enumerate(positions):
             # The first position does not use the server's cache: otherwise its rounding would depend on earlier calls.
-            result[row] = self._distribution(
-                self._server.top_log_probabilities(ids[: position + 1], self._vocabulary, row > 0)
-            )
+            answer = self._server.top_log_probabilities(ids[: position + 1], self._vocabulary, row > 0)
+            entries = LOGPROB_ENTRY.findall(answer, answer.find(b'"top_logprobs":['))
+            tokens = np.array([token for token, _ in entries], np.int64)
+            values = np.array([value for _, value in entries], np.float64)
+            if not np.array_equal(np.sort(tokens), np.arange(self._vocabulary)):
+                raise DamagedFileError(
+                    f"{self._server.source}: llama.cpp returned probabilities of {len(set(tokens.tolist()))} tokens, "
+                    f"expected {self._vocabulary}; the weights may contain NaN: export it again"
+                )
+            result[row, tokens] = np.maximum(values - np.log(np.exp(values).sum()), MIN_LOG_PROBABILITY)
         return result
-
-    def _distribution(self, answer: bytes) -> NDArray[np.float32]:
-        entries = LOGPROB_ENTRY.findall(answer, answer.find(b'"top_logprobs":['))
-        ids = np.array([token for token, _ in entries], np.int64)
-        values = np.array([value for _, value in entries], np.float64)
-        if not np.array_equal(np.sort(ids), np.arange(self._vocabulary)):
-            raise DamagedFileError(
-                f"{self._server.source}: llama.cpp returned probabilities of {len(set(ids.tolist()))} tokens, expected "
-                f"{self._vocabulary}; the weights may contain NaN: export it again"
-            )
-        result = np.empty(self._vocabulary, np.float64)
-        result[ids] = values - np.log(np.exp(values).sum())
-        return np.maximum(result, MIN_LOG_PROBABILITY).astype(np.float32)
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
         """See ModelRuntime.
@@ -490,11 +439,21 @@ class LlamaRuntime:
             messages = [{"role": "user", "content": question}]
             self._require_context(len(self.prompt_ids(messages)) + max_new_tokens)
             reply = self._server.chat(messages, max_new_tokens)
-            margins = self._server.compute_margins(reply.prompt_ids, reply.ids)
+            margins = []  # the lead in nats of the likeliest token over the second, at each token of the answer
+            for position in range(len(reply.ids)):
+                prefix = [*reply.prompt_ids, *reply.ids[:position]]
+                completion = json.loads(self._server.top_log_probabilities(prefix, 2, position > 0))
+                top = completion["completion_probabilities"][0]["top_logprobs"]
+                first, second = (entry["logprob"] for entry in top)
+                if first is None or second is None:
+                    raise DamagedFileError(
+                        f"{self._server.source}: llama.cpp's log-probabilities are NaN; export it again"
+                    )
+                margins.append(round(float(first) - float(second), 6))
             probes.append(
                 ExportProbe(
                     question=question, prompt_ids=reply.prompt_ids, answer_ids=reply.ids, answer=reply.text,
-                    margins=tuple(round(margin, 6) for margin in margins),
+                    margins=tuple(margins),
                 )
             )  # fmt: skip
         return tuple(probes)

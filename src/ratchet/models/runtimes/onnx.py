@@ -63,7 +63,9 @@ class OnnxRuntime:
             end = min(start + stride, int(indices[-1]) + 1)
             logits, cache = self._step(ids[start:end], cache)
             selected = (indices >= start) & (indices < end)
-            result[selected] = _log_softmax(logits[0, indices[selected] - start])
+            values = logits[0, indices[selected] - start].astype(np.float64)
+            values -= values.max(axis=-1, keepdims=True)
+            result[selected] = values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
         return result
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, ends: Sequence[int]) -> list[int]:
@@ -107,24 +109,13 @@ class OnnxRuntime:
         return logits, _OnnxCache(tokens, past)
 
 
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Compute the log-softmax over the last axis in float64."""
-    values = logits.astype(np.float64)
-    values -= values.max(axis=-1, keepdims=True)
-    values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
-    return values.astype(np.float32)
-
-
 @contextmanager
 def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
-    """Open a directory with an exported ONNX model on the CPU.
+    """Open a directory with an exported ONNX model on the CPU. Raises DamagedFileError if a file is missing or invalid.
 
     Args:
         directory: has model.onnx, its weights and tokenizer.json.
         threads: threads of one operation; they do not spin while waiting.
-
-    Raises:
-        DamagedFileError: a file is missing or invalid.
     """
     onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
@@ -140,12 +131,6 @@ def open_runtime(directory: Path, threads: int) -> Iterator[OnnxRuntime]:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no common base class
         raise DamagedFileError(f"{path}: onnxruntime cannot open it: {first_line(error)}; export it again") from error
-    _require_inputs(path, session)
-    yield OnnxRuntime(directory, session, tokenizer)
-
-
-def _require_inputs(path: Path, session: Any) -> None:
-    """Raise DamagedFileError unless the graph has the inputs of a model with a cache."""
     names = {item.name for item in session.get_inputs()}
     missing = [name for name in ("input_ids", "attention_mask", "position_ids") if name not in names]
     if missing or session.get_outputs()[0].name != "logits" or not any(name.startswith(_PAST) for name in names):
@@ -153,6 +138,7 @@ def _require_inputs(path: Path, session: Any) -> None:
             f"{path}: expected a language model with a cache as exported by Ratchet; found inputs "
             f"{', '.join(sorted(names)[:6])}; export it again"
         )
+    yield OnnxRuntime(directory, session, tokenizer)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

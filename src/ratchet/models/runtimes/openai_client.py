@@ -28,7 +28,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -44,7 +44,6 @@ from ratchet.data.conversation import replace_surrogates
 from ratchet.errors import EndpointError, SettingsError
 
 MAX_MESSAGE_CHARACTERS = 300
-"""Maximum number of characters of a server's message that is repeated."""
 
 CONTEXT_LENGTH_KEYS = ("max_model_len", "n_ctx", "n_ctx_train")
 """Keys under which a server's model entry may contain the context length."""
@@ -61,22 +60,24 @@ parts of the messages of vLLM and llama.cpp."""
 STREAM_END = "[DONE]"
 """Data of the event with which OpenAI-compatible servers end a stream."""
 CONNECT_TIMEOUT_S = 30.0
-"""Maximum time in seconds to connect."""
 MAX_RESPONSE_BYTES = 64 * 2**20
-"""Maximum size of a response, in bytes."""
 POLL_S = 0.05
 """Seconds between two checks of `stop`."""
 KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
 MAX_LISTED_MODELS = 8
-"""Maximum number of models that a message lists."""
 OPTIONAL_PARAMETERS = ("logprobs", "seed", "top_p", "stream_options")
 """Parameters that a server may not support; if it rejects one by name, requests are sent without it."""
 IDENTITY_KEYS = ("id", "root", "owned_by", "meta")
 """Keys of a server's model entry that identify the model; times and random permissions are left out."""
+RefusalT = TypeVar("RefusalT")
 RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
 Message = Mapping[str, Any]
 """`role`, `content`, and other fields that the server reads."""
+
+
+class IncompleteReplyError(Exception):
+    """No complete response arrived; another try may succeed."""
 
 
 class MalformedReplyError(ValueError):
@@ -92,7 +93,6 @@ class SamplingOptions:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
-    """Request the log-probability of each token."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,6 @@ class ChatRequest:
     """One chat to answer."""
 
     index: int
-    """Identifies the chat for the caller."""
     messages: Sequence[Message]
     sampling: SamplingOptions
 
@@ -122,17 +121,12 @@ class ChatReply:
     mean_log_probability: float | None
     """Mean over the tokens with log-probabilities, in nats; None if there are none."""
     tries: int = 1
-    """Number of requests that were needed."""
     refusal: str | None = None
     """The server's message if it rejected only this chat (`finish` is then `refused`)."""
 
 
 def read_reply(body: bytes, tries: int) -> ChatReply:
-    """Parse the first choice of a chat completion.
-
-    Raises:
-        MalformedReplyError: the body is not a chat completion.
-    """
+    """Parse the first choice of a chat completion. Raises MalformedReplyError if the body is not a chat completion."""
     document = read_object(body)
     choices = document.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
@@ -181,19 +175,6 @@ def read_error_message(body: bytes) -> str:
     return shorten_for_message(error if isinstance(error, str) else json.dumps(error))
 
 
-def read_context_length(entry: Mapping[str, Any]) -> int | None:
-    """Return the context length in a server's entry of a model; vLLM and llama.cpp report it."""
-    meta = entry.get("meta")
-    fields = {**(meta if isinstance(meta, dict) else {}), **entry}
-    return next((count for name in CONTEXT_LENGTH_KEYS if (count := _valid_token_count(fields.get(name)))), None)
-
-
-def is_context_exceeded(body: bytes) -> bool:
-    """Return True if the request was rejected because prompt and answer exceed the model's context."""
-    text = body.decode("utf-8", "replace").lower()
-    return any(fragment in text for fragment in CONTEXT_EXCEEDED_TEXTS)
-
-
 def shorten_for_message(text: str) -> str:
     """Make text printable, on one line, and shorten it."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())  # lone surrogates are not printable
@@ -212,9 +193,13 @@ def _mean_log_probability(logprobs: Any) -> float | None:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not content:
         return None
-    values_or_none = [token.get("logprob") if isinstance(token, dict) else None for token in content]
-    values = [float(v) for v in values_or_none if isinstance(v, int | float) and math.isfinite(v)]
-    return math.fsum(values) / len(values) if len(values) == len(content) else None
+    values = []
+    for token in content:
+        value = token.get("logprob") if isinstance(token, dict) else None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        values.append(float(value))
+    return math.fsum(values) / len(values)
 
 
 # Server-sent events of streamed answers (https://html.spec.whatwg.org/#parsing-an-event-stream).
@@ -250,34 +235,17 @@ def iterate_event_data(lines: Iterable[str]) -> Iterator[str]:
             yield data
 
 
-# One HTTP request with a deadline for the whole response.
-
-
-class IncompleteReplyError(Exception):
-    """No complete response arrived; another try may succeed."""
-
-
 @dataclass(frozen=True)
 class EndpointResponse:
-    """A complete HTTP response."""
+    """An HTTP response: complete, or the start of a stream."""
 
-    status: int
-    retry_after: str | None
-    body: bytes
+    source: httpx2.Response
+    """The response; still open if it streams an answer."""
+    body: bytes = b""
 
-
-def parse_server_address(address: str) -> str:
-    """Return a server's address, the prefix of `/chat/completions`; the default path is `/v1`.
-
-    Raises:
-        SettingsError: the address is invalid, or contains a secret, which the message does not repeat.
-    """
-    if problem := http_client.find_endpoint_problem(address):
-        raise SettingsError(f"the endpoint's address {problem}")
-    parts = urlsplit(address)
-    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
-    port = "" if parts.port is None else f":{parts.port}"
-    return f"{parts.scheme}://{host}{port}{parts.path.rstrip('/') or '/v1'}"
+    @property
+    def status(self) -> int:
+        return self.source.status_code
 
 
 async def _read_body(response: httpx2.Response) -> bytes:
@@ -316,24 +284,20 @@ class _ChatReplyBuilder:
             self._counts = usage
         choices = document.get("choices")
         for choice in choices[:1] if isinstance(choices, list) else []:
-            yield from self._parse_choice(choice, data)
-
-    def _parse_choice(self, choice: Any, data: str) -> Iterator[ChatDelta]:
-        delta = choice.get("delta") if isinstance(choice, dict) else None
-        if not isinstance(delta, dict):
-            raise MalformedReplyError(f"a choice has no delta: {shorten_for_message(data)}")
-        if isinstance(finish := choice.get("finish_reason"), str):
-            self._finish = finish
-        if isinstance(logprobs := choice.get("logprobs"), dict):
-            self._nats += logprobs.get("content") or []
-        for is_reasoning, text in (
-            (True, delta.get("reasoning_content") or delta.get("reasoning")), (False, delta.get("content")),
-        ):  # fmt: skip
-            if not isinstance(text, str | None):
-                raise MalformedReplyError(f"the content of a delta is not text: {shorten_for_message(data)}")
-            if text:
-                self._texts[is_reasoning].append(text)
-                yield ChatDelta(text, is_reasoning)
+            delta = choice.get("delta") if isinstance(choice, dict) else None
+            if not isinstance(delta, dict):
+                raise MalformedReplyError(f"a choice has no delta: {shorten_for_message(data)}")
+            if isinstance(finish := choice.get("finish_reason"), str):
+                self._finish = finish
+            if isinstance(logprobs := choice.get("logprobs"), dict):
+                self._nats += logprobs.get("content") or []
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            for is_reasoning, text in ((True, reasoning), (False, delta.get("content"))):
+                if not isinstance(text, str | None):
+                    raise MalformedReplyError(f"the content of a delta is not text: {shorten_for_message(data)}")
+                if text:
+                    self._texts[is_reasoning].append(text)
+                    yield ChatDelta(text, is_reasoning)
 
     def reply(self) -> ChatReply:
         """Return the whole reply. Raises MalformedReplyError if the stream had neither a finish reason nor an end."""
@@ -347,12 +311,14 @@ class _ChatReplyBuilder:
 async def _read_pieces(response: httpx2.Response) -> AsyncIterator[ChatDelta | ChatReply]:
     """Yield the pieces of a streamed answer, and at the end the whole reply.
 
-    Raises:
-        MalformedReplyError: the response is not a stream of an answer.
+    Raises MalformedReplyError if the response is not a stream of an answer.
     """
-    if "event-stream" not in response.headers.get("Content-Type", ""):
-        for piece in _parse_unstreamed_reply(await _read_body(response)):
-            yield piece
+    if "event-stream" not in response.headers.get("Content-Type", ""):  # the server does not stream
+        reply = read_reply(await _read_body(response), 1)
+        for text, is_reasoning in ((reply.reasoning, True), (reply.text, False)):
+            if text:
+                yield ChatDelta(text, is_reasoning)
+        yield reply
         return
     builder, parser, read_characters = _ChatReplyBuilder(), EventParser(), 0
     async for line in response.aiter_lines():
@@ -369,16 +335,6 @@ async def _read_pieces(response: httpx2.Response) -> AsyncIterator[ChatDelta | C
         for delta in builder.parse_event(data) if (data := parser.parse_line("")) is not None else ():
             yield delta
     yield builder.reply()
-
-
-def _parse_unstreamed_reply(body: bytes) -> Iterator[ChatDelta | ChatReply]:
-    """Yield the pieces of an answer from a server that does not stream."""
-    reply = read_reply(body, 1)
-    if reply.reasoning:
-        yield ChatDelta(reply.reasoning, True)
-    if reply.text:
-        yield ChatDelta(reply.text, False)
-    yield reply
 
 
 # The client.
@@ -402,27 +358,33 @@ def _never_stop() -> bool:
 class OpenAiEndpoint:
     """Client of one server.
 
+    Raises SettingsError if the address is invalid, or the key in the environment has invalid characters.
+
     Args:
         address: prefix of `/chat/completions`, such as http://127.0.0.1:8000 or https://HOST/v1.
-        settings: section machine.endpoint.
-        model: the model's name on the server; None: the only model that the server serves.
         returns_refusals: if True, a chat that the server rejects (400, 413, 422) gives a reply that reports the
             rejection; if False, the rejection raises an error.
-
-    Raises:
-        SettingsError: the address is invalid, or the key in the environment has invalid characters.
     """
 
     def __init__(
         self, address: str, settings: EndpointSettings, model: str | None = None, *, returns_refusals: bool = False
     ) -> None:
-        self.address = parse_server_address(address)
+        if problem := http_client.find_endpoint_problem(address):
+            raise SettingsError(f"the endpoint's address {problem}")
+        parts = urlsplit(address)
+        host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+        port = "" if parts.port is None else f":{parts.port}"
+        self.address = f"{parts.scheme}://{host}{port}{parts.path.rstrip('/') or '/v1'}"
         self.notes: list[str] = []
         """Notes for users: parameters that the server does not support."""
         self._settings = settings
         self._returns_refusals = returns_refusals
         self._model = model
-        self._key = _read_api_key()
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        if any(not " " < c < "\x7f" for c in self._key):
+            raise SettingsError(
+                f"environment variable {KEY_VARIABLE}: contains invalid characters; set it to the server's key"
+            )
         self._model_info: ServedModel | None = None
         self._unsupported: set[str] = set()
         self._max_tokens_name = "max_tokens"
@@ -445,14 +407,6 @@ class OpenAiEndpoint:
             raise EndpointError(f"{self.address}: the request was cancelled")
         return self._model_info
 
-    def ask(
-        self, messages: Sequence[Message], sampling: SamplingOptions, stop: Callable[[], bool] = _never_stop
-    ) -> ChatReply:
-        """Answer one chat. Raises like `answers`; also EndpointError if `stop` returns True."""
-        for _, reply in self.answers([ChatRequest(0, messages, sampling)], stop):
-            return reply
-        raise EndpointError(f"{self.address}: the request was cancelled")
-
     def answers(
         self, chats: Iterable[ChatRequest], stop: Callable[[], bool] = _never_stop
     ) -> Generator[tuple[int, ChatReply], None, None]:
@@ -468,11 +422,10 @@ class OpenAiEndpoint:
         model = self.get_model(stop).name
 
         async def answer(client: httpx2.AsyncClient, chat: ChatRequest) -> ChatReply:
-            def read(response: EndpointResponse, tries: int) -> ChatReply:
-                return read_reply(response.body, tries)
-
-            body = lambda: self._body(model, chat)  # noqa: E731
-            return await self._request_with_retries("/chat/completions", body, read, self._parse_refusal, client)
+            return await self._request(
+                client, "/chat/completions", lambda: self._body(model, chat),
+                lambda response, tries: read_reply(response.body, tries), self._parse_refusal,
+            )  # fmt: skip
 
         for chat, reply in self._run_requests(iter(chats), answer, stop):
             yield chat.index, reply
@@ -509,8 +462,9 @@ class OpenAiEndpoint:
 
     def _open_client(self) -> httpx2.AsyncClient:
         """Create a client for one connection per request, which trusts the certificates of the system."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ratchet"}
         return httpx2.AsyncClient(
-            headers=self._headers(),
+            headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx2.Timeout(None, connect=min(CONNECT_TIMEOUT_S, self._settings.timeout_s)),
             limits=httpx2.Limits(max_keepalive_connections=0),
             verify=ssl.create_default_context(),
@@ -544,85 +498,67 @@ class OpenAiEndpoint:
             raise EndpointError(f"{self.address}: the answer was interrupted: {self._hide_key(str(error))}") from None
 
     async def _stream(self, model: str, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatReply, None]:
-        silent_s = self._settings.timeout_s
-        silence = f"no piece of the answer arrived for {silent_s:g} s (machine.endpoint.timeout_s)"
+        options = {"stream": True, "stream_options": {"include_usage": True}}
 
         def body() -> dict[str, Any]:
-            streaming = {"stream": True, "stream_options": {"include_usage": True}}
-            return {key: value for key, value in {**self._body(model, chat), **streaming}.items()
+            return {key: value for key, value in {**self._body(model, chat), **options}.items()
                     if key not in self._unsupported}  # fmt: skip
 
         async with self._open_client() as client, AsyncExitStack() as stack:
-            started: list[httpx2.Response] = []
-
-            async def start(client: httpx2.AsyncClient, path: str, payload: Any) -> EndpointResponse:
-                """Send the request and wait until the response starts; read the body of an error."""
-                await stack.aclose()
-                try:
-                    with anyio.fail_after(silent_s):
-                        response = await stack.enter_async_context(self._open_request(client, path, payload))
-                        if response.status_code == httpx2.codes.OK:
-                            started.append(response)
-                            return EndpointResponse(response.status_code, None, b"")
-                        retry_after = response.headers.get("Retry-After")
-                        return EndpointResponse(response.status_code, retry_after, await _read_body(response))
-                except TimeoutError:
-                    raise IncompleteReplyError(silence) from None
-                except httpx2.HTTPError as error:
-                    raise IncompleteReplyError(http_client.describe_error(error)) from None
-
-            replacement = await self._request_with_retries(
-                "/chat/completions", body, lambda response, tries: None, self._parse_refusal, client, start
-            )
-            if replacement is not None:
-                yield replacement
+            pieces = await self._request(
+                client, "/chat/completions", body, lambda response, _: _read_pieces(response.source),
+                self._parse_refusal, stack,
+            )  # fmt: skip
+            if isinstance(pieces, ChatReply):
+                yield pieces
                 return
-            pieces = _read_pieces(started[-1])
             while True:
-                try:
-                    with anyio.fail_after(silent_s):
-                        piece = await anext(pieces, None)
-                except TimeoutError:
-                    raise IncompleteReplyError(silence) from None
-                except httpx2.HTTPError as error:
-                    raise IncompleteReplyError(http_client.describe_error(error)) from None
+                with self._limit_time("no piece of the answer arrived for"):
+                    piece = await anext(pieces, None)
                 if piece is None:
                     return
                 yield piece
 
-    def _open_request(
-        self, client: httpx2.AsyncClient, path: str, body: Any
-    ) -> AbstractAsyncContextManager[httpx2.Response]:
-        """Send a request: POST with `body` as JSON, or GET if it is None."""
-        if body is None:
-            return client.stream("GET", f"{self.address}{path}")
-        content = json.dumps(body, allow_nan=False).encode()  # ASCII, so that lone surrogates can be sent
-        return client.stream("POST", f"{self.address}{path}", content=content)
-
-    async def _exchange(self, client: httpx2.AsyncClient, path: str, body: Any) -> EndpointResponse:
-        """Send a request and read the whole response.
-
-        Raises:
-            IncompleteReplyError: no complete response within machine.endpoint.timeout_s, or the connection failed.
-        """
-        limit_s = self._settings.timeout_s
+    @contextmanager
+    def _limit_time(self, failure: str) -> Iterator[None]:
+        """Raise IncompleteReplyError if the block takes more than machine.endpoint.timeout_s, or a connection fails."""
         try:
-            with anyio.fail_after(limit_s):
-                async with self._open_request(client, path, body) as response:
-                    retry_after = response.headers.get("Retry-After")
-                    return EndpointResponse(response.status_code, retry_after, await _read_body(response))
+            with anyio.fail_after(self._settings.timeout_s):
+                yield
         except TimeoutError:
-            raise IncompleteReplyError(
-                f"no complete answer within {limit_s:g} s (machine.endpoint.timeout_s)"
-            ) from None
+            limit = f"{self._settings.timeout_s:g} s (machine.endpoint.timeout_s)"
+            raise IncompleteReplyError(f"{failure} {limit}") from None
         except httpx2.HTTPError as error:
             raise IncompleteReplyError(http_client.describe_error(error)) from None
+
+    async def _exchange(
+        self, client: httpx2.AsyncClient, path: str, body: Any, stack: AsyncExitStack | None
+    ) -> EndpointResponse:
+        """Send a request, POST with `body` as JSON, or GET if it is None, and read the response.
+
+        If `stack` is set, a successful response is not read, and stays open until the stack closes. Raises
+        IncompleteReplyError: no response within machine.endpoint.timeout_s, or the connection failed.
+        """
+        if body is None:
+            request = client.stream("GET", f"{self.address}{path}")
+        else:  # ASCII, so that lone surrogates can be sent
+            content = json.dumps(body, allow_nan=False).encode()
+            request = client.stream("POST", f"{self.address}{path}", content=content)
+        failure = "no complete answer within" if stack is None else "no piece of the answer arrived for"
+        with self._limit_time(failure):
+            async with AsyncExitStack() as opened:
+                response = await opened.enter_async_context(request)
+                if stack is not None and response.status_code == httpx2.codes.OK:
+                    stack.push_async_callback(opened.pop_all().aclose)
+                    return EndpointResponse(response)
+                return EndpointResponse(response, await _read_body(response))
 
     def _parse_refusal(self, response: EndpointResponse, tries: int) -> ChatReply | None:
         """Return the reply for a rejection of this chat only; None if it may concern all chats."""
         if response.status not in (400, 413, 422):
             return None
-        if is_context_exceeded(response.body):
+        text = response.body.decode("utf-8", "replace").lower()
+        if any(fragment in text for fragment in CONTEXT_EXCEEDED_TEXTS):  # prompt and answer exceed the context
             return ChatReply("", None, "context", None, None, None, tries)
         if self._returns_refusals:
             message = self._hide_key(f"HTTP {response.status}: {read_error_message(response.body)}")
@@ -646,7 +582,7 @@ class OpenAiEndpoint:
         def read_missing(response: EndpointResponse, _: int) -> list[Mapping[str, Any]] | None:
             return [] if response.status in (404, 405) else None
 
-        return await self._request_with_retries("/models", lambda: None, read, read_missing, client) or None
+        return await self._request(client, "/models", lambda: None, read, read_missing) or None
 
     def _choose_model(self, entries: list[Mapping[str, Any]] | None) -> ServedModel:
         if entries is None:
@@ -659,7 +595,10 @@ class OpenAiEndpoint:
         for entry in entries:
             if self._model in (None, entry["id"]):
                 identity = {key: entry[key] for key in IDENTITY_KEYS if entry.get(key) is not None}
-                return ServedModel(str(entry["id"]), identity, read_context_length(entry))
+                meta = entry.get("meta")
+                fields = {**(meta if isinstance(meta, dict) else {}), **entry}
+                counts = (_valid_token_count(fields.get(name)) for name in CONTEXT_LENGTH_KEYS)
+                return ServedModel(str(entry["id"]), identity, next((count for count in counts if count), None))
         raise SettingsError(f"{self.address}: does not serve {self._model!r}; it serves: {_abbreviate_names(names)}")
 
     def _body(self, model: str, chat: ChatRequest) -> dict[str, Any]:
@@ -676,38 +615,34 @@ class OpenAiEndpoint:
             body["logprobs"] = True
         return {name: value for name, value in body.items() if name not in self._unsupported}
 
-    async def _request_with_retries(
+    async def _request(
         self,
+        client: httpx2.AsyncClient,
         path: str,
         body: Callable[[], Any],
         parse: Callable[[EndpointResponse, int], ResultT],
-        parse_refusal: Callable[[EndpointResponse, int], ResultT | None],
-        client: httpx2.AsyncClient,
-        exchange: Callable[[httpx2.AsyncClient, str, Any], Awaitable[EndpointResponse]] | None = None,
-    ) -> ResultT:
+        parse_refusal: Callable[[EndpointResponse, int], RefusalT | None],
+        stack: AsyncExitStack | None = None,
+    ) -> ResultT | RefusalT:
         """Send a request until it succeeds or fails permanently.
 
         Args:
-            path: path after the address.
             body: returns the JSON to send, without the parameters that the server does not support; None: GET.
-            parse: parses a response of status 200.
+            parse: parses a response of status 200, given the number of the try.
             parse_refusal: parses a rejection; if it returns None, the rejection is an error.
-            client: sends the requests.
-            exchange: makes one try; default: `_exchange`.
         """
-        exchange = exchange or self._exchange
         for attempt in range(1, self._settings.max_attempts + 1):
             await anyio.sleep(max(0.0, self._not_before_s - time.monotonic()))
             outcome, payload = http_client.PostResult(False, ""), body()
             try:
-                response = await exchange(client, path, payload)
+                response = await self._exchange(client, path, payload, stack)
                 while (
                     response.status in (400, 422)
                     and payload
                     and self._drop_unsupported(read_error_message(response.body), payload)
                 ):
                     payload = body()
-                    response = await exchange(client, path, payload)
+                    response = await self._exchange(client, path, payload, stack)
                 if response.status == 200:
                     return parse(response, attempt)
                 if (replacement := parse_refusal(response, attempt)) is not None:
@@ -720,33 +655,26 @@ class OpenAiEndpoint:
             reason = self._hide_key(outcome.detail)
             if not outcome.is_retryable:
                 raise SettingsError(f"{self.address}{path}: {reason}")
+            if outcome.retry_after_s:  # the server asks to wait, so all requests wait
+                until_s = time.monotonic() + min(outcome.retry_after_s, http_client.MAX_DELAY_S)
+                with self._lock:
+                    self._not_before_s = max(self._not_before_s, until_s)
             if attempt < self._settings.max_attempts:
-                await anyio.sleep(self._pause_s(attempt, outcome))
+                delay_s = http_client.compute_retry_delay_s(attempt, replace(outcome, retry_after_s=0.0))
+                await anyio.sleep(min(delay_s * self._settings.retry_delay_s, http_client.MAX_DELAY_S))
         attempts = http_client.format_attempts(self._settings.max_attempts)
         raise EndpointError(
             f"{self.address}{path}: {reason}; {attempts} (machine.endpoint.max_attempts); check the server"
         )
 
     def _interpret_error(self, response: EndpointResponse) -> http_client.PostResult:
-        outcome = http_client.interpret_status(response.status, response.retry_after)
+        outcome = http_client.interpret_status(response.status, response.source.headers.get("Retry-After"))
         if 300 <= response.status < 400:
             return outcome
         is_retryable = outcome.is_retryable or response.status in (408, 425)
         key = f"; the key is read from {KEY_VARIABLE}" if response.status in (401, 403) else ""
         detail = f"{outcome.detail}: {read_error_message(response.body)}{key}"
         return replace(outcome, is_retryable=is_retryable, detail=detail)
-
-    def _pause_s(self, attempt: int, outcome: http_client.PostResult) -> float:
-        """Return the delay, doubled with each try. If the server asks to wait, all requests wait (`_not_before_s`)."""
-        if outcome.retry_after_s:
-            with self._lock:
-                until_s = time.monotonic() + min(outcome.retry_after_s, http_client.MAX_DELAY_S)
-                self._not_before_s = max(self._not_before_s, until_s)
-        backoff_s = (
-            http_client.compute_retry_delay_s(attempt, replace(outcome, retry_after_s=0.0))
-            * self._settings.retry_delay_s
-        )
-        return min(backoff_s, http_client.MAX_DELAY_S)
 
     def _drop_unsupported(self, message: str, payload: Mapping[str, Any]) -> bool:
         """Omit or rename the parameter that a rejection names, in all later requests; return whether there is one."""
@@ -762,23 +690,9 @@ class OpenAiEndpoint:
                     return True
         return False
 
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "ratchet"}
-        return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-
     def _hide_key(self, text: str) -> str:
         """Remove the key from a message, because servers repeat a key that they reject."""
         return text.replace(self._key, "(the key)") if self._key else text
-
-
-def _read_api_key() -> str:
-    """Return the key in the environment; empty if there is none."""
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if any(not " " < c < "\x7f" for c in key):
-        raise SettingsError(
-            f"environment variable {KEY_VARIABLE}: contains invalid characters; set it to the server's key"
-        )
-    return key
 
 
 def _abbreviate_names(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from ratchet.models.model_card import format_front_matter
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
-from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
@@ -71,7 +70,12 @@ def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     lineage = bundle.lineage
     yield "Model digest", f"`{bundle.model_digest}`"
     if lineage is not None:
-        yield "Base", _describe_base(lineage.base)
+        base = lineage.base
+        source = "tiny, created by Ratchet" if base.source == "tiny" else "not from the hub"  # no local path
+        if base.revision is not None:
+            name = escape_markdown(base.source)
+            source = f"[{name}](https://huggingface.co/{base.source}) at `{base.revision}`"
+        yield "Base", f"{source}, {escape_markdown(base.architecture)}, {base.parameters:,} weights"
     yield "Base SHA-256", f"`{bundle.base_digest}`"
     if lineage is not None:
         yield "Licence of the base", escape_markdown(lineage.base.licence or "not declared")
@@ -81,21 +85,6 @@ def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     step = f", weights of step {lineage.kept_step:,}" if lineage is not None else ""
     yield "Run", f"`{bundle.run_id}`{step}"
     yield "Adapter SHA-256", f"`{bundle.adapter_digest}`"
-    yield from _merge_facts(bundle)
-    if lineage is not None:
-        yield "Created by", escape_markdown(f"Ratchet {lineage.code}; libraries in sbom.json")
-
-
-def _describe_base(base: BaseCard) -> str:
-    """Describe the base: its source if it is public (a local path is not shown), architecture and size."""
-    if base.revision is not None:
-        source = f"[{escape_markdown(base.source)}](https://huggingface.co/{base.source}) at `{base.revision}`"
-    else:
-        source = "tiny, created by Ratchet" if base.source == "tiny" else "not from the hub"
-    return f"{source}, {escape_markdown(base.architecture)}, {base.parameters:,} weights"
-
-
-def _merge_facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
     weights = bundle.merge.adapters if bundle.merge is not None else {}
     if any(weight != 1 for weight in weights.values()) or len(weights) > 1:
         yield "Adapters merged", ", ".join(f"`{sha}` x {weight:g}" for sha, weight in sorted(weights.items()))
@@ -107,6 +96,8 @@ def _merge_facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:
         f"largest difference of a logit {parity.max_logit_difference:.3g}, mean {parity.mean_logit_difference:.3g}; "
         f"same most likely token at {parity.greedy_agreement:.2%} of {parity.tokens:,} positions",
     )
+    if lineage is not None:
+        yield "Created by", escape_markdown(f"Ratchet {lineage.code}; libraries in sbom.json")
 
 
 def _formats(bundle: ModelBundle) -> Iterator[str]:

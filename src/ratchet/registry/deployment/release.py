@@ -38,7 +38,7 @@ from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD
 from ratchet.registry.model_store import BUNDLE, FORCED, artifact_path
 from ratchet.registry.promotion import utc_now
-from ratchet.registry.signing.signature import SIGNATURE
+from ratchet.registry.signature import SIGNATURE
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.records.base import Record, to_json_line
@@ -335,17 +335,13 @@ class DeploymentDirectory:
         self._set_link(self.current, name)
 
     def roll_back(self, entry: Deployment) -> None:
-        """Exchange current and previous.
+        """Exchange current and previous. If the file system has no atomic exchange, both briefly name one release.
 
         Args:
             entry: the line of the history from `build_deployment`; `complete_rollback` appends it.
         """
         with convert_os_errors(self.root):
             files.write_atomic(self.intent_path, to_json_line(entry.model_dump(mode="json")))
-        self.exchange_links()
-
-    def exchange_links(self) -> None:
-        """Exchange current and previous. If the file system has no atomic exchange, both briefly name one release."""
         current, previous = self.linked_release(self.current), self.linked_release(self.previous)
         if current is None or previous is None:
             raise RuntimeError("current and previous must exist")
@@ -449,7 +445,10 @@ def open_directory(directory: Path, model_name: str, may_create: bool = True) ->
         LockHeldError: another process deploys into the directory.
         StorageError: the directory cannot be created or written.
     """
-    root = _absolute_directory(directory)
+    try:  # links are resolved only if the path contains `..`
+        root = directory.resolve() if ".." in directory.parts else directory.absolute()
+    except (OSError, RuntimeError) as error:  # a cycle of links
+        raise StorageError(f"{directory}: {first_line(error)}; choose another directory") from None
     lock = FileLock(root / LOCK, f"deployment directory {root}")
     with convert_os_errors(root):
         _require_directory(root, model_name, may_create)
@@ -466,14 +465,6 @@ def open_directory(directory: Path, model_name: str, may_create: bool = True) ->
                 DeploymentOwner(model_name=model_name).save(root / OWNER)
             deployment = DeploymentDirectory(root, deployment.complete_rollback())
         yield deployment
-
-
-def _absolute_directory(directory: Path) -> Path:
-    """Return the absolute path. Links are resolved only if the path contains `..`."""
-    try:
-        return directory.resolve() if ".." in directory.parts else directory.absolute()
-    except (OSError, RuntimeError) as error:  # a cycle of links
-        raise StorageError(f"{directory}: {first_line(error)}; choose another directory") from None
 
 
 @contextmanager
@@ -494,7 +485,14 @@ def _require_directory(root: Path, model_name: str, may_create: bool) -> None:
     if root.exists() and not root.is_dir():
         raise SettingsError(f"{root}: found a file; expected a directory")
     if (root / OWNER).exists():
-        owner = _read_owner(root / OWNER, model_name)
+        try:
+            owner = DeploymentOwner.model_validate_json((root / OWNER).read_bytes()).model_name
+        except ValueError:
+            raise DamagedFileError(
+                f"{root / OWNER}: cannot be read, so the deployed model is unknown; if it is {model_name}, write "
+                f"{json.dumps({'format': 1, 'model_name': model_name})} into the file, otherwise choose another "
+                "directory"
+            ) from None
         if owner != model_name:
             raise SettingsError(
                 f"{root}: serves model {owner}, but this project's model is {model_name} (promote.model_name); choose "
@@ -512,14 +510,3 @@ def _require_directory(root: Path, model_name: str, may_create: bool) -> None:
         raise SettingsError(f"{root}: found {foreign[0]} and no deployment; choose a new or empty directory")
     if not may_create:
         raise SettingsError(f"{root}: nothing is deployed in it; run `ratchet deploy {root}`")
-
-
-def _read_owner(path: Path, model_name: str) -> str:
-    """Return the name of the model that a directory serves."""
-    try:
-        return DeploymentOwner.model_validate_json(path.read_bytes()).model_name
-    except ValueError:
-        raise DamagedFileError(
-            f"{path}: cannot be read, so the deployed model is unknown; if it is {model_name}, write "
-            f"{json.dumps({'format': 1, 'model_name': model_name})} into the file, otherwise choose another directory"
-        ) from None

@@ -66,7 +66,16 @@ def build_model_files(
     Raises:
         DamagedFileError: the merged model in the export has no valid config.json.
     """
-    return mlmodel_files(export / "hf") | build_server_files(export / "hf", bundle, name, forced)
+    facts = read_facts(export / "hf", name)
+    commands = {artifact.name: _open_command(artifact, facts) for artifact in bundle.artifacts}
+    contents = mlmodel_files(export / "hf")
+    contents[model_card.MODEL_CARD] = model_card.render_card(bundle, name, forced, commands).encode()
+    for artifact in bundle.artifacts:
+        folder = f"{FOLDER}/{format_slug(artifact.name)}"
+        contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
+        if artifact.kind == "gguf":
+            contents[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
+    return contents
 
 
 # ------------------------------------------------------------------------------------------------------------- MLflow
@@ -99,39 +108,14 @@ def mlmodel_files(directory: Path) -> dict[str, bytes]:
     }
     requirements = [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
     contents["requirements.txt"] = ("\n".join(requirements) + "\n").encode()
-    contents["python_env.yaml"] = _encode_yaml(
-        {"python": platform.python_version(), "dependencies": ["-r requirements.txt"]}
-    )
-    contents["conda.yaml"] = _encode_yaml({
+    python = platform.python_version()
+    environment = {"python": python, "dependencies": ["-r requirements.txt"]}
+    conda = {
         "name": "mlflow-env",
         "channels": ["conda-forge"],
-        "dependencies": [f"python={platform.python_version()}", "pip", {"pip": requirements}],
-    })  # fmt: skip
-    return contents | {MLMODEL: _encode_yaml(_mlmodel_document())}
-
-
-def _mlmodel_document() -> dict[str, Any]:
-    return {
-        "flavors": {
-            "transformers": {
-                "task": "text-generation", "instance_type": "TextGenerationPipeline", "inference_task": TASK,
-                "pipeline_model_type": "AutoModelForCausalLM", "model_binary": "hf", "components": ["tokenizer"],
-                "tokenizer_type": "AutoTokenizer", "transformers_version": version("transformers"), "code": None,
-            },
-            "python_function": {
-                "loader_module": "mlflow.transformers", "python_version": platform.python_version(),
-                "env": {"conda": "conda.yaml", "virtualenv": "python_env.yaml"},
-                "config": {"do_sample": False, "add_special_tokens": False},
-            },
-        },
-        "metadata": {"task": TASK},
-        "mlflow_version": version("mlflow"),
-        "signature": _mlmodel_signature(),
-    }  # fmt: skip
-
-
-def _mlmodel_signature() -> dict[str, Any]:
-    """Return the signature of MLflow's chat task, without `stop`, which the flavor accepts but ignores."""
+        "dependencies": [f"python={python}", "pip", {"pip": requirements}],
+    }
+    # The signature is the one of MLflow's chat task, without `stop`, which the flavor accepts but ignores.
     texts = {key: {"type": "string", "required": True} for key in ("role", "content")}
     inputs = [
         {"name": "messages", "type": "array", "items": {"type": "object", "properties": texts}, "required": True},
@@ -141,12 +125,26 @@ def _mlmodel_signature() -> dict[str, Any]:
         {"name": "top_p", "type": "double", "required": False},
     ]
     outputs = [{"name": name, "type": "string", "required": True} for name in ("id", "object", "model")]
-    return {"inputs": json.dumps(inputs), "outputs": json.dumps(outputs), "params": None}
-
-
-def _encode_yaml(value: Any) -> bytes:
-    """Encode as JSON, which is valid YAML."""
-    return (json.dumps(value, indent=2) + "\n").encode()
+    document = {
+        "flavors": {
+            "transformers": {
+                "task": "text-generation", "instance_type": "TextGenerationPipeline", "inference_task": TASK,
+                "pipeline_model_type": "AutoModelForCausalLM", "model_binary": "hf", "components": ["tokenizer"],
+                "tokenizer_type": "AutoTokenizer", "transformers_version": version("transformers"), "code": None,
+            },
+            "python_function": {
+                "loader_module": "mlflow.transformers", "python_version": python,
+                "env": {"conda": "conda.yaml", "virtualenv": "python_env.yaml"},
+                "config": {"do_sample": False, "add_special_tokens": False},
+            },
+        },
+        "metadata": {"task": TASK},
+        "mlflow_version": version("mlflow"),
+        "signature": {"inputs": json.dumps(inputs), "outputs": json.dumps(outputs), "params": None},
+    }  # fmt: skip
+    documents = {"python_env.yaml": environment, "conda.yaml": conda, MLMODEL: document}
+    # JSON is valid YAML.
+    return contents | {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in documents.items()}
 
 
 # ------------------------------------------------------------------------------------ commands and guide of a format
@@ -172,31 +170,6 @@ def format_slug(format_: str) -> str:
     return format_.replace("/", "-")
 
 
-def build_server_files(
-    directory: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
-) -> dict[str, bytes]:
-    """Build the files of every format, and the model card, by their names in the promoted model's folder.
-
-    Args:
-        directory: Hugging Face directory of the merged model.
-        bundle: the exported model.
-        name: name of the registered model.
-        forced: the forced promotion; None: not forced.
-
-    Raises:
-        DamagedFileError: the directory has no valid config.json.
-    """
-    facts = read_facts(directory, name)
-    commands = {artifact.name: _open_command(artifact, facts) for artifact in bundle.artifacts}
-    contents = {model_card.MODEL_CARD: model_card.render_card(bundle, name, forced, commands).encode()}
-    for artifact in bundle.artifacts:
-        folder = f"{FOLDER}/{format_slug(artifact.name)}"
-        contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()
-        if artifact.kind == "gguf":
-            contents[f"{folder}/{MODELFILE}"] = render_modelfile(artifact_path(artifact), facts).encode()
-    return contents
-
-
 def read_facts(directory: Path, name: str) -> ServingFacts:
     """Read facts from a Hugging Face directory. Raises DamagedFileError if it has no valid config.json."""
     config = _read_json(directory / "config.json")
@@ -205,11 +178,26 @@ def read_facts(directory: Path, name: str) -> ServingFacts:
     text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     limits = [part.get(key) for part in (config, text_config) for key in _CONTEXT_LIMIT_KEYS if isinstance(part, dict)]
     limit = next((number for number in limits if isinstance(number, int) and number > 0), None)
-    tokens = _special_tokens(_read_json(directory / "tokenizer_config.json"))
+    tokenizer = _read_json(directory / "tokenizer.json")
+    end_ids = _read_json(directory / "generation_config.json").get("eos_token_id")
+    tokens = [token for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
+    added = {token.get("id"): token.get("content") for token in tokens}
+    end_texts = [added.get(number) for number in (end_ids if isinstance(end_ids, list) else [end_ids])]
+    template = directory / "chat_template.jinja"
+    ollama_template = None
+    if template.is_file():
+        special = _read_json(directory / "tokenizer_config.json")
+        values = {key: special.get(key) for key in _SPECIAL_TOKENS}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+        by_role = {key: text for key, text in texts.items() if isinstance(text, str)}
+        bos_token = by_role.get("bos_token", "")
+        processing = json.dumps(tokenizer.get("post_processor"), ensure_ascii=False)
+        adds_bos = bool(bos_token) and json.dumps(bos_token, ensure_ascii=False) in processing
+        ollama_template = convert_template(template.read_text(encoding="utf-8"), by_role, adds_bos)
     return ServingFacts(
         name=name, context_tokens=min(limit or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS), max_context_tokens=limit,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"), end_texts=_read_end_texts(directory),
-        ollama_template=_ollama_template(directory, tokens),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "auto"),
+        end_texts=tuple(text for text in end_texts if isinstance(text, str)), ollama_template=ollama_template,
     )  # fmt: skip
 
 
@@ -226,27 +214,17 @@ def render_modelfile(weights: str, facts: ServingFacts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
-    """Return the command of llama.cpp's OpenAI-compatible server."""
+def _llama_command(artifact: ExportArtifact, facts: ServingFacts) -> list[str]:
     return [
         "llama-server", "--model", artifact_path(artifact), "--alias", facts.name, "--host", "127.0.0.1",
         "--port", "8080", "--ctx-size", str(facts.context_tokens), "--jinja",
     ]  # fmt: skip
 
 
-def vllm_command(facts: ServingFacts) -> list[str]:
-    """Return the command of vLLM's OpenAI-compatible server."""
-    length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
-    return [
-        "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000", *length,
-        "--dtype", facts.dtype,
-    ]  # fmt: skip
-
-
 def _open_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
     """Return a command or a line of Python that opens a format."""
     if artifact.kind == "gguf":
-        return shlex.join(llama_command(artifact, facts))
+        return shlex.join(_llama_command(artifact, facts))
     if artifact.kind == "hf":
         return f'transformers.AutoModelForCausalLM.from_pretrained("{artifact_path(artifact)}", dtype="auto")'
     return f'onnxruntime.InferenceSession("{artifact_path(artifact)}/model.onnx")'
@@ -259,7 +237,7 @@ def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedP
     lines += ["Run these commands in this directory.", ""]
     if artifact.kind == "gguf":
         lines += _command_block(
-            "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts)
+            "llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", _llama_command(artifact, facts)
         )
         if facts.ollama_template is None:
             lines += ["Ollama cannot express this model's chat template; see Modelfile.", ""]
@@ -267,7 +245,12 @@ def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedP
             "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
         )
     elif artifact.kind == "hf":
-        lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
+        length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
+        vllm = [
+            "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000",
+            *length, "--dtype", facts.dtype,
+        ]  # fmt: skip
+        lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm)
         lines += [
             f"transformers: `{_open_command(artifact, facts)}`; the directory also has the chat template.", "",
         ]  # fmt: skip
@@ -290,31 +273,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    values = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _read_end_texts(directory: Path) -> tuple[str, ...]:
-    """Return the texts of the end tokens in generation_config.json."""
-    value = _read_json(directory / "generation_config.json").get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
-    texts = {token.get("id"): token.get("content") for token in added if isinstance(token, dict)}
-    return tuple(text for number in ids if isinstance(text := texts.get(number), str))
-
-
-def _ollama_template(directory: Path, tokens: dict[str, str]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if not path.is_file():
-        return None
-    bos_token = tokens.get("bos_token", "")
-    template_processing = json.dumps(_read_json(directory / "tokenizer.json").get("post_processor"), ensure_ascii=False)
-    adds_bos = bool(bos_token) and json.dumps(bos_token, ensure_ascii=False) in template_processing
-    return convert_template(path.read_text(encoding="utf-8"), tokens, adds_bos)
 
 
 # ----------------------------------------------------------------------------------------------- Ollama's chat template

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ratchet.errors import ChampionError, DamagedFileError
@@ -58,11 +58,22 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bo
         answers = _ask_llama(folder, artifact, has_dated_prompts, threads)
     else:
         answers = _ask_process(folder, artifact, has_dated_prompts, threads)
-    ties = [
-        text
-        for probe, ids in zip(artifact.probes, answers, strict=True)
-        if (text := _compare_answer(folder, probe, ids))
-    ]
+    ties = []
+    for probe, answer in zip(artifact.probes, answers, strict=True):
+        if tuple(answer) == probe.answer_ids:
+            continue
+        compared = min(len(answer), len(probe.answer_ids))
+        position = next((i for i in range(compared) if answer[i] != probe.answer_ids[i]), compared)
+        margin = probe.margins[position] if position < len(probe.margins) else None
+        if margin is None or margin >= TIE_NATS:
+            verified = "" if margin is None else f", where the verified token had a margin of {margin:.2f} nats"
+            raise ChampionError(
+                f"{folder}: the answer to {probe.question!r} differs from {probe.answer!r} from token {position + 1} on"
+                f"{verified}; {_UNCHANGED}. Export again on a machine like this one, or check the runtime's version"
+            )
+        ties.append(
+            f"{probe.question!r} differs from token {position + 1} on, a tie with a margin of {margin:.3f} nats"
+        )
     summary = f"{len(artifact.probes) - len(ties)} of {len(artifact.probes)} answers as verified"
     return "; ".join([summary, *ties])
 
@@ -124,27 +135,3 @@ def _is_same_prompt(folder: Path, probe: ExportProbe, prompt: Iterable[int], has
             "have another version: export again with this one"
         )
     return is_same
-
-
-def _compare_answer(folder: Path, probe: ExportProbe, answer: Sequence[int]) -> str | None:
-    """Compare an answer with the verified one.
-
-    Returns:
-        None if the answers are equal; a description if they differ at a tie.
-
-    Raises:
-        ChampionError: the answers differ at a token that was not almost a tie.
-    """
-    if tuple(answer) == probe.answer_ids:
-        return None
-    position = next((i for i, (a, b) in enumerate(zip(answer, probe.answer_ids, strict=False)) if a != b), None)
-    if position is None:
-        position = min(len(answer), len(probe.answer_ids))
-    margin = probe.margins[position] if position < len(probe.margins) else None
-    if margin is not None and margin < TIE_NATS:
-        return f"{probe.question!r} differs from token {position + 1} on, a tie with a margin of {margin:.3f} nats"
-    verified_margin = "" if margin is None else f", where the verified token had a margin of {margin:.2f} nats"
-    raise ChampionError(
-        f"{folder}: the answer to {probe.question!r} differs from {probe.answer!r} from token {position + 1} on"
-        f"{verified_margin}; {_UNCHANGED}. Export again on a machine like this one, or check the runtime's version"
-    )

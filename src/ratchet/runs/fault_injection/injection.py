@@ -46,11 +46,9 @@ class InjectedFault(Record):
     steps: int = 1
     """Number of steps with a `memory` fault, to which `times` does not apply; 0: all steps from `step` on."""
     tokens: int = 0
-    """Size of the largest micro-batch that fits, in padded tokens, for `memory`."""
     phase: Phase = "train"
     errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
     seconds: float = 0.0
-    """Delay in seconds, for `slow` and `slow_disk`."""
     rank: int | None = None
     """The only rank that has the fault; None: all ranks."""
     mark: str = ""

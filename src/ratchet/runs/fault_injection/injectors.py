@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from ratchet.errors import RunFailedError
 from ratchet.runs.directory import RunPaths
@@ -31,34 +30,26 @@ POLL_S = 0.005
 class TrainCommandProcess:
     """Process of `ratchet train` in a project, started as a user or DVC does. The context leaves no process behind."""
 
+    process: subprocess.Popen[bytes]
+    """The supervisor, inside the context."""
+
     def __init__(self, root: Path, faults: tuple[InjectedFault, ...]) -> None:
         self.root = root.resolve()
         self._environment = _fault_environment(faults)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: BinaryIO | None = None
         self._worker: int | None = None
 
     def __enter__(self) -> "TrainCommandProcess":
-        self._log = (self.root / OUTPUT).open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ratchet", "train"], cwd=self.root, env=self._environment,
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+        with (self.root / OUTPUT).open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ratchet", "train"], cwd=self.root, env=self._environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        if self._log is not None:
-            self._log.close()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The process of the supervisor."""
-        if self._process is None:
-            raise RuntimeError("the command has not been started")
-        return self._process
 
     def worker(self) -> int | None:
         """Return the process id of the current worker, if any."""
@@ -72,18 +63,9 @@ class TrainCommandProcess:
         if pid is None:
             return False
         try:
-            handle = os.pidfd_open(pid)
+            os.kill(pid, number)
         except ProcessLookupError:
             return False
-        try:
-            # The kernel may have reused the process id since it was read. The descriptor always refers to one process.
-            if not _is_worker(pid, self.root):
-                return False
-            signal.pidfd_send_signal(handle, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(handle)
         return True
 
     def kill(self) -> bool:
@@ -116,36 +98,26 @@ def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
 
 def find_worker(supervisor: int, root: Path) -> int | None:
     """Return the process id of the current worker of a supervisor in the project at `root`, if any."""
-    return next((child for child in _list_children(supervisor) if _is_worker(child, root)), None)
+    for path in Path(f"/proc/{supervisor}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread, or the process, has just ended
+            for child in map(int, path.read_text().split()):
+                if _is_worker(child, root):
+                    return child
+    return None
 
 
 def _is_worker(pid: int, root: Path) -> bool:
     """Return whether the process is a worker of this project; False for a zombie."""
-    line = _read_command_line(pid)
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
     return WORKER in line and os.fsencode(root) in line
 
 
-def _list_children(pid: int) -> list[int]:
-    children: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread, or the process, has just ended
-            children += map(int, path.read_text().split())
-    return children
-
-
-def _read_command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def damage_run(action: FaultAction, paths: RunPaths, seed: int) -> str:
-    """Damage the files of a run that is not in training. Return a description of the damage.
-
-    Raises:
-        RunFailedError: there is no checkpoint to damage.
-    """
+    """Damage the files of a run that is not in training. Return a description of the damage. Raises RunFailedError if
+    there is no checkpoint to damage."""
     chance = random.Random(seed)
     if action == "damage the journal":
         return _damage_journal(paths.journal, chance)

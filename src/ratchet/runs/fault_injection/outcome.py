@@ -1,6 +1,5 @@
 """Outcome of a training with faults: a fingerprint for exact comparison, and a timeline of its recoveries."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ SERIES_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Events and fields of the metric series, which do not depend on time or machine."""
 
-BATCH = "batch"
-
 MARKED = ("step_repeated", "step_skipped", "microbatch_budget", "gradient_spike", "alert", "notice")
 """Journal events that the picture of a trial marks."""
 
@@ -34,8 +31,6 @@ class TrainingFingerprint:
 
     files: dict[str, str]
     """SHA-256 of each output file of stage train: adapter, report, and the checkpoints best and last."""
-    series_digest: str
-    """Digest of `series`."""
     series: tuple[str, ...] = field(repr=False)
     """Metric series as readers of the journal see it: a line per event, to list differences."""
     contradictions: tuple[str, ...] = ()
@@ -47,16 +42,15 @@ class TrainingFingerprint:
         paths = sorted(path for path in layout.train.rglob("*") if path.is_file())
         contents = {path.relative_to(layout.train).as_posix(): digests.hash_file(path) for path in paths}
         events = list(JournalReader(find_journal(layout)).read())
-        series = tuple(_format_event(event) for event in _first_occurrences(events))
-        return cls(contents, digests.hash_json(series), series, tuple(_find_contradictions(events)))
+        replay = ReplayFilter()
+        first_events = (event for event in events if event.kind in SERIES_FIELDS and replay.is_new(event))
+        series = tuple(map(_format_event, first_events))
+        return cls(contents, series, tuple(_find_contradictions(events)))
 
 
 def find_journal(layout: ProjectLayout) -> Path:
-    """Return the journal of the only run in experiments/runs of a project. RATCHET_RUNS does not apply.
-
-    Raises:
-        DataError: there is none, or more than one.
-    """
+    """Return the journal of the only run in experiments/runs of a project. RATCHET_RUNS does not apply. Raises
+    DataError if there is none, or more than one."""
     runs = layout.experiments / "runs"
     journals = sorted(runs.glob("*/journal.jsonl"))
     if len(journals) != 1:
@@ -68,23 +62,17 @@ def find_differences(expected: TrainingFingerprint, found: TrainingFingerprint) 
     """Describe the differences; empty if both are equal and `found` does not contradict itself."""
     texts = []
     for name in sorted(expected.files.keys() | found.files.keys()):
-        if expected.files.get(name) != found.files.get(name):
-            texts.append(f"{name}: {_describe_difference(expected.files.get(name), found.files.get(name))}")
+        if name not in expected.files:
+            texts.append(f"{name}: missing in the reference")
+        elif expected.files[name] != found.files.get(name):
+            texts.append(f"{name}: {'different content' if name in found.files else 'missing'}")
     texts = _shorten(texts, "files")
-    if expected.series_digest != found.series_digest:
-        texts += _shorten(_find_series_differences(expected.series, found.series), "events of the metric series")
+    if expected.series != found.series:
+        differing = [f"{b} instead of {a}" for a, b in zip(expected.series, found.series, strict=False) if a != b]
+        if len(expected.series) != len(found.series):
+            differing.append(f"{len(found.series)} events instead of {len(expected.series)}")
+        texts += _shorten(differing, "events of the metric series")
     return texts + _shorten(list(found.contradictions), "contradictions")
-
-
-def collect_batch_digests(outcome: TrainingFingerprint) -> dict[int, str]:
-    """Return the digest of the rows that each step trained on, by step."""
-    events = map(json.loads, outcome.series)
-    return {event["step"]: event[BATCH] for event in events if event["event"] == "step" and BATCH in event}
-
-
-def _first_occurrences(events: Iterable[JournalEvent]) -> Iterable[JournalEvent]:
-    replay = ReplayFilter()
-    return (event for event in events if event.kind in SERIES_FIELDS and replay.is_new(event))
 
 
 def _format_event(event: JournalEvent) -> str:
@@ -107,19 +95,6 @@ def _find_contradictions(events: Iterable[JournalEvent]) -> Iterable[str]:
         yield f"step {missing} is missing in the journal"
 
 
-def _describe_difference(expected: str | None, found: str | None) -> str:
-    if expected is None:
-        return "missing in the reference"
-    return "missing" if found is None else "different content"
-
-
-def _find_series_differences(expected: tuple[str, ...], found: tuple[str, ...]) -> list[str]:
-    texts = [f"{b} instead of {a}" for a, b in zip(expected, found, strict=False) if a != b]
-    if len(expected) != len(found):
-        texts.append(f"{len(found)} events instead of {len(expected)}")
-    return texts
-
-
 def _shorten(texts: list[str], kind: str) -> list[str]:
     return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"and {len(texts) - MAX_SHOWN} more {kind}"]
 
@@ -135,9 +110,7 @@ class FaultTrialTimeline:
     attempts: list[list[float]] = field(default_factory=list)
     """Start and end of each worker."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """Time and step of each step event."""
     checkpoints: list[tuple[float, int]] = field(default_factory=list)
-    """Time and step of each checkpoint."""
     marks: list[tuple[float, str]] = field(default_factory=list)
     """Time and name of injected faults and of unusual journal events."""
     finished_s: float | None = None
@@ -147,23 +120,19 @@ class FaultTrialTimeline:
     lost_steps: list[int] = field(default_factory=list)
     """Number of steps that each restarted worker repeated because they were not saved."""
     stops_s: list[float] = field(default_factory=list)
-    """Seconds from each request to stop to the end of the command."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of events of each kind. Failures are counted also as `worker_exited:CLASS`."""
     delivered: int = 0
-    """Number of external faults that were injected."""
     missed: int = 0
     """Number of external faults that were not injected, because training had already ended."""
     problems: list[str] = field(default_factory=list)
     """Violations of the contract, and manual interventions."""
     notes: list[str] = field(default_factory=list)
-    """Descriptions of damaged files and lines."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Properties of the first worker: device, compute_dtype, threads, torch, planned_steps."""
     worker_steps: int = 0
     """Number of steps that the current worker has done."""
     last_step: int = 0
-    """Last step of the current worker, or its start step."""
     farthest_step: int = 0
     """Last step that any worker of the trial has done."""
     _fault_s: float | None = None
@@ -216,11 +185,20 @@ class FaultTrialTimeline:
         elif event.kind == "worker_ready":
             self._add_ready(event.data)
         elif event.kind in ("step", "step_skipped"):
-            self._add_step(event.data["step"], now_s)
+            self.last_step = event.data["step"]
+            self.steps.append((now_s, self.last_step))
+            self.worker_steps += 1
+            self.farthest_step = max(self.farthest_step, self.last_step)
+            if self.worker_steps == 1:
+                self._add_recovery(now_s)
         elif event.kind == "checkpoint_saved":
             self.checkpoints.append((now_s, event.data["step"]))
         elif event.kind == "worker_exited":
-            self._add_failure(str(event.data["failure_class"]), now_s)
+            failure = str(event.data["failure_class"])
+            self.kinds[f"worker_exited:{failure}"] += 1
+            if self._fault_s is None:  # no external fault: the last event shows when the worker last worked
+                self._fault_s = self._last_event_s
+                self.marks.append((now_s, f"died: {failure}"))
         elif event.kind == "finished":
             self.finished_s = now_s
             self._add_recovery(now_s)
@@ -233,20 +211,6 @@ class FaultTrialTimeline:
         if self.kinds["worker_ready"] > 1:
             self.lost_steps.append(self.last_step - start)
         self.last_step = start
-
-    def _add_step(self, step: int, now_s: float) -> None:
-        self.steps.append((now_s, step))
-        self.worker_steps += 1
-        self.last_step = step
-        self.farthest_step = max(self.farthest_step, step)
-        if self.worker_steps == 1:
-            self._add_recovery(now_s)
-
-    def _add_failure(self, failure: str, now_s: float) -> None:
-        self.kinds[f"worker_exited:{failure}"] += 1
-        if self._fault_s is None:  # no external fault: the last event shows when the worker last worked
-            self._fault_s = self._last_event_s
-            self.marks.append((now_s, f"died: {failure}"))
 
     def _add_recovery(self, now_s: float) -> None:
         if self._fault_s is not None:
@@ -273,12 +237,10 @@ class BaselineTiming:
         return cls(min(times.values()), times, finished - begin)
 
     def find_moment(self, step: int, started: bool, fraction: float) -> "TrainingMoment":
-        """Return the moment after this fraction of the time left.
+        """Return the moment after this fraction (below 1) of the time left.
 
-        Args:
-            step: last step that was done.
-            started: whether the worker has just been started, so that the time left includes its start-up.
-            fraction: fraction of the time left, below 1.
+        `step` is the last step that was done. `started`: the worker has just been started, so that the time left
+        includes its start-up.
         """
         now_s = self.steps_s.get(step, self.first_step_s)
         start_s = self.first_step_s if started else 0.0

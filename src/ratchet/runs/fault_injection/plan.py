@@ -6,14 +6,13 @@ can be repeated alone.
 
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ratchet.errors import SettingsError
 from ratchet.runs.fault_injection.injection import InjectedFault
 
 MAX_KILLS = 4
-"""Maximum number of kills in one trial."""
 
 MAX_FRACTION = 0.9
 """Maximum of `ExternalFault.fraction`. A later fault might come after the end of training."""
@@ -32,7 +31,6 @@ DOWN: frozenset[FaultAction] = frozenset(
 """Actions before which the supervisor is killed, and with it the worker."""
 
 Guard = tuple[str, str | int]
-"""A setting of `train.guards` and its value."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class ExternalFault:
     worker_steps: int = 0
     min_step: int = 0
     seed: int = 0
-    """Seed for the choice of a file or bit."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class FaultTrial:
 
     category: str
     number: int
-    """Number in the category, from 0."""
     external_faults: tuple[ExternalFault, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     """Faults inside the workers; see `is_transient`."""
@@ -107,7 +103,6 @@ class FaultCategory:
     """A category of faults."""
 
     description: str
-    """Description of the fault, for display."""
     draw: Draw
     kills: bool = False
     """Whether a trial has several kills, so that the number of faults of the category is a number of kills. Otherwise,
@@ -164,10 +159,15 @@ def _plan_once(category: str, kind: Literal["hang", "weights"], expected_events:
     return draw
 
 
-def _plan_kill_after(chance: random.Random, step: int, is_transient: bool) -> tuple[ExternalFault, ...]:
-    """Plan a kill soon after a step. The supervisor is killed if the repeated command should not have the fault."""
-    return (
-        ExternalFault("kill supervisor" if is_transient else "kill worker", chance.uniform(0, 0.15), min_step=step),
+def _plan_decision(
+    trial: FaultTrial, chance: random.Random, fault: InjectedFault, last_step: int, is_transient: bool
+) -> FaultTrial:
+    """Add a fault, and a kill soon after its last step: the next worker must follow the decisions in the journal. The
+    supervisor is killed if the repeated command should not have the fault."""
+    action: FaultAction = "kill supervisor" if is_transient else "kill worker"
+    kill = ExternalFault(action, chance.uniform(0, 0.15), min_step=last_step)
+    return replace(
+        trial, external_faults=(kill,), faults=(fault,), reference_has_faults=True, is_transient=is_transient
     )
 
 
@@ -179,16 +179,8 @@ def _plan_memory(chance: random.Random, shape: TrainingShape, number: int) -> Fa
     fault = InjectedFault(kind="memory", step=begin, steps=steps, tokens=shape.fitting_tokens, phase=phase)
     last = shape.validate_every_steps + 1 if phase == "validation" else begin + steps
     is_transient = phase == "train" and chance.random() < 0.5
-    kills = _plan_kill_after(chance, last, is_transient)
-    return FaultTrial(
-        "oom",
-        number,
-        kills,
-        (fault,),
-        reference_has_faults=True,
-        is_transient=is_transient,
-        expected_events=("microbatch_budget",),
-    )
+    trial = FaultTrial("oom", number, expected_events=("microbatch_budget",))
+    return _plan_decision(trial, chance, fault, last, is_transient)
 
 
 def _plan_non_finite(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
@@ -201,18 +193,8 @@ def _plan_non_finite(chance: random.Random, shape: TrainingShape, number: int) -
     if number % 3 == 2:
         rules = (("on_non_finite", "roll_back"), ("snapshot_every_steps", max(2, shape.steps // 4)))
     fault = InjectedFault(kind="non_finite", step=step, times=0)
-    is_transient = chance.random() < 0.5
-    kills = _plan_kill_after(chance, step, is_transient)
-    return FaultTrial(
-        "nan",
-        number,
-        kills,
-        (fault,),
-        reference_has_faults=True,
-        is_transient=is_transient,
-        guards=rules,
-        expected_events=("step_skipped",),
-    )
+    trial = FaultTrial("nan", number, guards=rules, expected_events=("step_skipped",))
+    return _plan_decision(trial, chance, fault, step, chance.random() < 0.5)
 
 
 def _plan_spike(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
@@ -221,26 +203,12 @@ def _plan_spike(chance: random.Random, shape: TrainingShape, number: int) -> Fau
     rule = "roll_back" if number % 2 else "skip"
     rules: tuple[Guard, ...] = (("on_spike", rule), ("window_steps", 8), ("snapshot_every_steps", 4))
     fault = InjectedFault(kind="spike", step=step, times=0)
-    is_transient = chance.random() < 0.5
-    kills = _plan_kill_after(chance, step, is_transient)
-    return FaultTrial(
-        "spike",
-        number,
-        kills,
-        (fault,),
-        reference_has_faults=True,
-        is_transient=is_transient,
-        guards=rules,
-        expected_events=("step_skipped",),
-    )
-
-
-def _plan_nothing(chance: random.Random, shape: TrainingShape, number: int) -> FaultTrial:
-    return FaultTrial("none", number)
+    trial = FaultTrial("spike", number, guards=rules, expected_events=("step_skipped",))
+    return _plan_decision(trial, chance, fault, step, chance.random() < 0.5)
 
 
 FAULT_CATEGORIES: Mapping[str, FaultCategory] = {
-    "none": FaultCategory("nothing: two undisturbed trainings must be equal", _plan_nothing),
+    "none": FaultCategory("nothing: two undisturbed trainings must be equal", lambda *_: FaultTrial("none", 0)),
     "sigkill": FaultCategory(
         "the worker is killed",
         _plan_several("sigkill", "kill worker", expected_events=("worker_exited:killed",)), kills=True,
@@ -280,16 +248,12 @@ FAULT_CATEGORIES: Mapping[str, FaultCategory] = {
     ),
     "moved": FaultCategory("the project is moved", _plan_damage("moved", "move the project")),
 }  # fmt: skip
-"""Categories by their names for `--faults`."""
 
 
 def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
     """Return the number of faults of each category: `kills` for categories with kills; for the other categories a fifth
-    of `kills`, but at least `min_trials`.
-
-    Raises:
-        SettingsError: a name is not in FAULT_CATEGORIES, there are no names, or `kills` is below 1.
-    """
+    of `kills`, but at least `min_trials`. Raises SettingsError if a name is not in FAULT_CATEGORIES, there are no
+    names, or `kills` is below 1."""
     chosen = set(names)
     unknown = sorted(chosen - set(FAULT_CATEGORIES))
     if unknown or not chosen:
@@ -305,30 +269,16 @@ def allocate_counts(names: Iterable[str], kills: int) -> dict[str, int]:
 
 
 def draw_plan(seed: int, counts: Mapping[str, int], shape: TrainingShape) -> tuple[FaultTrial, ...]:
-    """Draw the plan of a seed.
-
-    Args:
-        seed: seed of everything that is drawn.
-        counts: number of faults of each category; see `allocate_counts`.
-        shape: properties of the training.
-
-    Raises:
-        SettingsError: the training is too short.
-    """
+    """Draw the plan of a seed. Raises SettingsError if the training is too short."""
     if shape.steps < MIN_STEPS:
         raise SettingsError(f"--steps: found {shape.steps}; expected at least {MIN_STEPS}, so that faults can occur")
-    return tuple(trial for name, count in counts.items() for trial in _draw_category(seed, name, count, shape))
-
-
-def _draw_category(seed: int, name: str, count: int, shape: TrainingShape) -> Iterable[FaultTrial]:
-    category = FAULT_CATEGORIES[name]
-    sizes = _divide_kills(count) if category.kills else range(count)
-    for number, size in enumerate(sizes):
-        trial = category.draw(random.Random(f"{seed}/{name}/{number}"), shape, size)
-        yield FaultTrial(**{**vars(trial), "number": number})
-
-
-def _divide_kills(count: int) -> list[int]:
-    """Divide kills into trials of nearly equal size, with at most MAX_KILLS each."""
-    trials = -(-count // MAX_KILLS)
-    return [count // trials + (number < count % trials) for number in range(trials)]
+    trials = []
+    for name, count in counts.items():
+        category = FAULT_CATEGORIES[name]
+        # Kills are divided into trials of nearly equal size, with at most MAX_KILLS each.
+        parts = -(-count // MAX_KILLS)
+        kills = [count // parts + (number < count % parts) for number in range(parts)]
+        for number, size in enumerate(kills if category.kills else range(count)):
+            chance = random.Random(f"{seed}/{name}/{number}")
+            trials.append(replace(category.draw(chance, shape, size), number=number))
+    return tuple(trials)

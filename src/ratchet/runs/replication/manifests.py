@@ -2,10 +2,9 @@
 
 The files of a sealed directory are stored as objects by digest; a JSON document, written last, lists them.
 
-A journal is stored in pieces, named by holder, start and end. A holder continues a number of bytes of an earlier
-holder's journal (`journal_origin` of its claim) and adds its own. Journals are only appended to, so these bytes do not
-change if the earlier holder writes more. Eight pieces of about the same size are merged into one, so a long run has few
-pieces. In a run of one day, the merges send each byte three or four more times.
+A journal is stored in segments, named by holder and start. The last segment grows until it has SEGMENT_BYTES. A holder
+continues a number of bytes of an earlier holder's journal (`origins` of the lease) and adds its own. Journals are only
+appended to, so these bytes do not change if the earlier holder writes more.
 
 Each of several machines that train together has its own journal. A machine that becomes the holder during training
 keeps all events that the previous holder has uploaded, and adds its own later events.
@@ -15,30 +14,30 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ratchet.errors import DamagedFileError
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication import lease
-from ratchet.runs.replication.lease import LeaseRecord, Origin
+from ratchet.runs.replication.lease import Origin
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
-FORMAT = 1
-PIECES_PER_MERGE = 8
-"""Number of pieces of one level that are merged into one."""
-MAX_PIECE_BYTES = 64 << 20
-"""Maximum size of one piece."""
-MAX_LISTINGS = 5
-"""Maximum number of times that the pieces are listed for one recovery. A holder may merge pieces between a listing and
-the reads that follow it."""
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
 
-_Pieces = Mapping[int, Sequence[tuple[int, int]]]
-"""Start and end offsets of the pieces, by token."""
+FORMAT = 1
+SEGMENT_BYTES = 1 << 18
+"""Size in bytes from which a segment of a journal does not grow any more."""
+MAX_UPLOAD_BYTES = 16 << 20
+"""Maximum number of bytes that are added to a segment in one upload."""
+
+_Segments = Mapping[int, Mapping[int, int]]
+"""Size of each segment in bytes, by token and start offset."""
 _GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -125,18 +124,20 @@ class TransferStatistics:
     """Size of the files that the replica already had."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SealedDirectoryUploader:
     """Uploader of sealed directories to a replica."""
 
     store: ReplicaStore
     names: RunObjectNames
-    _done: set[str] = field(default_factory=set)
+    confirm: Callable[[], None]
+    """Called right before a document is written; raises LeaseHeldError if another machine holds the run."""
 
     def send(self, directory: Path, sealed: ReplicaManifest, name: str) -> TransferStatistics:
         """Upload objects, then the document. On return, the replica has listed all of these objects.
 
         Raises:
+            LeaseHeldError: another machine holds the run; the document is not written.
             ReplicaError: the replica cannot be written.
             DamagedFileError: a file differs from the manifest.
             FileNotFoundError: the directory was removed during the upload.
@@ -148,7 +149,8 @@ class SealedDirectoryUploader:
                 sent = self.store.send(self.names.object(sha), directory / file, (sha, size))
                 cost.bytes_sent += sent
                 cost.bytes_skipped += max(0, size - sent)
-            self.store.write(name, sealed.as_bytes())
+            self.confirm()
+            self.store.publish(name, sealed.as_bytes())
             # A former holder that wakes up may have collected garbage and removed one of these objects: list again.
             listed_digests = {known.rsplit("/", 1)[-1] for known in self.store.list(self.names.folder("objects"))}
             missing = {file: entry for file, entry in self._objects(sealed) if entry[0] not in listed_digests}
@@ -243,64 +245,39 @@ class RecoveredJournal:
 
 def recover_journal(store: ReplicaStore, names: RunObjectNames) -> RecoveredJournal:
     """Recover the journal of the last holder that uploaded one, up to the first gap."""
-    pieces: _Pieces = {}
-    for _ in range(MAX_LISTINGS):
-        before, pieces = pieces, _list_pieces(store, names)
-        if not pieces:
-            return RecoveredJournal(b"", None)
-        token, unreadable = max(pieces), set[str]()
-        content = _read_holder_journal(token, store, names, pieces, unreadable)
-        if not unreadable or pieces == before:
+    segments = _list_segments(store, names)
+    if not segments:
+        return RecoveredJournal(b"", None)
+    claim, token = lease.read_lease(store, names), max(segments)
+    origins = claim.origins if claim else {}
+    parts = [(token, -1)]
+    """Tokens and lengths of the parts, the last one first; -1: the whole part."""
+    while (origin := origins.get(parts[-1][0])) and origin[0] < parts[-1][0]:
+        parts.append(origin)
+    content = b""
+    for holder, length in reversed(parts):
+        content += _read_added(store, names, holder, len(content), segments)
+        if length >= 0 and len(content) < length:
             break
+        content = content if length < 0 else content[:length]
     return RecoveredJournal(content, (token, len(content)))
 
 
-def _list_pieces(store: ReplicaStore, names: RunObjectNames) -> _Pieces:
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for name in sorted(store.list(names.folder("journal"))):
-        if len(numbers := parse_numbers(name)) == 3:
-            pieces.setdefault(numbers[0], []).append((numbers[1], numbers[2]))
-    return pieces
+def _list_segments(store: ReplicaStore, names: RunObjectNames) -> _Segments:
+    segments: dict[int, dict[int, int]] = {}
+    for name, size in sorted(store.list(names.folder("journal")).items()):
+        if len(numbers := parse_numbers(name)) == 2:
+            segments.setdefault(numbers[0], {})[numbers[1]] = size
+    return segments
 
 
-def _read_holder_journal(
-    token: int, store: ReplicaStore, names: RunObjectNames, pieces: _Pieces, unreadable: set[str]
-) -> bytes:
-    """Read the journal of a holder: the part that the holder continues, then its own pieces.
-
-    `unreadable` receives the names of pieces that could not be read. A holder may have merged them after the listing.
-    """
-    content, origin = b"", _read_origin(token, store, names)
-    if origin is not None and origin[0] < token:
-        content = _read_holder_journal(origin[0], store, names, pieces, unreadable)[: origin[1]]
-        if len(content) < origin[1]:
-            return content
-    return content + _read_added(ReplicaJournal(store, names, token), len(content), pieces, unreadable)
-
-
-@dataclass(frozen=True)
-class ReplicaJournal:
-    """The journal of one holder of the run, in a replica."""
-
-    store: ReplicaStore
-    names: RunObjectNames
-    token: int
-
-
-def _read_added(journal: ReplicaJournal, offset: int, pieces: _Pieces, unreadable: set[str]) -> bytes:
-    """Read the holder's own pieces from an offset to the first gap."""
-    token, content = journal.token, b""
-    while following := [
-        (end, start)
-        for start, end in pieces.get(token, ())
-        if start <= offset + len(content) < end and journal.names.journal(token, start, end) not in unreadable
-    ]:
-        end, start = max(following)
-        piece = journal.store.read(name := journal.names.journal(token, start, end))
-        if piece is None or len(piece) != end - start:
-            unreadable.add(name)
-        else:
-            content += piece[offset + len(content) - start :]
+def _read_added(store: ReplicaStore, names: RunObjectNames, token: int, offset: int, segments: _Segments) -> bytes:
+    """Read the bytes of a holder's own segments from an offset to the first gap."""
+    content = b""
+    for start, size in sorted(segments.get(token, {}).items()):
+        at = offset + len(content)
+        if start <= at < start + size:
+            content += store.read_from(names.journal(token, start), at - start, size) or b""
     return content
 
 
@@ -316,14 +293,11 @@ class ReplicaJournalReader:
 
         Raises ReplicaError.
         """
-        pieces = _list_pieces(self._store, self._names)
-        if not pieces:
+        segments = _list_segments(self._store, self._names)
+        if not segments:
             return b"", False
-        if max(pieces) == self._token:
-            journal = ReplicaJournal(self._store, self._names, self._token)
-            new = _read_added(
-                journal, self._length, pieces, set()
-            )  # the next call reads pieces that were merged meanwhile
+        if max(segments) == self._token:
+            new = _read_added(self._store, self._names, self._token, self._length, segments)
             self._length += len(new)
             return new, False
         recovered = recover_journal(self._store, self._names)
@@ -331,17 +305,6 @@ class ReplicaJournalReader:
             return b"", False
         self._token, self._length = recovered.origin
         return recovered.content, True
-
-
-def _read_origin(token: int, store: ReplicaStore, names: RunObjectNames) -> Origin | None:
-    for key in lease.list_keys(store, names):
-        if (
-            key[0] == token
-            and (claim := LeaseRecord.from_bytes(store.read(names.claim(*key)) or b""))
-            and claim.journal_origin
-        ):
-            return claim.journal_origin
-    return None
 
 
 def join_journal(path: Path, store: ReplicaStore, names: RunObjectNames) -> JournalStart:
@@ -392,12 +355,12 @@ class JournalUploader:
     ) -> None:
         self._path, self._store, self._names, self._token = path, store, names, token
         self._shift, start = journal_start.shift, journal_start.start
-        self._pieces: list[tuple[int, int, int]] = []
-        """Start, end and level of each piece."""
+        self._segment_start = start
+        self._version: UpdateVersion | None = None
+        """Version of the segment that grows."""
         self._digest = hashlib.sha256(_read_range(path, 0, start))
         self.end = start
         """Number of bytes of the local journal that are in the replica."""
-        self.bytes_sent = 0
 
     @property
     def sha256(self) -> str:
@@ -412,37 +375,20 @@ class JournalUploader:
         """Upload new bytes up to the last complete line. Return the bytes sent. Raises ReplicaError."""
         sent = 0
         while new := self._read_new():
-            start, end = self.end, self.end + len(new)
-            self._store.write(self._name(start, end), new)
+            if self.end - self._segment_start >= SEGMENT_BYTES:
+                self._segment_start, self._version = self.end, None
+            start, end = self._segment_start, self.end + len(new)
+            content = _read_range(self._path, start, end - start)
+            name = self._names.journal(self._token, start + self._shift)
+            self._version = self._store.publish(name, content, self._version)
             self._digest.update(new)
             self.end = end
-            self._pieces.append((start, end, 0))
-            sent += len(new) + self._merge()
-        self.bytes_sent += sent
+            sent += len(content)
         return sent
 
     def _read_new(self) -> bytes:
-        data = _read_range(self._path, self.end, MAX_PIECE_BYTES)
+        data = _read_range(self._path, self.end, MAX_UPLOAD_BYTES)
         return data[: data.rfind(b"\n") + 1]
-
-    def _merge(self) -> int:
-        """Merge the last pieces as long as enough of them have the same level. Return the bytes sent."""
-        sent = 0
-        while (
-            len(last := self._pieces[-PIECES_PER_MERGE:]) == PIECES_PER_MERGE
-            and len({level for _, _, level in last}) == 1
-        ):
-            start, end, level = last[0][0], last[-1][1], last[0][2] + 1
-            if end - start > MAX_PIECE_BYTES:
-                break
-            self._store.write(self._name(start, end), _read_range(self._path, start, end - start))
-            self._pieces[-PIECES_PER_MERGE:] = [(start, end, level)]
-            sent += end - start
-            self._store.remove([self._name(first, second) for first, second, _ in last])
-        return sent
-
-    def _name(self, start: int, end: int) -> str:
-        return self._names.journal(self._token, start + self._shift, end + self._shift)
 
 
 def _read_range(path: Path, start: int, length: int) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.machine import Machine, find_replica_environment_problem, find_replica_problem
+from ratchet.config.units import format_bytes, format_duration
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
@@ -18,10 +19,10 @@ from ratchet.runs.progress_view import ProgressView, SidecarState
 from ratchet.runs.replication import lease, manifests
 from ratchet.runs.replication.lease import LeaseRecord
 from ratchet.runs.replication.manifests import ReplicaJournalReader
-from ratchet.runs.replication.retry import strip_credentials
+from ratchet.runs.replication.object_storage import strip_credentials
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits, parse_numbers
 from ratchet.runs.replication_protocol import ReplicationState
-from ratchet.runs.status import SHOWN, Goodput, RunProgress, format_duration, format_size
+from ratchet.runs.status import SHOWN, Goodput, RunProgress
 
 SILENT_S = 300.0
 """Time without a report after which the holder of a run is not shown as training."""
@@ -55,9 +56,7 @@ class ReplicaState:
     finished: bool
     """Whether the replica has the result."""
     holder: LeaseRecord | None
-    """Newest claim that holds or held the run; None: no machine has held it."""
-    holders: int
-    """Number of claims that hold or held the run."""
+    """Last holder of the run; None: no machine has held it."""
     machines: tuple[ReplicatingMachine, ...]
 
 
@@ -111,14 +110,13 @@ def read_remote_run(store: ReplicaStore, run: str) -> RemoteRunStatus:
 def read_replica_state(store: ReplicaStore, names: RunObjectNames) -> ReplicaState:
     """Read the state of one run except its journal. Raises ReplicaError or SettingsError if the replica cannot be
     read."""
-    held = _read_claims(store, names)
+    claim = lease.read_lease(store, names)
     results = list(store.list(names.folder("result")))
     checkpoints = map(_parse_token_and_step, store.list(names.folder("checkpoints")))
     return ReplicaState(
         durable=max((*checkpoints, *_read_results(store, results)), default=(0, 0)),
         finished=bool(results),
-        holder=held[-1] if held else None,
-        holders=len(held),
+        holder=claim,
         machines=_read_machine_reports(store, names),
     )
 
@@ -143,12 +141,6 @@ def _read_results(store: ReplicaStore, result_names: list[str]) -> Iterator[tupl
         with suppress(DamagedFileError):
             if numbers := parse_numbers(name):
                 yield numbers[0], manifests.read_replica_manifest(store, name).step
-
-
-def _read_claims(store: ReplicaStore, names: RunObjectNames) -> list[LeaseRecord]:
-    """Read the claims that hold or held the run, ascending by token."""
-    read = (LeaseRecord.from_bytes(store.read(names.claim(*key)) or b"") for key in lease.list_keys(store, names))
-    return [claim for claim in read if claim is not None and claim.state != "waiting"]
 
 
 def _read_machine_reports(store: ReplicaStore, names: RunObjectNames) -> tuple[ReplicatingMachine, ...]:
@@ -236,17 +228,18 @@ def _describe_machines(state: ReplicaState) -> str:
 
 def _describe_holders(state: ReplicaState) -> str:
     """Describe how many machines held the run, and how many times they did."""
-    return f"{len(state.machines)}, which have held it {state.holders} time{'s' * (state.holders != 1)}"
+    holders = state.holder.holders if state.holder else 0
+    return f"{len(state.machines)}, which have held it {holders} time{'s' * (holders != 1)}"
 
 
 def _describe_upload(state: ReplicaState) -> str:
     sent = sum(machine.bytes_sent for machine in state.machines)
     seconds = sum(machine.send_s for machine in state.machines)
-    text = f"{format_size(sent)} sent"
+    text = f"{format_bytes(sent)} sent"
     if seconds:
         text += f" at {8 * sent / seconds / 1e6:,.1f} Mbps"
     if skipped := sum(machine.bytes_skipped for machine in state.machines):
-        text += f", {format_size(skipped)} were there already"
+        text += f", {format_bytes(skipped)} were there already"
     outages = sum(machine.outages for machine in state.machines)
     return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text
 

@@ -43,8 +43,8 @@ from ratchet.runs.replication.lease import (
     read_clock_s,
 )
 from ratchet.runs.replication.manifests import JournalStart
+from ratchet.runs.replication.object_storage import strip_credentials
 from ratchet.runs.replication.restore import DownloadProgress, RestoreSource
-from ratchet.runs.replication.retry import strip_credentials
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, TransferLimits
 from ratchet.runs.replication.upload import (
     JOIN_S,
@@ -307,7 +307,7 @@ class RunReplicator:
     def _synchronize(self, source: RestoreSource, state: ReplicationState | None) -> ReplicationState:
         """Restore from the replica if the replica is further. Return what the replica has."""
         context, token = self._context, self._lease.token
-        newest_token = lease.find_highest_token(source.store, context.names, lease.WRITTEN)
+        newest_token = lease.find_highest_token(source.store, context.names)
         journal_start = JournalStart()
         steps: tuple[int, ...] = ()
         if newest_token == 0:

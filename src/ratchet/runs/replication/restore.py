@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratchet.config.units import format_bytes
 from ratchet.errors import DamagedFileError, InterruptedRunError, SettingsError
-from ratchet.runs import status
 from ratchet.runs.directory import CHECKPOINT, BaseRunSpec, RunDirectory, RunPaths, spec_identity
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Origin
@@ -51,7 +51,7 @@ class DownloadProgress:
         self._received_bytes = min(self._expected_bytes, self._received_bytes + count)
         if (now := time.monotonic()) - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
-            share = f"{status.format_size(self._received_bytes)} of {status.format_size(self._expected_bytes)}"
+            share = f"{format_bytes(self._received_bytes)} of {format_bytes(self._expected_bytes)}"
             self._on_progress(f"{self._what}: {share} fetched from the replica")
 
 

@@ -1,54 +1,75 @@
-"""Object store of a replica: S3, a directory, or any URL that fsspec supports.
+"""Objects of a replica: named, verified and retried.
 
-Objects appear atomically, and their content is verified. Calls are retried.
+Objects appear atomically. Content counts as stored when the service has returned its MD5 as ETag, or when it was read
+back. The ETag of an object that was sent in n parts is the MD5 of the MD5s of its parts, followed by `-n` (Amazon S3
+User Guide, "Checking object integrity in Amazon S3").
+
+Waits between attempts use exponential back-off with full jitter: each wait is drawn between 0 and a bound that doubles
+(M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
 
 Layout of a replica. All names are relative to `machine.replica`, with `/` between their parts.
 
     runs/RUN/spec.json                       the run's spec; never changes
     runs/RUN/objects/SHA256                  content of files, each once
     runs/RUN/checkpoints/TOKEN-STEP.json     a sealed checkpoint: files by name, with digest and size; written last
-    runs/RUN/journal/TOKEN-START-END.jsonl   bytes START to END of the journal as holder TOKEN had it
+    runs/RUN/journal/TOKEN-START.jsonl       a segment of the journal as holder TOKEN had it, from byte START
     runs/RUN/result/TOKEN.json               the sealed result, like a checkpoint
-    runs/RUN/claims/TOKEN-NODE.json          claims; the holder with the highest token renews its claim
-    runs/RUN/entering/NODE                   exists while a machine is choosing a token
+    runs/RUN/lease.json                      the holder of the run, and which journal each holder continued
     runs/RUN/nodes/NODE.json                 report of a machine: steps, uploads, interruptions
     speed/MACHINE-RANDOM                     test data, while a machine measures its network
     checks/RANDOM                            test data, while a machine checks that it can write and read
 
 TOKEN counts holders of a run from 1, with eight digits. It is a fencing token: a holder that was treated as dead and
-comes back writes under its old token, and readers prefer the highest token. A holder overwrites only its own claim and
-report, so two writers cannot damage each other's data.
+comes back writes under its old token, and readers prefer the highest token. Objects that a holder writes more than once
+are replaced on the condition that they are unchanged, so a late request overwrites nothing newer.
 """
 
-import errno
 import hashlib
+import math
+import os
+import random
 import re
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from uuid import uuid4
 
-from ratchet.config.machine import S3_SCHEMES, parse_local_folder
-from ratchet.errors import DamagedFileError, ReplicaError, SettingsError
-from ratchet.runs.replication.backend import (
-    BandwidthThrottle,
+from ratchet.errors import DamagedFileError, RatchetError, ReplicaError, SettingsError
+from ratchet.runs.replication.object_storage import (
+    ADVICE,
+    PART_BYTES,
+    ConflictError,
     ContentMismatchError,
-    FsspecBackend,
-    LocalBackend,
-    StorageBackend,
-    TransferWatchdog,
-    read_pieces,
+    ObjectStorage,
+    StoredObject,
+    classify_error,
+    compute_part_bytes,
+    describe_error,
+    is_tag_of,
+    is_timeout,
+    strip_credentials,
 )
-from ratchet.runs.replication.retry import ADVICE, RetryPolicy, strip_credentials
-from ratchet.runs.replication.s3_backend import S3Backend
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
-NODE = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-"""Pattern of a machine's name in a replica."""
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+T = TypeVar("T")
+
 MAX_READS = 8
 """Maximum number of reads of an object whose content differs in each read."""
+BLOCK_BYTES = 1 << 18
+READ_BYTES = 4 << 20
+"""Size in bytes of the blocks of an upload, and of the ranges of a download."""
+POLL_S = 0.2
+"""Interval at which a long call checks whether it should stop."""
+LONG_S = 2.0
+"""Duration after which a call without an answer is reported by `ReplicaStore.trouble`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ class RunObjectNames:
         return f"{self.root}/spec.json"
 
     def folder(self, kind: str) -> str:
-        """Return the folder of a kind: objects, checkpoints, journal, result, claims, entering or nodes."""
+        """Return the folder of a kind: objects, checkpoints, journal, result or nodes."""
         return f"{self.root}/{kind}"
 
     def object(self, digest: str) -> str:
@@ -75,24 +96,22 @@ class RunObjectNames:
     def checkpoint(self, token: int, step: int) -> str:
         return f"{self.folder('checkpoints')}/{token:08d}-{step:08d}.json"
 
-    def journal(self, token: int, start: int, end: int) -> str:
-        return f"{self.folder('journal')}/{token:08d}-{start:012d}-{end:012d}.jsonl"
+    def journal(self, token: int, start: int) -> str:
+        return f"{self.folder('journal')}/{token:08d}-{start:012d}.jsonl"
 
     def result(self, token: int) -> str:
         return f"{self.folder('result')}/{token:08d}.json"
 
-    def claim(self, token: int, node: str) -> str:
-        return f"{self.folder('claims')}/{token:08d}-{node}.json"
-
-    def entering(self, node: str) -> str:
-        return f"{self.folder('entering')}/{node}"
+    @property
+    def lease(self) -> str:
+        return f"{self.root}/lease.json"
 
     def node(self, node: str) -> str:
         return f"{self.folder('nodes')}/{node}.json"
 
 
 def parse_numbers(name: str) -> tuple[int, ...]:
-    """Return the numbers at the start of the last part of a name: token and step, or token, start and end."""
+    """Return the numbers at the start of the last part of a name: token and step, or token and start."""
     last = name.rsplit("/", 1)[-1]
     found = re.match(r"[0-9]+(?:-[0-9]+)*(?=[-.])", last)
     return tuple(map(int, found[0].split("-"))) if found else ()
@@ -109,16 +128,49 @@ class TransferLimits:
     bytes_s: float | None = None
     """Bandwidth limit in bytes/s. None: no limit."""
     retry_timeout_s: float = 600.0
-    """How long one call is retried. 0: one attempt. Each part of a large object is a separate call."""
+    """How long one call is retried. 0: one attempt."""
     timeout_s: float = 30.0
-    """Time without a byte or an answer after which an attempt ends."""
+    """Time without an answer after which an attempt ends."""
     slowest_bytes_s: float = 1024.0
-    """Speed in bytes/s of the slowest connection that does not count as stalled. The time for the buffered bytes at
-    this speed is added to `timeout_s`."""
+    """Speed in bytes/s of the slowest connection that does not count as stalled."""
     first_wait_s: float = 0.5
     """Bound of the wait before the first retry. It doubles with each retry."""
     longest_wait_s: float = 30.0
     """Bound of all waits."""
+
+
+class _Progress:
+    """Time of the last progress of a call."""
+
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+
+    def record(self) -> None:
+        """Record progress."""
+        self.at_s = time.monotonic()
+
+
+@dataclass(frozen=True)
+class _FileDigests:
+    """Digests of a file: its digest and size, and the ETag of its object if the service uses MD5 sums."""
+
+    entry: Entry
+    etag: str
+
+    @classmethod
+    def compute(cls, path: Path) -> "_FileDigests":
+        """Compute the digests in one pass over a file."""
+        part_bytes, digest, parts, size = compute_part_bytes(path.stat().st_size), hashlib.sha256(), [], 0
+        with path.open("rb") as stream:
+            while data := stream.read(part_bytes):
+                digest.update(data)
+                size += len(data)
+                parts.append(hashlib.md5(data, usedforsecurity=False).digest())
+        if size <= PART_BYTES:
+            etag = parts[0].hex() if parts else hashlib.md5(b"", usedforsecurity=False).hexdigest()
+        else:
+            etag = f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+        return cls((digest.hexdigest(), size), etag)
 
 
 class ReplicaStore:
@@ -133,104 +185,247 @@ class ReplicaStore:
         Args:
             url: `machine.replica`, or a value of `--replica`; both were checked when they were read.
             limits: bandwidth limit and timeouts.
-            stopping: called between attempts; returns whether to stop.
+            stopping: called during long calls and between attempts; returns whether to stop.
         """
         self.display_url = strip_credentials(url)
         """The URL without credentials, for messages."""
-        self._backend = _create_backend(
-            url,
-            BandwidthThrottle(limits.bytes_s),
-            TransferWatchdog(limits.timeout_s, limits.slowest_bytes_s, stopping),
-            limits.timeout_s,
-        )
-        waits_s = (limits.retry_timeout_s, limits.first_wait_s, limits.longest_wait_s)
-        self._retry_policy = RetryPolicy(self.display_url, waits_s, stopping, self._backend.reopen)
+        self._limits, self._stopping = limits, stopping
+        self._storage = ObjectStorage(url, limits.timeout_s, limits.slowest_bytes_s, limits.retry_timeout_s > 0)
+        self._free_at_s, self._pace_mutex = 0.0, threading.Lock()
+        self._verified: dict[str, Entry] = {}
+        """Objects that this process has verified."""
+        self._calls: dict[object, tuple[str, float, str]] = {}
+        """Calls in progress: description, start time, and message of the last error."""
 
     @property
     def trouble(self) -> str:
-        """Last error of a call in progress; empty if there is none."""
-        return self._retry_policy.trouble
+        """Last error of a call in progress, or a message about a call without an answer for LONG_S; otherwise empty."""
+        calls = sorted(self._calls.values(), key=lambda call: call[1])
+        for _, _, message in calls:
+            if message:
+                return message
+        for what, began_s, _ in calls:
+            if (spent_s := time.monotonic() - began_s) > LONG_S:
+                return f"{self.display_url}: no answer for {spent_s:.0f} s ({what})"
+        return ""
 
     def check(self) -> None:
-        """Write, list, read back and remove a small object.
+        """Write, list, read back and remove a small object, and check that conditions of writes are respected.
 
         Raises:
-            SettingsError: bucket, credentials or clock are wrong, or the directory cannot be written.
+            SettingsError: bucket, credentials or clock are wrong, the directory cannot be written, or the service
+                ignores conditions.
         """
         name, data = f"checks/{uuid4().hex}", b"Ratchet checks whether it can write and read.\n"
 
         def check() -> None:
-            self._backend.write(name, data)
-            if self._backend.list("checks").get(name) != len(data) or self._backend.read(name) != data:
+            if self._storage.folder is None:
+                self._write_conditionally(name, data)
+            else:
+                self._storage.write(name, data)
+            if self._storage.list("checks").get(name) != len(data) or self._storage.read(name).content != data:
                 raise ContentMismatchError("the content read back differs from what was written")
-            self._backend.remove(name)
+            self._storage.remove(name)
+            self._storage.remove_stale_partials()
 
         try:
-            self._retry_policy.run("write, list, read and remove", check, strict=True)
+            self._run("write, list, read and remove", check, strict=True)
         except FileNotFoundError as error:  # for example, for a folder below /proc
             raise SettingsError(
                 f"machine.replica {self.display_url}: cannot write: {error}; {ADVICE['place']}"
             ) from None
-        if isinstance(self._backend, LocalBackend):
-            self._retry_policy.run("remove stale files", self._backend.remove_stale_partials)
+
+    def _write_conditionally(self, name: str, data: bytes) -> None:
+        """Write a small object with conditions. Raises SettingsError if the service ignores them."""
+        self._storage.remove(name)  # an attempt without an answer may have written it
+        first = self._storage.swap(name, b"", None)
+        self._storage.swap(name, data, first)
+        for version in (None, first):
+            try:
+                self._storage.swap(name, b"not to be written", version)
+            except ConflictError:
+                continue
+            raise SettingsError(
+                f"machine.replica {self.display_url}: the service ignores the conditions of writes (If-None-Match, "
+                "If-Match), so two machines could train one run; use another service or a shared folder"
+            )
 
     def list(self, folder: str, strict: bool = False) -> dict[str, int]:
         """Return the names below a folder with their sizes in bytes, never from a cache.
 
         With `strict`, raises SettingsError at once if bucket, directory, credentials or clock are wrong.
         """
+        root = self._storage.folder
+        if strict and root is not None and not self._run("open the directory", root.is_dir, strict):
+            raise SettingsError(
+                f"machine.replica {self.display_url}: directory not found: no run was replicated there yet, or "
+                "the disk is not mounted"
+            )
         try:
-            if (
-                strict
-                and isinstance(self._backend, LocalBackend)
-                and not self._retry_policy.run("open the directory", self._backend.exists, strict)
-            ):
-                raise SettingsError(
-                    f"machine.replica {self.display_url}: directory not found: no run was replicated there yet, or "
-                    "the disk is not mounted"
-                )
-            return self._retry_policy.run(f"list {folder}", lambda: self._backend.list(folder), strict)
+            return self._run(f"list {folder}", lambda: self._storage.list(folder), strict)
         except FileNotFoundError:
             return {}
 
     def read(self, name: str) -> bytes | None:
         """Read a small object; return None if it does not exist."""
+        found = self.read_version(name)
+        return None if found is None else found.content
+
+    def read_version(self, name: str) -> StoredObject | None:
+        """Read a small object and the version that `swap` expects; return None if it does not exist."""
         try:
-            return self._retry_policy.run(f"read {name}", lambda: self._backend.read(name))
+            return self._run(f"read {name}", lambda: self._storage.read(name))
+        except FileNotFoundError:
+            return None
+
+    def read_from(self, name: str, start: int, end: int) -> bytes | None:
+        """Read the bytes `start` to `end` (not included) of an object that may have grown; None if it does not
+        exist."""
+        try:
+            return self._run(f"read {name}", lambda: self._storage.read_range(name, start, end))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object and read it back. Only one writer may write a name at a time."""
+        """Write a small object and verify it. Only one writer may write a name at a time."""
 
-        def write() -> None:
-            self._backend.write(name, data)
+        def write(progress: _Progress) -> None:
+            self._pace(len(data), progress)
+            if not is_tag_of(self._storage.write(name, data), data):
+                self._require_content(name, data)
+
+        self._run_with_progress(f"write {name}", write)
+
+    def swap(self, name: str, data: bytes, version: "UpdateVersion | None") -> "UpdateVersion":
+        """Write and verify a small object if it is still of this version. None: if it does not exist. Return the new
+        version.
+
+        Raises:
+            ConflictError: another writer has written the object.
+        """
+        expected = version
+
+        def swap(progress: _Progress) -> "UpdateVersion":
+            nonlocal expected
+            self._pace(len(data), progress)
             try:
-                stored = self._backend.read(name)
-            except FileNotFoundError as error:
-                raise ContentMismatchError("the object is missing after it was written") from error
-            if stored != data:
-                raise ContentMismatchError("the content read back differs from what was written")
+                written = self._storage.swap(name, data, expected)
+            except ConflictError:
+                found = self._find(name)
+                if found is None or found.content != data:
+                    raise
+                return found.version  # an earlier attempt has written it, but its answer was lost
+            if not is_tag_of(written.get("e_tag"), data):
+                found = self._find(name)
+                if found is not None and found.version.get("e_tag") == written.get("e_tag") and found.content != data:
+                    expected = written
+                    raise ContentMismatchError("the content read back differs from what was written")
+            return written
 
-        self._retry_policy.run(f"write {name}", write)
+        return self._run_with_progress(f"write {name}", swap)
+
+    def publish(self, name: str, data: bytes, version: "UpdateVersion | None" = None) -> "UpdateVersion":
+        """Write and verify a small object that only this process writes. Return its version.
+
+        The write is conditional, so that a late request of an earlier call cannot overwrite it.
+
+        Args:
+            name: the object.
+            data: its content.
+            version: version of the last write of this process, if it is known.
+        """
+        try:
+            return self.swap(name, data, version)
+        except ConflictError:
+            found = self.read_version(name)
+            return self.swap(name, data, None if found is None else found.version)
+
+    def _find(self, name: str) -> StoredObject | None:
+        try:
+            return self._storage.read(name)
+        except FileNotFoundError:
+            return None
+
+    def _require_content(self, name: str, data: bytes) -> None:
+        if (found := self._find(name)) is None or found.content != data:
+            raise ContentMismatchError("the content read back differs from what was written")
 
     def send(self, name: str, path: Path, entry: Entry) -> int:
         """Upload a file of this digest and size, unless the object exists. Return the bytes sent.
 
-        Parts that have arrived are not sent again. The object appears only after its content has been verified.
-
         Raises:
             DamagedFileError: the file does not match `entry`; nothing is sent.
-            FileNotFoundError: the file does not exist, or was removed during the upload.
+            FileNotFoundError: the file does not exist.
         """
-        try:
-            return self._backend.send(name, path, entry, self._retry_policy.run)
-        except ContentMismatchError as error:
-            raise ReplicaError(f"machine.replica {self.display_url}: {error}") from None
-        except DamagedFileError:
-            if path.exists():
-                raise
-            raise FileNotFoundError(errno.ENOENT, "was removed while it was sent", str(path)) from None
+        if self._verified.get(name) == entry and self._inspect(name)[0] == entry[1]:
+            return 0
+        found = _FileDigests.compute(path)
+        if found.entry != entry:
+            raise DamagedFileError(
+                f"{path}: content differs from its manifest ({found.entry[1]:,} bytes); it is not replicated"
+            )
+        sent = 0
+        if not self._has_content(name, found):
+            with path.open("rb") as stream:  # stays readable if the file is removed meanwhile
+
+                def send(progress: _Progress) -> None:
+                    nonlocal sent
+                    if entry[1] <= PART_BYTES:
+                        tag = self._storage.write(name, b"".join(self._blocks(stream, progress)))
+                    else:
+                        tag = self._storage.write_blocks(name, self._blocks(stream, progress), entry[1])
+                    sent += entry[1]
+                    if tag != found.etag and self._compute_digest(name, entry[1], progress) != entry[0]:
+                        self._storage.remove(name)
+                        raise ContentMismatchError("the content read back differs from what was sent")
+
+                self._run_with_progress(f"write {name}", send)
+        self._verified[name] = entry
+        return sent
+
+    def _blocks(self, stream: BinaryIO, progress: _Progress) -> Iterator[bytes]:
+        at = 0
+        while block := os.pread(stream.fileno(), BLOCK_BYTES, at):  # an abandoned attempt may still read, too
+            at += len(block)
+            self._pace(len(block), progress)
+            if self._stopping():
+                raise InterruptedError("no time left for the transfer")
+            yield block
+
+    def _pace(self, count: int, progress: _Progress) -> None:
+        """Wait until `count` bytes may be sent: all threads together send n bytes in at least n / bytes_s seconds.
+
+        Raises InterruptedError if `stopping` returns True.
+        """
+        progress.record()
+        if self._limits.bytes_s is None:
+            return
+        with self._pace_mutex:
+            start_s = max(time.monotonic(), self._free_at_s)
+            self._free_at_s = start_s + count / self._limits.bytes_s
+        while (left_s := start_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, POLL_S))
+            progress.record()
+            if self._stopping():
+                raise InterruptedError("no time left for the transfer")
+
+    def _has_content(self, name: str, file: _FileDigests) -> bool:
+        """Return whether the object exists with exactly this content."""
+        size, tag = self._inspect(name)
+        if size != file.entry[1]:
+            return False
+        what = f"read {name}"
+        return tag == file.etag or file.entry[0] == self._run_with_progress(
+            what, lambda progress: self._compute_digest(name, file.entry[1], progress)
+        )
+
+    def _compute_digest(self, name: str, size: int, progress: _Progress) -> str:
+        """Read an object back and compute its SHA-256."""
+        digest = hashlib.sha256()
+        for start in range(0, size, READ_BYTES):
+            digest.update(self._storage.read_range(name, start, min(size, start + READ_BYTES)))
+            progress.record()
+        return digest.hexdigest()
 
     def fetch(self, name: str, path: Path, entry: Entry, on_bytes: Callable[[int], None] = _ignore_progress) -> None:
         """Download an object to a new file, durably.
@@ -261,13 +456,13 @@ class ReplicaStore:
 
     def _copy(self, name: str, partial: Path, entry: Entry, on_bytes: Callable[[int], None]) -> str:
         """Download an object to a partial file. Return the digest of the content."""
-        if (size := self._size(name)) != entry[1]:
+        if (size := self._inspect(name)[0]) != entry[1]:
             found = "missing" if size is None else f"{size:,} bytes"
             raise DamagedFileError(f"{self.display_url}/{name}: {found}, its manifest says {entry[1]:,} bytes")
         digest = hashlib.sha256()
 
         def blocks() -> Iterator[list[bytes]]:
-            for piece in read_pieces(self._backend, name, entry[1], self._retry_policy.run):
+            for piece in self._read_pieces(name, entry[1]):
                 digest.update(piece)
                 yield [piece]
                 on_bytes(len(piece))
@@ -278,12 +473,24 @@ class ReplicaStore:
             raise DamagedFileError(f"{self.display_url}/{name}: was removed while it was read") from None
         return digest.hexdigest()
 
+    def _read_pieces(self, name: str, size: int) -> Iterator[bytes]:
+        """Read an object of `size` bytes in pieces; a retry repeats one piece."""
+        for start in range(0, size, READ_BYTES):
+            end = min(size, start + READ_BYTES)
+            yield self._run(f"read {name}", lambda: self._read_range(name, start, end))  # noqa: B023 (called at once)
+
+    def _read_range(self, name: str, start: int, end: int) -> bytes:
+        piece = self._storage.read_range(name, start, end)
+        if len(piece) != end - start:
+            raise ContentMismatchError(f"the object ends after {start + len(piece):,} bytes")
+        return piece
+
     def blocks(self, name: str) -> Iterator[bytes]:
         """Read an object in pieces, unverified. Raises DamagedFileError if it does not exist."""
-        size = self._size(name)
+        size = self._inspect(name)[0]
         if size is None:
             raise DamagedFileError(f"{self.display_url}/{name}: missing")
-        yield from read_pieces(self._backend, name, size, self._retry_policy.run)
+        yield from self._read_pieces(name, size)
 
     def remove(self, names: Collection[str], require: Callable[[], None] = _ignore_progress) -> None:
         """Remove these objects; names without an object are skipped.
@@ -296,24 +503,97 @@ class ReplicaStore:
 
             def remove() -> None:
                 require()
-                self._backend.remove(name)  # noqa: B023 (called at once)
+                self._storage.remove(name)  # noqa: B023 (called at once)
 
             try:
-                self._retry_policy.run(f"remove {name}", remove)
+                self._run(f"remove {name}", remove)
             except FileNotFoundError:
                 continue
 
-    def _size(self, name: str) -> int | None:
+    def _inspect(self, name: str) -> tuple[int | None, str]:
+        """Return size in bytes and ETag of an object; None as size if it does not exist."""
         try:
-            return self._retry_policy.run(f"look for {name}", lambda: self._backend.size(name))
+            return self._run(f"look for {name}", lambda: self._storage.inspect(name))
         except FileNotFoundError:
-            return None
+            return None, ""
 
+    def _run(self, what: str, attempt: Callable[[], T], strict: bool = False) -> T:
+        return self._run_with_progress(what, lambda _: attempt(), strict)
 
-def _create_backend(url: str, throttle: BandwidthThrottle, watch: TransferWatchdog, timeout_s: float) -> StorageBackend:
-    """Create the backend for the scheme of a URL."""
-    if (folder := parse_local_folder(url)) is not None:
-        return LocalBackend(folder, throttle, watch)
-    if urlsplit(url).scheme in S3_SCHEMES:
-        return S3Backend(url, throttle, watch, timeout_s)
-    return FsspecBackend(url, throttle, watch)
+    def _run_with_progress(self, what: str, attempt: Callable[[_Progress], T], strict: bool = False) -> T:
+        """Call `attempt` until it returns.
+
+        Args:
+            what: description of the call, as an infinitive.
+            attempt: makes one attempt of the call, and records its progress.
+            strict: raise SettingsError at once for an error that the user must fix, and do not retry.
+
+        Raises:
+            ConflictError: `attempt` raised it.
+            FileNotFoundError: the object does not exist.
+            ReplicaError: the call failed for `retry_timeout_s` after its first failure, or `stopping` returned True.
+        """
+        call, began_s, failing_since_s, tries = object(), time.monotonic(), math.inf, 0
+        self._calls[call] = (what, began_s, "")
+        try:
+            while True:
+                tries += 1
+                try:
+                    return self._call(attempt)
+                except (RatchetError, ConflictError):
+                    raise
+                except Exception as error:
+                    kind = classify_error(error)
+                    if kind == "absent":
+                        raise FileNotFoundError(describe_error(error)) from None
+                    message = f"{self.display_url}: cannot {what}: {describe_error(error)}"
+                    message += f"; {ADVICE[kind]}" if ADVICE[kind] else ""
+                    self._calls[call] = (what, began_s, message)
+                    if strict and kind != "network":
+                        raise SettingsError(f"machine.replica {message}") from None
+                    failing_since_s = min(failing_since_s, now_s := time.monotonic())
+                    left_s = self._limits.retry_timeout_s - (now_s - failing_since_s)
+                    if left_s <= 0 or not self._wait(tries, left_s):
+                        tried = f"{tries} {'try' if tries == 1 else 'tries'} in {now_s - began_s:.0f} s"
+                        raise ReplicaError(f"machine.replica {message} ({tried})") from None
+                    if is_timeout(error):
+                        self._storage.slow_down()
+                    if kind != "network":
+                        self._storage.reopen()
+        finally:
+            del self._calls[call]
+
+    def _call(self, attempt: Callable[[_Progress], T]) -> T:
+        """Make one attempt in a thread of its own, because a system call on a disk that does not answer cannot be
+        ended. A thread that stalls is abandoned."""
+        progress, future = _Progress(), Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(attempt(progress))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="replica-call", daemon=True).start()
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+            if self._stopping():
+                raise InterruptedError("no time left for the transfer")
+            idle_s = time.monotonic() - progress.at_s
+            if self._storage.folder is not None and idle_s > self._limits.timeout_s:  # obstore limits all other calls
+                raise TimeoutError(f"no data transferred for {idle_s:.0f} s")
+
+    def _wait(self, tries: int, left_s: float) -> bool:
+        """Wait before a retry. Returns False if `stopping` returned True."""
+        bound_s = min(self._limits.longest_wait_s, self._limits.first_wait_s * 2.0 ** min(tries - 1, 60), left_s)
+        until_s = time.monotonic() + random.uniform(0, bound_s)
+        while not self._stopping():
+            rest_s = until_s - time.monotonic()
+            if rest_s <= 0:
+                return True
+            time.sleep(min(rest_s, POLL_S))
+        return False

@@ -7,8 +7,8 @@ does so between two uploads of checkpoints, so none of its own is in progress. A
 removal (a sleeping laptop, a migrated virtual machine), and another machine may succeed it. When it wakes up, it must
 not continue with its old list of objects. Three rules ensure that only time can be lost:
 
-- The claims are read after the list was made, and the lease is checked right before each removal. A successor waits
-  until the claim has not changed for a whole lease, so a holder that wakes up after that removes nothing more.
+- The lease is renewed after the list was made, and checked right before each removal. A successor waits until the lease
+  has not changed for its whole duration, so a holder that wakes up after that removes nothing more.
 - The machine may be suspended between the check and the request, so one removal may come late. A late removal matters
   only if the successor has just sent this content or found it in the replica: then a durable document lacks an object.
 - The successor detects the missing object in its own garbage collection after its next upload, and sends the document
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, ReplicaError, first_line
@@ -147,16 +147,6 @@ class PeriodicTask(threading.Thread):
         return self._every_s
 
 
-class LeaseGuard(Protocol):
-    """The lease of a run (`ReplicaLease`)."""
-
-    def confirm(self) -> None:
-        """Raise unless this process still holds the lease."""
-
-    def is_sure(self) -> bool:
-        """Return whether no other process can hold the lease."""
-
-
 @dataclass(frozen=True)
 class GarbageCollectionResult:
     """Result of a garbage collection."""
@@ -178,7 +168,7 @@ class ReplicaGarbageCollector:
             checked before each single removal.
     """
 
-    def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: LeaseGuard) -> None:
+    def __init__(self, store: ReplicaStore, names: RunObjectNames, keep: int, claim: ReplicaLease) -> None:
         self._store, self._names, self._keep, self._claim = store, names, keep, claim
         self._known: dict[str, ReplicaManifest | None] = {}
         """Documents by name, each read once; None: the document is unreadable."""
@@ -271,7 +261,7 @@ class RunUploader:
 
     def __init__(self, job: ReplicationJob, state: ReplicationState, ended: threading.Event) -> None:
         self._job, self._state, self._saved, self._ended = job, state, state, ended
-        self._sender = SealedDirectoryUploader(job.store, job.names)
+        self._sender = SealedDirectoryUploader(job.store, job.names, job.lease.confirm)
         self._garbage_collector = ReplicaGarbageCollector(job.store, job.names, job.machine.keep_checkpoints, job.lease)
         self._needs_collection = False
         self._sent: dict[int, str] = {}

@@ -289,7 +289,7 @@ class ValidationScores(Record):
     metrics: dict[ValidationMetric, float]
     """Value over all rows by metric: nats per answer token, or the mean of the rows."""
     numerics: dict[str, Any]
-    """evaluation.comparability.NumericsSpec of the scores. Rounding differs between numerics."""
+    """evaluation.comparability.describe_numerics of the scores. Rounding differs between numerics."""
     seal: str = ""
     """Digest of all other fields."""
 

@@ -129,11 +129,9 @@ class MemoryForecast(Record):
         return max(self.phases, key=lambda memory: memory.total_bytes)
 
     def needed_bytes(self, local_ranks: int = 1) -> int:
-        """Return the memory that each process needs at the peak, in bytes.
+        """Return the memory that each of `local_ranks` processes that share it needs at the peak, in bytes.
 
-        Args:
-            local_ranks: number of processes that share the memory. UNSHARDED is divided by this number, because only
-                one process at a time has this part in memory.
+        UNSHARDED is divided by their number, because only one process at a time has this part in memory.
         """
 
         def process_bytes(phase: PhaseMemory) -> int:

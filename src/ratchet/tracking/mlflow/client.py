@@ -8,7 +8,6 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ratchet.runs.directory import RunPaths, list_runs
 from ratchet.runs.log import print_message
 from ratchet.runs.tracking_payload import read_final_status
 from ratchet.storage import digests
-from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import experiments, run_logger
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, log_batch, run_tags
 from ratchet.tracking.mlflow.run_logger import Draw, MlflowRunCallback
@@ -30,49 +28,36 @@ Artifacts = Mapping[str, Sequence[Path]]
 PAGE_TAG = "ratchet.report_digest"
 
 
-class MlflowTracker:
-    """One experiment in the project's own MLflow store or on a server. It is opened, or created, at the first use.
+class MlflowTracker(Experiment):
+    """An experiment to which trainings are logged.
 
     Every method raises TrackingError if MLflow cannot be read or written.
     """
 
-    def __init__(self, layout: ProjectLayout, experiment: str, server: str | None = None) -> None:
-        self.experiment = experiment
-        self._place = Experiment(layout, experiment, server)
-        self.store = self._place.store
-
     def create_callback(
         self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True
     ) -> MlflowRunCallback:
-        """Create a callback for this run. Nothing is sent yet.
+        """Create a callback for this run, which first calls `reconcile`. Nothing is sent yet.
 
-        Args:
-            paths: paths of the run.
-            settings: settings of the project. Training settings are read from the run itself.
-            draw: draws the journal (first argument) into a page (second).
-            reconcile: whether the callback first calls `reconcile`. False in a sweep, where a trial that is not in
-                training may be waiting for its next worker.
+        In a sweep, `reconcile` is False, because a trial that is not in training may be waiting for its next worker.
         """
 
         def begin() -> None:
             for notice in self.reconcile(paths.root.parent, besides=paths.root.name) if reconcile else ():
                 print_message(notice)
 
-        return MlflowRunCallback(self._place, paths, settings, draw, begin)
+        return MlflowRunCallback(self, paths, settings, draw, begin)
 
     def reconcile(self, runs: Path, besides: str = "", end: Callable[[RunPaths], None] | None = None) -> list[str]:
         """End runs that MLflow shows as RUNNING but that are not in training. Return a line for each ended run.
 
-        A run without a directory is left unchanged, but gets a line, too, unless it belongs to a sweep.
-
-        Args:
-            runs: directory of the run directories.
-            besides: run id to skip, because its own callback is active.
-            end: called for each of these runs, to end it in MLflow. None: only the status of the run is set.
+        A run without a directory is left unchanged, but gets a line, too, unless it belongs to a sweep. The run with
+        the id `besides` is skipped, because its own callback is active. `end` is called for each other run, to end it
+        in MLflow; without it, only the status of the run is set.
         """
         notices = []
         with self.connected() as client:
-            for run in self._place.running_runs():
+            for run in list(self.search(f"attributes.status = 'RUNNING' and tags.`{RUN_TAG}` != ''")):
                 run_id = run.data.tags[RUN_TAG]
                 paths = RunPaths(runs / run_id)
                 if run_id == besides or (self.store.server and run.data.tags.get(HOST_TAG) != socket.gethostname()):
@@ -97,14 +82,13 @@ class MlflowTracker:
     def send_missing(self, runs: Path, settings: Settings, draw: Draw) -> list[str]:
         """Call `reconcile`, and send what MLflow lacks: points, files and models of the runs that `reconcile` ends, and
         complete finished runs that MLflow does not have because it was unavailable.
-
-        For the arguments see `reconcile` and `create_callback`.
         """
 
         def send(paths: RunPaths) -> None:
             self.create_callback(paths, settings, draw, reconcile=False).catch_up()
 
-        notices, known_ids = self.reconcile(runs, end=send), self._place.known_run_ids()
+        notices = self.reconcile(runs, end=send)
+        known_ids = {run.data.tags[RUN_TAG] for run in self.search(f"tags.`{RUN_TAG}` != ''")}
         for paths in list_runs(runs):
             is_missing = paths.root.name not in known_ids and paths.is_finished() and not paths.lock().is_held()
             if is_missing and tracking_payload.should_report(paths.journal, settings.machine):
@@ -115,37 +99,33 @@ class MlflowTracker:
     def views(self, server: str) -> dict[str, str]:
         """Store the saved views of the experiment. Return the address of each view on the server, by name of the
         view."""
-        experiments.write_views(self._place)
-        return {view.name: experiments.view_url(server, self._place.id, view) for view in experiments.VIEWS}
+        experiments.write_views(self)
+        runs = f"{server.rstrip('/')}/#/experiments/{self.id}/runs?workflowType=machine_learning"
+        return {view.name: f"{runs}&viewStateShareKey={view.key}" for view in experiments.VIEWS}
 
     def log_report(
         self, run_id: str, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
-        """Add metrics, files and tags of a later stage to a run. A second call adds nothing.
+        """Add metrics, files and tags of a later stage to a run of Ratchet's run id. A second call adds nothing.
 
-        Args:
-            run_id: Ratchet's run id, not MLflow's.
-            metrics: by key, such as `test/candidate/accuracy`. A changed value is added as a later point. Metrics of
-                the run's own model are attached to its logged model too.
-            artifacts: files, by directory within the run's artifacts (`""` is its root).
-            tags: replace existing ones.
+        A changed metric is added as a later point. Metrics of the run's own model are attached to its logged model too.
+        Artifacts are files by directory within the run's artifacts (`""` is its root).
         """
         self._log_report(run_id, self.find(run_id), metrics, artifacts, tags)
 
     def _log_report(
         self, run_id: str, run: Any, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
-        """Do the work of `log_report` for an MLflow run that was just read. `run` is None if the run does not exist."""
         with self.connected() as client:
             if run is None:
                 raise TrackingError(f"run {run_id} is not in {self.store.where}; send its journal first")
             mlflow_id = run.info.run_id
             files = [(path, folder or None) for folder, paths in artifacts.items() for path in paths]
-            self._place.call_all([partial(client.log_artifact, mlflow_id, str(path), folder) for path, folder in files])
-            new_points = run_logger.build_report_points(self._place, client, run, metrics)
+            self.call_all([partial(client.log_artifact, mlflow_id, str(path), folder) for path, folder in files])
+            new_points = run_logger.build_report_points(self, client, run, metrics)
             changed_tags = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
             if new_points or changed_tags:  # tags are written last, because they mean that the files are complete
-                new_points = run_logger.attribute_metrics(self._place, client, run, new_points)
+                new_points = run_logger.attribute_metrics(self, client, run, new_points)
                 log_batch(client, mlflow_id, metrics=new_points, tags=run_tags(changed_tags))
 
     def report(
@@ -168,11 +148,8 @@ class MlflowTracker:
     ) -> None:
         """Add the HTML report to a finished run, unless the run has it already. A failure of MLflow is only printed.
 
-        Args:
-            run: callback of the run.
-            page: the HTML file.
-            more: writes further files into its argument, a directory, and returns them.
-            grace_s: maximum wait for a slow server in seconds.
+        `more` writes further files into a directory, and returns them. The wait for a slow server is at most `grace_s`
+        seconds.
         """
 
         def send() -> None:
@@ -192,18 +169,6 @@ class MlflowTracker:
             run.catch_up()
             mlflow_run = self.find(run.run_id)
         return mlflow_run
-
-    def find(self, run_id: str) -> Any:
-        """Return MLflow's run of Ratchet's run id, or None. For several runs of one id see `Experiment.find`."""
-        return self._place.find(run_id)
-
-    def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """Return MLflow's run of this run id. One process creates it, once."""
-        return self._place.find_or_create(run_id, start_ms)
-
-    def connected(self) -> AbstractContextManager[Any]:
-        """Yield MLflow's client after the experiment exists. Failures are raised as TrackingErrors."""
-        return self._place.connected()
 
 
 def _send_within_grace(run_id: str, content: str, send: Callable[[], None], grace_s: float) -> None:

@@ -18,8 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import LockHeldError, TrackingError, TrackingSchemaError
+from ratchet.http_client import describe_error
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -188,8 +187,12 @@ def _load_client_class() -> Any:
 
 def _connect_to_server(server: str) -> Any:
     """Connect to a server that answers. User and password come from the environment, as MLflow documents them."""
-    with suppress(urllib.error.HTTPError):  # the server answers; MLflow's own error will explain the status
-        urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_TIMEOUT_S).close()  # noqa: S310 (settings: http)
+    import httpx2  # imported late, because most commands ask no server
+
+    try:  # with a status other than 200 the server answers; MLflow's own error will explain it
+        httpx2.get(f"{server.rstrip('/')}/health", timeout=SERVER_TIMEOUT_S)
+    except httpx2.HTTPError as error:
+        raise ConnectionError(describe_error(error)) from None
     for name, value in HTTP_DEFAULTS.items():
         os.environ.setdefault(name, value)
     return _load_client_class()(server, server)
@@ -223,7 +226,7 @@ class Experiment:
     Every method raises TrackingError if MLflow cannot be read or written.
     """
 
-    def __init__(self, layout: ProjectLayout, name: str, server: str | None) -> None:
+    def __init__(self, layout: ProjectLayout, name: str, server: str | None = None) -> None:
         self.layout = layout
         self.name = name
         self.store = MlflowStore(layout, server)
@@ -248,12 +251,21 @@ class Experiment:
                 pass
         return self._id
 
+    def search(self, query: str) -> Iterator[Any]:
+        """Yield all matching runs, oldest first. MLflow returns at most 1,000 per page."""
+        token = None
+        with self.connected() as client:
+            while True:
+                page = client.search_runs([self._id], query, order_by=["attributes.start_time ASC"], page_token=token)
+                yield from page
+                token = page.token
+                if not token:
+                    return
+
     def find(self, run_id: str) -> Any:
         """Return MLflow's run of Ratchet's run id, or None. Of several runs, all machines find the same one
         (_precedence)."""
-        with self.connected() as client:
-            runs = client.search_runs([self._id], f"tags.`{RUN_TAG}` = '{run_id}'")
-            return min(runs, key=_precedence, default=None)
+        return min(self.search(f"tags.`{RUN_TAG}` = '{run_id}'"), key=_precedence, default=None)
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
         """Return MLflow's run of this run id. One process creates it, once.
@@ -266,30 +278,16 @@ class Experiment:
             queried_s = time.monotonic()
             if (found := self.find(run_id)) is not None:
                 return found
-            created = client.create_run(self._id, start_ms, _tags_at_creation(run_id), run_id)
+            tags = {RUN_TAG: run_id, "mlflow.source.name": "ratchet", "mlflow.source.type": "LOCAL"}
+            with suppress(KeyError, OSError):  # a container's user may have no name
+                tags["mlflow.user"] = getpass.getuser()
+            created = client.create_run(self._id, start_ms, tags, run_id)
             if self.store.server is not None and time.monotonic() - queried_s > SETTLE_S:
                 client.set_tag(created.info.run_id, LATE_TAG, "true")
             self.store.settle()
             if (first := self.find(run_id)).info.run_id != created.info.run_id:
                 client.delete_run(created.info.run_id)
             return first
-
-    def running_runs(self) -> list[Any]:
-        """Return MLflow's RUNNING runs that Ratchet created."""
-        with self.connected() as client:
-            runs = client.search_runs([self._id], "attributes.status = 'RUNNING'")
-            return [run for run in runs if RUN_TAG in run.data.tags]
-
-    def known_run_ids(self) -> set[str]:
-        """Return the run ids of all runs that Ratchet created."""
-        run_ids, token = set[str](), None
-        with self.connected() as client:
-            while True:
-                page = client.search_runs([self._id], f"tags.`{RUN_TAG}` != ''", page_token=token)
-                run_ids |= {run.data.tags[RUN_TAG] for run in page}
-                token = page.token
-                if not token:
-                    return run_ids
 
     def call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make these calls of a client, in parallel on a server. Return their results in order.
@@ -327,11 +325,6 @@ def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
     missing points in another transaction. If another process inserts one of these points in between, the whole batch
     fails with a violated UNIQUE constraint. MLflow never stores a point twice, so the call can be repeated.
 
-    Args:
-        client: MLflow's client.
-        mlflow_id: MLflow's id of the run.
-        batch: `metrics`, `params` and `tags`, as MLflow's `log_batch` takes them.
-
     Raises:
         MlflowException: any other error, or a collision at every one of MAX_COLLISIONS attempts.
     """
@@ -342,18 +335,14 @@ def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
             client.log_batch(mlflow_id, **batch)
             return
         except MlflowException as error:
-            if attempt == MAX_COLLISIONS or not _is_insert_collision(error):
+            # SQLite, PostgreSQL or MySQL refused a row that another process just inserted.
+            is_collision = any(word in str(error) for word in ("IntegrityError", "UniqueViolation"))
+            if attempt == MAX_COLLISIONS or not is_collision:
                 raise
 
 
-def _is_insert_collision(error: Exception) -> bool:
-    """Return whether a database (SQLite, PostgreSQL, MySQL) refused a row that another process just inserted."""
-    return any(word in str(error) for word in ("IntegrityError", "UniqueViolation"))
-
-
 def _precedence(run: Any) -> tuple[bool, int, str]:
-    """Return the key that sorts several runs of one run id. The first run is kept: not late, then oldest, then lowest
-    id."""
+    """Return the key that sorts several runs of one run id, of which the first is kept."""
     return LATE_TAG in run.data.tags, run.info.start_time, run.info.run_id
 
 
@@ -362,13 +351,6 @@ def run_tags(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
     return [RunTag(key, value) for key, value in tags.items()]
-
-
-def _tags_at_creation(run_id: str) -> dict[str, str]:
-    tags = {RUN_TAG: run_id, "mlflow.source.name": "ratchet", "mlflow.source.type": "LOCAL"}
-    with suppress(KeyError, OSError):  # a container's user may have no name
-        tags["mlflow.user"] = getpass.getuser()
-    return tags
 
 
 # Saved views of the runs table, and a description of the metric keys.
@@ -452,12 +434,6 @@ def write_views(experiment: Experiment) -> None:
         note = stored.tags.get(NOTE_TAG, "")
         if note != NOTE and (not note or note.startswith(NOTE_BEGINS)):
             client.set_experiment_tag(experiment.id, NOTE_TAG, NOTE)
-
-
-def view_url(server: str, experiment_id: str, view: ExperimentView) -> str:
-    """Return the address of a view in MLflow's UI."""
-    runs = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs"
-    return f"{runs}?workflowType=machine_learning&viewStateShareKey={view.key}"
 
 
 def _is_unedited(text: str | None) -> bool:

@@ -44,13 +44,9 @@ class MlflowModelRegistry:
         self._store = MlflowStore(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
-        """Return the version number of this model. If the model has no version yet, register one.
+        """Return the version number of the model in `source`. If the model has no version yet, register one.
 
-        Args:
-            model_digest: digest of the model's files.
-            source: directory of the promoted model.
-            run_id: Ratchet's run id. The version is linked to the MLflow run of this id, if it exists.
-            tags: tags of a new version. An existing version keeps its tags.
+        A new version gets the tags, and is linked to the MLflow run of Ratchet's run id, if it exists.
         """
         with self._store.connected() as client, self._store.locked():
             numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
@@ -79,32 +75,29 @@ class MlflowModelRegistry:
         if not self.layout.mlflow_database.exists():
             return None
         with self._store.connected() as client:
-            models = client.search_registered_models(f"name = '{self.model_name}'")
-            version = models[0].aliases.get(CHAMPION) if models else None
-            return None if version is None else int(version)
+            return self._champion(client)
+
+    def _champion(self, client: Any) -> int | None:
+        models = client.search_registered_models(f"name = '{self.model_name}'")
+        version = models[0].aliases.get(CHAMPION) if models else None
+        return None if version is None else int(version)
 
     def set_champion(self, version: int, expected: int | None) -> None:
         """Move the alias to a version in one transaction, so that readers see either the old or the new champion.
 
-        Args:
-            version: the new champion. If the alias already points at it, nothing happens.
-            expected: version of the alias at the time of the decision; None: the alias did not exist.
+        `expected` is the version of the alias at the time of the decision; None if it did not exist.
 
         Raises:
             ChampionError: the alias has moved since the decision.
         """
         with self._store.connected() as client, self._store.locked():
-            models = client.search_registered_models(f"name = '{self.model_name}'")
-            alias = models[0].aliases.get(CHAMPION) if models else None
-            current = None if alias is None else int(alias)
+            current = self._champion(client)
             if current == version:
                 return
             if current != expected:
-                expected_text, current_text = (
-                    f"version {v}" if v is not None else "no version" for v in (expected, current)
-                )
+                texts = [f"version {number}" if number is not None else "no version" for number in (expected, current)]
                 raise ChampionError(
-                    f"alias {CHAMPION} of {self.model_name} moved from {expected_text} to {current_text} since the "
+                    f"alias {CHAMPION} of {self.model_name} moved from {texts[0]} to {texts[1]} since the "
                     "decision: another promotion took place; nothing was changed. Evaluate against the new champion: "
                     "`dvc repro`"
                 )

@@ -68,11 +68,7 @@ Draw = Callable[[Path, Path], None]
 def log_models(experiment: Experiment, client: Any, run: Any, paths: RunPaths) -> None:
     """Log the best and the last checkpoint of a finished run as logged models. A second call changes nothing.
 
-    Args:
-        experiment: experiment of the run.
-        client: MLflow's client.
-        run: current state of MLflow's run, with its points stored.
-        paths: paths of the run. If its result cannot be read, a message is printed and no model is logged.
+    MLflow must have the points of the run. If its result cannot be read, a message is printed and no model is logged.
     """
     try:
         report = TrainReport.load(paths.result / "train.json")
@@ -83,14 +79,9 @@ def log_models(experiment: Experiment, client: Any, run: Any, paths: RunPaths) -
     roles: dict[int, list[str]] = {}
     for role, step in (("best", report.best_step), ("last", report.steps)):
         roles.setdefault(step, []).append(role)
-    missing_steps = [(step, names) for step, names in roles.items() if step not in models]
-    if missing_steps:
-        experiment.call_all(
-            [
-                partial(_create_logged_model, experiment, client, run, report, step, names)
-                for step, names in missing_steps
-            ]
-        )
+    if missing_steps := [step for step in roles if step not in models]:
+        create = partial(_create_logged_model, experiment, client, run, report)
+        experiment.call_all([partial(create, step, roles[step]) for step in missing_steps])
         models = _models_by_step(experiment, client, run)
     for step in roles:
         if str(models[step].status) != "READY":
@@ -164,22 +155,15 @@ def _complete_logged_model(experiment: Experiment, client: Any, run: Any, model:
     identity = {"model_id": model.model_id, **_dataset_identity(run)}
     # The time of the point must equal the time of the run's point; otherwise the run would have the point twice.
     points = [Metric(LOSS, p.value, p.timestamp, p.step, **identity) for p in losses if p.step == step]
-    calls = [
-        partial(client.log_model_artifact, model.model_id, str(path))
-        for path in _list_described_files(paths, model.tags)
-    ]
+    described = [paths.result / "adapter" / "adapter_config.json"]
+    described += [paths.result / "README.md"] if model.tags[FINAL_TAG] == "true" else []
+    calls = [partial(client.log_model_artifact, model.model_id, str(path)) for path in described if path.exists()]
     if points:
         calls.append(partial(log_batch, client, run.info.run_id, metrics=points))
     if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
         calls.append(partial(client.log_outputs, run.info.run_id, [LoggedModelOutput(model.model_id, step)]))
     experiment.call_all(calls)
     client.finalize_logged_model(model.model_id, "READY")
-
-
-def _list_described_files(paths: RunPaths, tags: Mapping[str, str]) -> list[Path]:
-    names = [paths.result / "adapter" / "adapter_config.json"]
-    names += [paths.result / "README.md"] if tags[FINAL_TAG] == "true" else []
-    return [path for path in names if path.exists()]
 
 
 def _dataset_identity(run: Any) -> dict[str, str]:
@@ -189,88 +173,22 @@ def _dataset_identity(run: Any) -> dict[str, str]:
     return {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest} if inputs else {}
 
 
-# Metric points. MLflow stores a point once, with its step and its time in the journal, however often it is sent.
-
-
-class MetricPointSender:
-    """Sender of those points of a run that MLflow lacks. If a step was repeated after a crash, on any machine, the
-    first value of the step is kept."""
-
-    def __init__(self, experiment: Experiment, run: Any) -> None:
-        """Read from MLflow which steps of each metric of the run are stored."""
-        self._mlflow_id = run.info.run_id
-        with experiment.connected() as client:
-            keys = [key for key in run.data.metrics if key.startswith(JOURNAL_PREFIXES)]
-            histories = experiment.call_all([partial(client.get_metric_history, self._mlflow_id, key) for key in keys])
-        self._steps = {key: {point.step for point in points} for key, points in zip(keys, histories, strict=True)}
-
-    def send(self, client: Any, points: Iterable[MetricPoint], tags: Mapping[str, str]) -> None:
-        """Send the tags, and those points that MLflow does not have."""
-        from mlflow.entities import Metric
-
-        new_metrics: dict[tuple[str, int], Any] = {}
-        for point in points:
-            if point.step not in self._steps.get(point.key, ()):
-                new_metrics.setdefault(
-                    (point.key, point.step), Metric(point.key, point.value, round(point.t * 1000), point.step)
-                )
-        metrics = list(new_metrics.values())
-        for start in range(0, max(len(metrics), bool(tags)), MAX_BATCH):
-            batch = metrics[start : start + MAX_BATCH]
-            log_batch(client, self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
-            for metric in batch:
-                self._steps.setdefault(metric.key, set()).add(metric.step)
-
-
 def build_report_points(experiment: Experiment, client: Any, run: Any, figures: Mapping[str, float]) -> list[Any]:
     """Build points for metrics of the whole run.
 
     A value that MLflow already shows gets no point. A changed value gets a point with a later time than the old value.
-
-    Args:
-        experiment: experiment of the run.
-        client: MLflow's client.
-        run: current state of MLflow's run.
-        figures: values by key.
     """
     from mlflow.entities import Metric
 
     changed = {key: value for key, value in figures.items() if run.data.metrics.get(key) != value}
     existing = [key for key in changed if key in run.data.metrics]
     histories = experiment.call_all([partial(client.get_metric_history, run.info.run_id, key) for key in existing])
-    newest = {key: _newest_timestamp_ms(points) for key, points in zip(existing, histories, strict=True)}
+    newest_ms = {
+        key: max((int(point.timestamp) for point in points if point.step == REPORT_STEP), default=0)
+        for key, points in zip(existing, histories, strict=True)
+    }
     now_ms = round(time.time() * 1000)
-    return [Metric(key, value, max(now_ms, newest.get(key, 0) + 1), REPORT_STEP) for key, value in changed.items()]
-
-
-def _newest_timestamp_ms(points: Sequence[Any]) -> int:
-    return max((int(point.timestamp) for point in points if point.step == REPORT_STEP), default=0)
-
-
-# The prepared data as a dataset input of MLflow.
-
-
-def has_dataset(run: Any, card: DatasetCard) -> bool:
-    """Return whether MLflow's run has this dataset as an input."""
-    inputs = run.inputs.dataset_inputs if run.inputs else []
-    return any(item.dataset.digest == card.digest[: digests.SHORT] for item in inputs)
-
-
-def log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
-    """Add the dataset to the run. MLflow stores one dataset per name and digest."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    profile = {"rows_in": card.rows_in, "rows": card.rows_out, "splits": card.splits}
-    profile |= {"dropped": {reason: drop.count for reason, drop in card.dropped.items()}}
-    profile |= {"tokens": {name: lengths.total for name, lengths in card.lengths.items()}}
-    dataset = Dataset(
-        name=", ".join(Path(source).name for source in card.sources)[:NAME_CHARACTERS],
-        digest=card.digest[: digests.SHORT],
-        source_type="local",
-        source=json.dumps({"uri": next(iter(card.sources), ""), "sha256": card.sources}),
-        profile=json.dumps(profile),
-    )
-    client.log_inputs(mlflow_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    return [Metric(key, value, max(now_ms, newest_ms.get(key, 0) + 1), REPORT_STEP) for key, value in changed.items()]
 
 
 # The callback.
@@ -285,14 +203,9 @@ class MlflowRunCallback:
     def __init__(
         self, experiment: Experiment, paths: RunPaths, settings: Settings, draw: Draw, begin: Callable[[], None]
     ) -> None:
-        """Create the callback. Nothing is sent yet.
+        """Create the callback. Nothing is sent yet. Training settings are read from the run itself.
 
-        Args:
-            experiment: experiment to log to.
-            paths: paths of the run.
-            settings: settings of the project. Training settings are read from the run itself.
-            draw: draws the plot of the loss.
-            begin: called once, after events were sent for the first time or MLflow was found to have the complete run.
+        `begin` is called once, after events were sent for the first time or MLflow was found to have the complete run.
         """
         self._experiment, self._paths, self._settings, self._draw = experiment, paths, settings, draw
         self._begin: Callable[[], None] | None = begin
@@ -302,7 +215,8 @@ class MlflowRunCallback:
         self._status = ""
         self._attempts = 0
         self._card: DatasetCard | None = None
-        self._sender: MetricPointSender
+        self._stored_steps: dict[str, set[int]] = {}
+        """Steps that MLflow has, by metric."""
         self._extractor = MetricPointExtractor()
 
     @property
@@ -343,6 +257,8 @@ class MlflowRunCallback:
         return bool(mlflow_run.info.status == "FINISHED") and logged_bytes == str(_file_size(self._paths.journal))
 
     def _send(self, events: Sequence[JournalEvent]) -> None:
+        from mlflow.exceptions import MlflowException
+
         with self._experiment.connected() as client:
             if not self._attach(client, events[0].t if events else time.time()):
                 self._call_begin()
@@ -352,11 +268,37 @@ class MlflowRunCallback:
                 client.update_run(self._mlflow_id, status="RUNNING")
                 self._status = "RUNNING"
             tags = {key: value for event in new_attempts for key, value in self._attempt_tags(event).items()}
-            self._sender.send(client, (point for event in events for point in self._extractor.extract(event)), tags)
+            self._send_points(client, (point for event in events for point in self._extractor.extract(event)), tags)
             self._attempts = max([self._attempts, *(event.attempt for event in new_attempts)])
-            if self._begin is not None:
-                self._log_settings(client)
+            if self._begin is not None:  # log all settings early, because a run may be killed
+                try:
+                    client.log_text(self._mlflow_id, params_file.dump(self._settings), SETTINGS)
+                except (MlflowException, OSError) as error:  # it must not delay metric points
+                    print_message(
+                        f"run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); retrying at the end of the run"
+                    )
             self._call_begin()
+
+    def _send_points(self, client: Any, points: Iterable[MetricPoint], tags: Mapping[str, str]) -> None:
+        """Send the tags, and those points that MLflow does not have.
+
+        MLflow stores a point once, with its step and its time in the journal, however often it is sent. If a step was
+        repeated after a crash, on any machine, the first value of the step is kept.
+        """
+        from mlflow.entities import Metric
+
+        new_metrics: dict[tuple[str, int], Any] = {}
+        for point in points:
+            if point.step not in self._stored_steps.get(point.key, ()):
+                new_metrics.setdefault(
+                    (point.key, point.step), Metric(point.key, point.value, round(point.t * 1000), point.step)
+                )
+        metrics = list(new_metrics.values())
+        for start in range(0, max(len(metrics), bool(tags)), MAX_BATCH):
+            batch = metrics[start : start + MAX_BATCH]
+            log_batch(client, self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
+            for metric in batch:
+                self._stored_steps.setdefault(metric.key, set()).add(metric.step)
 
     def _finish(self, status: Status) -> None:
         with self._experiment.connected() as client:
@@ -395,32 +337,28 @@ class MlflowRunCallback:
         if self.is_complete(run):
             return False
         mlflow_id, existing_tags = run.info.run_id, run.data.tags
-        self._card = _load_dataset_card(self._experiment.layout.dataset_card, spec)
+        self._card = None
+        with suppress(DataError, DamagedFileError):  # the data may have been prepared again or removed
+            current_card = DatasetCard.load(self._experiment.layout.dataset_card)
+            self._card = current_card if current_card.digest == spec.data_digest else None
         parameters = collect_parameters(spec, self._settings)
         missing_params = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
         tags = {key: value for key, value in self._run_tags(spec).items() if existing_tags.get(key) != value}
         calls: list[Callable[[], Any]] = []
         if missing_params or tags:
             calls.append(partial(log_batch, client, mlflow_id, params=missing_params, tags=run_tags(tags)))
-        if (card := self._card) is not None and not has_dataset(run, card):
+        inputs = run.inputs.dataset_inputs if run.inputs else []
+        known_data = {item.dataset.digest for item in inputs}
+        if (card := self._card) is not None and card.digest[: digests.SHORT] not in known_data:
             calls.append(partial(self._log_dataset, client, mlflow_id, card))
         self._experiment.call_all(calls)
-        self._sender = MetricPointSender(self._experiment, run)
+        keys = [key for key in run.data.metrics if key.startswith(JOURNAL_PREFIXES)]
+        histories = self._experiment.call_all([partial(client.get_metric_history, mlflow_id, key) for key in keys])
+        self._stored_steps = {key: {p.step for p in points} for key, points in zip(keys, histories, strict=True)}
         is_own = existing_tags.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
         self._attempts = int(existing_tags.get(ATTEMPTS_TAG, "0")) if is_own else 0  # each machine counts its attempts
         self._mlflow_id, self._status = mlflow_id, run.info.status
         return True
-
-    def _log_settings(self, client: Any) -> None:
-        """Log all settings early, because a run may be killed. A failure here must not delay metric points."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            client.log_text(self._mlflow_id, params_file.dump(self._settings), SETTINGS)
-        except (MlflowException, OSError) as error:
-            print_message(
-                f"run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); retrying at the end of the run"
-            )
 
     def _run_tags(self, spec: RunSpec) -> dict[str, str]:
         """Return tags for data and base of the run, and for the group of runs that differ only in their seed."""
@@ -440,8 +378,21 @@ class MlflowRunCallback:
         return tags
 
     def _log_dataset(self, client: Any, mlflow_id: str, card: DatasetCard) -> None:
+        """Add the dataset to the run as an input. MLflow stores one dataset per name and digest."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        profile = {"rows_in": card.rows_in, "rows": card.rows_out, "splits": card.splits}
+        profile |= {"dropped": {reason: drop.count for reason, drop in card.dropped.items()}}
+        profile |= {"tokens": {name: lengths.total for name, lengths in card.lengths.items()}}
+        dataset = Dataset(
+            name=", ".join(Path(source).name for source in card.sources)[:NAME_CHARACTERS],
+            digest=card.digest[: digests.SHORT],
+            source_type="local",
+            source=json.dumps({"uri": next(iter(card.sources), ""), "sha256": card.sources}),
+            profile=json.dumps(profile),
+        )
         with self._experiment.store.locked():  # without the lock, two processes might both create the dataset
-            log_dataset(client, mlflow_id, card)
+            client.log_inputs(mlflow_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def _attempt_tags(self, event: JournalEvent) -> dict[str, str]:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
@@ -462,21 +413,8 @@ class MlflowRunCallback:
             self._draw(self._paths.journal, image)
             settings.write_text(params_file.dump(self._settings), encoding="utf-8")
             artifacts += [(image, "plots"), (settings, None)]
-            existing_artifacts = [(path, folder) for path, folder in artifacts if path.exists()]
-            self._experiment.call_all(
-                [
-                    partial(client.log_artifact, self._mlflow_id, str(path), folder)
-                    for path, folder in existing_artifacts
-                ]
-            )
-
-
-def _load_dataset_card(path: Path, spec: RunSpec) -> DatasetCard | None:
-    """Load the card of the run's data; None if the data was prepared again or removed."""
-    with suppress(DataError, DamagedFileError):
-        card = DatasetCard.load(path)
-        return card if card.digest == spec.data_digest else None
-    return None
+            log = partial(client.log_artifact, self._mlflow_id)
+            self._experiment.call_all([partial(log, str(path), folder) for path, folder in artifacts if path.exists()])
 
 
 def _memory_peaks(memory: MemoryStatus) -> dict[str, float]:

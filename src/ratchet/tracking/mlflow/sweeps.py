@@ -9,15 +9,15 @@ adds no points.
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ratchet.errors import TrackingError
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.tracking.mlflow.experiments import HOST_TAG, MlflowStore, log_batch
+from ratchet.tracking.mlflow.client import MlflowTracker
+from ratchet.tracking.mlflow.experiments import HOST_TAG, log_batch, run_tags
 from ratchet.tuning import tracking_sync
 from ratchet.tuning.tracking_sync import (
     KEY_TAG,
@@ -39,19 +39,6 @@ ACTIVE = ("RUNNING", "FINISHED")
 """Statuses of MLflow's runs. A resumed trial whose run has one of them is not set to RUNNING."""
 MAX_FAILURES = 3
 """Number of trials that could not be sent before an update gives up, because MLflow may take 20 s to fail."""
-
-
-class ExperimentTracker(Protocol):
-    """The methods of MlflowTracker that this module uses."""
-
-    experiment: str
-    store: MlflowStore
-
-    def connected(self) -> AbstractContextManager[Any]:
-        """Yield MLflow's client after the experiment exists. Failures are raised as TrackingErrors."""
-
-    def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """Return MLflow's run of this run id. One process creates it, once."""
 
 
 @dataclass
@@ -80,10 +67,9 @@ class MlflowSweepTracker:
     Every method raises TrackingError if MLflow cannot be read or written. Nothing is lost then: call the method again.
     """
 
-    tracking: ExperimentTracker
+    tracking: MlflowTracker
     figures: Callable[[SweepReport], Mapping[str, float]]
     """Further metrics of the parent, by key, such as the savings of pruning."""
-    _experiment_id: str = ""
     _parent_id: str = ""
     _known: dict[str, _ChildRunState] | None = None
     """States of the children, by key of the child. None: not read yet."""
@@ -92,28 +78,44 @@ class MlflowSweepTracker:
 
     def completed_trials(self, study: str) -> dict[str, int]:
         """Return trial numbers by run id, for trials whose end is complete in MLflow. MLflow is read once."""
-        with self.tracking.connected() as client:
-            known = self._children(client, study)
+        known = self._children(study)
         final = {key: child.tags for key, child in known.items() if child.tags.get(STATE_TAG, "running") != "running"}
         return {key: int(tags[TRIAL_TAG]) for key, tags in final.items() if tags.get(TRIAL_TAG, "").isdecimal()}
 
     def update(self, report: SweepReport, pending: Collection[str] = ()) -> None:
-        """Send the changes of the report.
+        """Send the changes of the report of an active study, and set its parent to RUNNING.
 
-        Args:
-            report: report of an active study. Its parent is set to RUNNING.
-            pending: ids of runs whose journal is not completely sent. Their trials are not shown as ended yet.
+        Trials of runs in `pending` are not shown as ended yet, because their journals are not completely sent.
         """
         with self.tracking.connected() as client:
-            self._update(client, report, pending)
+            parent, known = self._parent(client, report), self._children(report.study)
+            failures: list[TrackingError] = []
+            for child in tracking_sync.build_child_runs(report):
+                tags = {**child.tags, PARENT_TAG: parent}
+                if child.key not in pending:
+                    tags[STATE_TAG] = child.state
+                if child.key in known and known[child.key].shows(child, tags):
+                    continue
+                try:
+                    with self.tracking.connected():  # converts MLflow's errors, for this child alone
+                        known[child.key] = self._show(client, child, known.get(child.key), tags)
+                except TrackingError as error:
+                    known.pop(child.key, None)  # the child may have been deleted: search for it again
+                    failures.append(error)
+                    if len(failures) == MAX_FAILURES:
+                        break
+            try:
+                self._show_parent(client, report, parent, is_active=True)
+            except Exception:
+                self._parent_id, self._shown = "", None  # the parent may have been deleted, too
+                raise
+            if failures:
+                raise failures[0]
 
     def finish(self, report: SweepReport, artifacts: Artifacts, status: Status) -> None:
-        """Send the outcome of the study, add files to the parent and end it.
+        """Send the summary of the last report (`update` sends its trials), add files to the parent and end it.
 
-        Args:
-            report: the last report. This method sends only its summary; `update` sends its trials.
-            artifacts: files, by directory within the parent's artifacts (`""` is its root).
-            status: FINISHED; KILLED if a request stopped the sweep; FAILED if failures stopped it.
+        Artifacts are files, by directory within the parent's artifacts (`""` is its root).
         """
         with self.tracking.connected() as client:
             try:
@@ -126,15 +128,11 @@ class MlflowSweepTracker:
                     client.set_terminated(self._parent_id, status, round(time.time() * 1000))
 
     def reconcile(self, alive: Callable[[str], bool]) -> list[str]:
-        """End the parents of studies whose sweep was killed. Return a line for each ended parent.
-
-        Args:
-            alive: returns whether a process works on the study of this name.
-        """
+        """End the parents of studies on which no process works. Return a line for each ended parent."""
         notices = []
         with self.tracking.connected() as client:
             query = f"tags.`{ROLE_TAG}` = 'parent' and attributes.status = 'RUNNING'"
-            for run in self._search(client, query):
+            for run in self.tracking.search(query):
                 study = run.data.tags.get(STUDY_TAG, "")
                 host = run.data.tags.get(HOST_TAG, socket.gethostname())
                 if self.tracking.store.server is not None and host != socket.gethostname():
@@ -144,48 +142,23 @@ class MlflowSweepTracker:
                     notices.append(f"sweep {study}: was RUNNING in MLflow, but is not active; now KILLED")
         return notices
 
-    def _update(self, client: Any, report: SweepReport, pending: Collection[str]) -> None:
-        parent, known = self._parent(client, report), self._children(client, report.study)
-        failures: list[TrackingError] = []
-        for child in tracking_sync.build_child_runs(report):
-            tags = {**child.tags, PARENT_TAG: parent}
-            if child.key not in pending:
-                tags[STATE_TAG] = child.state
-            if child.key in known and known[child.key].shows(child, tags):
-                continue
-            try:
-                with self.tracking.connected():  # converts MLflow's errors, for this child alone
-                    known[child.key] = self._show(client, child, known.get(child.key), tags)
-            except TrackingError as error:
-                known.pop(child.key, None)  # the child may have been deleted: search for it again
-                failures.append(error)
-                if len(failures) == MAX_FAILURES:
-                    break
-        try:
-            self._show_parent(client, report, parent, is_active=True)
-        except Exception:
-            self._parent_id, self._shown = "", None  # the parent may have been deleted, too
-            raise
-        if failures:
-            raise failures[0]
-
     def _parent(self, client: Any, report: SweepReport) -> str:
         """Return MLflow's id of the parent, which is the run of the study. One process creates the parent, once."""
         if not self._parent_id:
             query = f"tags.`{ROLE_TAG}` = 'parent' and tags.`{STUDY_TAG}` = '{report.study}'"
             with self.tracking.store.locked():
-                run = next(self._search(client, query), None)
+                run = next(self.tracking.search(query), None)
                 if run is None:
                     tags = {STUDY_TAG: report.study, ROLE_TAG: "parent", "mlflow.source.name": "ratchet"}
                     start_ms = round(min((t.started for t in report.trials), default=time.time()) * 1000)
-                    run = client.create_run(self._experiment(client), start_ms, tags, report.study)
+                    run = client.create_run(self.tracking.id, start_ms, tags, report.study)
             self._parent_id = str(run.info.run_id)
         return self._parent_id
 
-    def _children(self, client: Any, study: str) -> dict[str, _ChildRunState]:
+    def _children(self, study: str) -> dict[str, _ChildRunState]:
         if self._known is None:
             children = {}
-            for run in self._search(client, f"tags.`{STUDY_TAG}` = '{study}'"):
+            for run in self.tracking.search(f"tags.`{STUDY_TAG}` = '{study}'"):
                 tags = run.data.tags
                 if key := tags.get(RUN_TAG) or tags.get(KEY_TAG):
                     children[key] = _ChildRunState(run.info.run_id, dict(tags))
@@ -221,9 +194,9 @@ class MlflowSweepTracker:
         if child.run_id is not None:
             return self.tracking.find_or_create(child.run_id, start_ms)
         with self.tracking.store.locked():
-            found = next(self._search(client, f"tags.`{KEY_TAG}` = '{child.key}'"), None)
+            found = next(self.tracking.search(f"tags.`{KEY_TAG}` = '{child.key}'"), None)
             tags = {KEY_TAG: child.key, "mlflow.source.name": "ratchet"}
-            return found or client.create_run(self._experiment(client), start_ms, tags, child.name)
+            return found or client.create_run(self.tracking.id, start_ms, tags, child.name)
 
     def _show_parent(self, client: Any, report: SweepReport, parent: str, *, is_active: bool) -> None:
         extra_metrics = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
@@ -235,10 +208,14 @@ class MlflowSweepTracker:
         finished_trials = sum(trial.is_over for trial in report.trials)
         at_ms = round(max((max(t.started, t.ended or 0.0) for t in report.trials), default=0.0) * 1000)
         changed_metrics = {key: value for key, value in metrics.items() if run.data.metrics.get(key) != value}
-        points = [
-            (key, value, _point_time_ms(client, parent, key, finished_trials, at_ms), finished_trials)
-            for key, value in changed_metrics.items()
-        ]
+        points = []
+        for key, value in changed_metrics.items():
+            # MLflow shows the point of the highest step and, among those, of the latest time. A value that changes
+            # although no trial has ended, such as a recomputed importance, must be later than the value before. Equal
+            # reports give equal points.
+            history = client.get_metric_history(parent, key)
+            times = [int(point.timestamp) + 1 for point in history if point.step == finished_trials]
+            points.append((key, value, max([at_ms, *times]), finished_trials))
         params = {
             key: value for key, value in tracking_sync.parent_params(report).items() if key not in run.data.params
         }
@@ -247,34 +224,6 @@ class MlflowSweepTracker:
         if is_active and run.info.status != "RUNNING":
             client.update_run(parent, status="RUNNING")
         self._shown = (metrics, tags, is_active)
-
-    def _experiment(self, client: Any) -> str:
-        if not self._experiment_id:
-            self._experiment_id = str(client.get_experiment_by_name(self.tracking.experiment).experiment_id)
-        return self._experiment_id
-
-    def _search(self, client: Any, query: str) -> Iterator[Any]:
-        """Yield all matching runs of the experiment, oldest first. MLflow returns at most 1,000 per page."""
-        token = None
-        while True:
-            order = ["attributes.start_time ASC"]
-            page = client.search_runs([self._experiment(client)], query, order_by=order, page_token=token)
-            yield from page
-            token = page.token
-            if not token:
-                return
-
-
-def _point_time_ms(client: Any, mlflow_id: str, key: str, finished_trials: int, at_ms: int) -> int:
-    """Return the time of a metric of the study. The report determines it, so equal reports give equal points.
-
-    MLflow shows the point of the highest step and, among those, of the latest time. A value that changes although no
-    trial has ended, such as a recomputed importance, must therefore be later than the value that it replaces.
-    """
-    same_step = [
-        int(point.timestamp) for point in client.get_metric_history(mlflow_id, key) if point.step == finished_trials
-    ]
-    return max([at_ms, *(time_ms + 1 for time_ms in same_step)])
 
 
 def _log_points(
@@ -291,8 +240,6 @@ def _log_points(
 
 
 def _set_tags(client: Any, mlflow_id: str, existing: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    from mlflow.entities import RunTag
-
-    new = [RunTag(key, value) for key, value in wanted.items() if existing.get(key, "") != value]
+    new = {key: value for key, value in wanted.items() if existing.get(key, "") != value}
     if new:  # one call, one transaction
-        log_batch(client, mlflow_id, tags=new)
+        log_batch(client, mlflow_id, tags=run_tags(new))

@@ -14,15 +14,13 @@ sigstore's bundle v0.3 (sigstore/protobuf-specs), and for the predicate sigstore
 """
 
 import base64
-import binascii
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -183,21 +181,12 @@ def build_key_record(key: object, where: str) -> PublicKey:
     return PublicKey(fingerprint=hashlib.sha256(pem).hexdigest(), public=pem.decode())
 
 
-def load_public_key(key: PublicKey) -> ec.EllipticCurvePublicKey:
-    """Load the key of a record from `read_keyring` or `read_public_key`."""
+def verify_envelope(key: PublicKey, envelope: "DsseEnvelope") -> None:
+    """Verify a signature by a key from `read_keyring`. Raises cryptography's InvalidSignature."""
     public = serialization.load_pem_public_key(key.public.encode())
     assert isinstance(public, ec.EllipticCurvePublicKey)  # noqa: S101 (build_key_record has checked it)
-    return public
-
-
-def signature_hash(key: ec.EllipticCurvePublicKey) -> hashes.HashAlgorithm:
-    """Return the hash algorithm of signatures by this key."""
-    return _HASHES[key.curve.name]
-
-
-def build_keyring(keys: Sequence[PublicKey]) -> Keyring:
-    """Build a keyring with only these keys, for example with a key that the user names."""
-    return Keyring(keys=tuple(keys))
+    scheme = ec.ECDSA(_HASHES[public.curve.name])
+    public.verify(envelope.signature, encode_payload(envelope.payload), scheme)
 
 
 def trust_key(layout: ProjectLayout, file: Path) -> PublicKey:
@@ -247,18 +236,14 @@ def revoke_trust(layout: ProjectLayout, name: str, reason: str) -> str:
         raise SettingsError("--revoke: found no reason; add --reason TEXT")
     with _acquire_lock(layout):
         keyring = read_keyring(layout.keyring)
-        identities = [identity for identity in keyring.identities if identity.identity == name]
-        keys = [] if identities else [keyring.find_by_prefix(name)]
-        signers: tuple[PublicKey | SigningIdentity, ...] = (*identities, *keys)
-        for signer in signers:
+        signers: list[PublicKey | SigningIdentity] = [i for i in keyring.identities if i.identity == name]
+        for signer in signers or [keyring.find_by_prefix(name)]:
             if signer.revoked is not None:
                 raise SettingsError(f"{name}: is already revoked ({signer.revoked})")
-        for identity in identities:
-            keyring = keyring.with_identity(identity.model_copy(update={"revoked": reason}))
-        for key in keys:
-            keyring = keyring.with_key(key.model_copy(update={"revoked": reason}))
+            revoked = signer.model_copy(update={"revoked": reason})
+            keyring = keyring.with_key(revoked) if isinstance(revoked, PublicKey) else keyring.with_identity(revoked)
         keyring.save(layout.keyring)
-    return name if identities else keys[0].fingerprint
+    return name if signers else keyring.find_by_prefix(name).fingerprint
 
 
 def _acquire_lock(layout: ProjectLayout) -> FileLock:
@@ -275,7 +260,7 @@ class KeySigner:
     fingerprint: str
     notice: str | None
     """Message to the user: a key was created, or became trusted."""
-    _sign: Callable[[bytes], bytes]
+    _private: ec.EllipticCurvePrivateKey = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -284,7 +269,19 @@ class KeySigner:
 
     def sign(self, payload: bytes) -> str:
         """Return the signature file of a statement; equal statements give equal files."""
-        return build_bundle(payload, self._sign(encode_payload(payload)), self.fingerprint)
+        # Deterministic (RFC 6979): signing needs no random source, and equal files have equal signatures.
+        scheme = ec.ECDSA(_HASHES[self._private.curve.name], deterministic_signing=True)
+        signature = self._private.sign(encode_payload(payload), scheme)
+        bundle = {
+            "mediaType": MEDIA_TYPE,
+            "verificationMaterial": {"publicKey": {"hint": self.fingerprint}, "tlogEntries": []},
+            "dsseEnvelope": {
+                "payload": base64.b64encode(payload).decode(),
+                "payloadType": PAYLOAD_TYPE,
+                "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
+            },
+        }
+        return json.dumps(bundle)
 
 
 def create_key_pair(layout: ProjectLayout) -> PublicKey:
@@ -342,14 +339,14 @@ def load_signer(layout: ProjectLayout) -> KeySigner:
             f"created the key pair {key.fingerprint[:SHOWN_DIGITS]}: commit {layout.keyring}, and back up "
             f"{layout.private_key}"
         )
-        return _build_signer(_load_private_key(layout.private_key, None), key, notice)
+        return KeySigner(key.fingerprint, notice, _load_private_key(layout.private_key, None))
     private = _load_private_key(path, os.environ.get(PASSWORD_VARIABLE))
     key = build_key_record(private.public_key(), str(path))
     record, name = keyring.find_key(key.fingerprint), key.fingerprint[:SHOWN_DIGITS]
     if record is None and keyring.is_empty:
         with _acquire_lock(layout):
             read_keyring(layout.keyring).with_key(key).save(layout.keyring)
-        return _build_signer(private, key, f"the project now trusts key {name}: commit {layout.keyring}")
+        return KeySigner(key.fingerprint, f"the project now trusts key {name}: commit {layout.keyring}", private)
     if record is None:
         raise SettingsError(
             f"{path}: this project does not trust key {name}; to trust it, write its public part to a file "
@@ -360,7 +357,7 @@ def load_signer(layout: ProjectLayout) -> KeySigner:
             f"{path}: key {name} is revoked ({record.revoked}); run `ratchet keys --new`, and commit "
             f"{layout.keyring.name}"
         )
-    return _build_signer(private, key, None)
+    return KeySigner(key.fingerprint, None, private)
 
 
 def describe_signer(layout: ProjectLayout) -> str:
@@ -375,17 +372,10 @@ def describe_signer(layout: ProjectLayout) -> str:
 
 def own_fingerprint(layout: ProjectLayout) -> str | None:
     """Return the fingerprint of the key that would sign; None without a key. Raises SettingsError as `load_signer`."""
-    path = _private_key_path(layout)
-    if path is None:
+    if (path := _private_key_path(layout)) is None:
         return None
     private = _load_private_key(path, os.environ.get(PASSWORD_VARIABLE))
     return build_key_record(private.public_key(), str(path)).fingerprint
-
-
-def _build_signer(private: ec.EllipticCurvePrivateKey, key: PublicKey, notice: str | None) -> KeySigner:
-    # Deterministic (RFC 6979): signing needs no random source, and equal files have equal signatures.
-    scheme = ec.ECDSA(signature_hash(private.public_key()), deterministic_signing=True)
-    return KeySigner(key.fingerprint, notice, lambda data: private.sign(data, scheme))
 
 
 def _private_key_path(layout: ProjectLayout) -> Path | None:
@@ -410,29 +400,27 @@ def _load_private_key(path: Path, password: str | None) -> ec.EllipticCurvePriva
             f"{path}: other users can read this private key (mode {stat.S_IMODE(mode):o}); run `chmod 600` on it, and "
             "revoke it if others may have read it"
         )
-    private = _parse_private_key(path, content, password)
+    is_encrypted = False
+    try:
+        try:
+            private = serialization.load_pem_private_key(content, None)
+        except TypeError:
+            is_encrypted = True
+            if not password:
+                raise SettingsError(
+                    f"{path}: this private key is encrypted; set {PASSWORD_VARIABLE} to its password"
+                ) from None
+            private = serialization.load_pem_private_key(content, password.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise SettingsError(
+            f"{path}: the password in {PASSWORD_VARIABLE} does not open this private key; correct it"
+            if is_encrypted
+            else f"{path}: expected a private key in PEM format"
+        ) from None
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise SettingsError(f"{path}: expected an elliptic-curve key (P-256, P-384, P-521); create one with openssl")
     build_key_record(private.public_key(), str(path))
     return private
-
-
-def _parse_private_key(path: Path, content: bytes, password: str | None) -> object:
-    try:
-        return serialization.load_pem_private_key(content, None)
-    except TypeError:  # it is encrypted
-        if not password:
-            raise SettingsError(
-                f"{path}: this private key is encrypted; set {PASSWORD_VARIABLE} to its password"
-            ) from None
-    except (ValueError, UnsupportedAlgorithm):
-        raise SettingsError(f"{path}: expected a private key in PEM format") from None
-    try:
-        return serialization.load_pem_private_key(content, password.encode())
-    except (ValueError, UnsupportedAlgorithm):
-        raise SettingsError(
-            f"{path}: the password in {PASSWORD_VARIABLE} does not open this private key; correct it"
-        ) from None
 
 
 # --------------------------------------------------------------------------------------------------- signature files
@@ -471,14 +459,11 @@ def build_statement(name: str, digests: Mapping[str, str], ignored: tuple[str, .
         "predicateType": PREDICATE_TYPE,
         "predicate": {
             "serialization": {
-                "method": "files",
-                "hash_type": "sha256",
-                "allow_symlinks": False,
-                "ignore_paths": list(ignored),
+                "method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(ignored),
             },
             "resources": [{"name": file, "algorithm": "sha256", "digest": digests[file]} for file in names],
         },
-    }
+    }  # fmt: skip
     return json.dumps(statement, indent=2, ensure_ascii=False).encode()
 
 
@@ -511,27 +496,13 @@ def encode_payload(payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 
-def build_bundle(payload: bytes, signature: bytes, fingerprint: str) -> str:
-    """Build the signature file for a signature by a key."""
-    bundle = {
-        "mediaType": MEDIA_TYPE,
-        "verificationMaterial": {"publicKey": {"hint": fingerprint}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(payload).decode(),
-            "payloadType": PAYLOAD_TYPE,
-            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
-        },
-    }
-    return json.dumps(bundle)
-
-
 def parse_envelope(text: str) -> DsseEnvelope:
     """Parse a signature file. Raises NotSignedError if the text has another format."""
     try:
         bundle = json.loads(text)
         envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
-        payload = _decode_base64(envelope["payload"])
-        (signature,) = (_decode_base64(entry["sig"]) for entry in envelope["signatures"])
+        payload = base64.b64decode(envelope["payload"], validate=True)  # binascii.Error is a ValueError
+        (signature,) = (base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"])
         hint = material["publicKey"]["hint"] if "publicKey" in material else None
         types = (bundle["mediaType"], envelope["payloadType"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -541,10 +512,3 @@ def parse_envelope(text: str) -> DsseEnvelope:
     if hint is None and "certificate" not in material:
         raise NotSignedError("found neither a key nor a certificate")
     return DsseEnvelope(payload, signature, None if hint is None else str(hint), text)
-
-
-def _decode_base64(text: Any) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from None

@@ -10,8 +10,8 @@ import pytest
 
 import signed_folder
 from ratchet.errors import DamagedFileError, InputError, SettingsError
-from ratchet.registry.signing import keys, signature
-from ratchet.registry.signing.signature import SIGNATURE, SignatureVerdict
+from ratchet.registry import keys, signature
+from ratchet.registry.signature import SIGNATURE, SignatureVerdict
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 

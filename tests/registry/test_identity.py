@@ -12,7 +12,7 @@ import pytest
 
 import signed_folder
 from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.registry.signing import keys, signature
+from ratchet.registry import keys, signature
 from ratchet.storage.layout import ProjectLayout
 
 WHO, ISSUER = "ann@example.org", "https://accounts.example.org"

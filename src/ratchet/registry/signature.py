@@ -11,18 +11,24 @@ verification works offline with the trust roots that the installed `sigstore` co
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, SettingsError, first_line
-from ratchet.registry.signing import keys
-from ratchet.registry.signing.keys import SHOWN_DIGITS, DsseEnvelope, Keyring, NotSignedError, SigningIdentity
+from ratchet.registry import keys
+from ratchet.registry.keys import (
+    SHOWN_DIGITS,
+    DsseEnvelope,
+    Keyring,
+    KeySigner,
+    NotSignedError,
+    SigningIdentity,
+)
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.export import ModelBundle
@@ -47,34 +53,6 @@ _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 State = Literal["trusted", "unsigned", "unknown", "revoked", "damaged"]
 
 
-class Signer(Protocol):
-    """Signer of statements: `keys.KeySigner` with a key, or IdentitySigner through sigstore."""
-
-    @property
-    def name(self) -> str:
-        """Description of the signer."""
-        ...
-
-    @property
-    def notice(self) -> str | None:
-        """Message to the user before signing."""
-        ...
-
-    def sign(self, payload: bytes) -> str:
-        """Return the content of the signature file for a statement."""
-        ...
-
-
-@dataclass(frozen=True)
-class TrustedSignature:
-    """A verified signature of a trusted signer."""
-
-    signer: str
-    """Fingerprint of the key, or the identity."""
-    files: Mapping[str, str]
-    """SHA-256 of each covered file by name, for comparison with copies of some files."""
-
-
 @dataclass(frozen=True)
 class SignatureVerdict:
     """Result of a verification."""
@@ -85,13 +63,13 @@ class SignatureVerdict:
     message: str = ""
     """The problem and how to fix it; for a trusted signature, who signed."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each covered file, if the signature is valid."""
+    """SHA-256 of each covered file by name, if the signature is valid; for comparison with copies of some files."""
 
 
 # ------------------------------------------------------------------------------------------------------------- signing
 
 
-def load_signer(layout: ProjectLayout, settings: Settings) -> Signer:
+def load_signer(layout: ProjectLayout, settings: Settings) -> "Signer":
     """Load the signer of the settings. Raises SettingsError if the signer is missing or not trusted by the project."""
     return load_identity_signer(layout) if settings.promote.signing == "sigstore" else keys.load_signer(layout)
 
@@ -101,35 +79,12 @@ def describe_signer(layout: ProjectLayout, settings: Settings) -> str:
     return "sign the model through sigstore" if settings.promote.signing == "sigstore" else keys.describe_signer(layout)
 
 
-@dataclass(frozen=True)
-class ProjectSigner:
-    """FolderSigner with one signer, which verifies folders with the project's keyring."""
-
-    layout: ProjectLayout
-    signer: Signer
-
-    @property
-    def signature_name(self) -> str:
-        """Name of the signature file."""
-        return SIGNATURE
-
-    def sign(self, folder: Path) -> None:
-        """Write a signature over all other files."""
-        sign_folder(folder, self.signer)
-
-    def is_signed(self, folder: Path) -> bool:
-        """Return whether the folder has a trusted signature. The caller has just verified its seal."""
-        keyring = keys.read_keyring(self.layout.keyring)
-        return _verify_sealed(folder, files.read_manifest(folder), keyring).state == "trusted"
-
-
-def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = None) -> None:
+def sign_folder(folder: Path, signer: "Signer") -> None:
     """Sign every file of a folder before it is sealed.
 
     Args:
         folder: a scratch directory; the signature is written into it.
         signer: signs the statement.
-        known: SHA-256 of files that the caller has verified; they are not read.
 
     Raises:
         DamagedFileError: the folder contains something that is neither a file nor a folder.
@@ -138,8 +93,10 @@ def sign_folder(folder: Path, signer: Signer, known: Mapping[str, str] | None = 
     path = folder / SIGNATURE
     if path.is_symlink() or path.exists():
         path.unlink()
-    covered = _covered_digests(folder, known or {})
-    text = signer.sign(keys.build_statement(_statement_name(folder, covered), covered, UNCOVERED))
+    covered = _covered_digests(folder, {})
+    bundle = folder / "bundle.json"
+    digest = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(covered)
+    text = signer.sign(keys.build_statement(digest[:SHOWN_DIGITS], covered, UNCOVERED))
     files.write_blocks(path, [[text.encode()]])
 
 
@@ -156,12 +113,12 @@ def find_problem(layout: ProjectLayout, folder: Path) -> str | None:
     except DamagedFileError as error:
         return str(error)
     keyring = keys.read_keyring(layout.keyring)
-    verdict = _verify_sealed(folder, manifest, keyring)
+    verdict = verify_folder(folder, keyring, manifest.file_digests)
     is_accepted = verdict.state == "trusted" or (verdict.state == "unsigned" and keyring.is_empty)
     return None if is_accepted else verdict.message
 
 
-def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str] | None = None) -> TrustedSignature:
+def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str] | None = None) -> SignatureVerdict:
     """Require that a folder is unchanged since a trusted signer signed it.
 
     Args:
@@ -176,10 +133,10 @@ def check_signature(folder: Path, layout: ProjectLayout, known: Mapping[str, str
     return require_trusted(verify_folder(folder, keys.read_keyring(layout.keyring), known))
 
 
-def require_trusted(verdict: SignatureVerdict) -> TrustedSignature:
-    """Raise the errors of `check_signature` for a verdict that is not `trusted`."""
+def require_trusted(verdict: SignatureVerdict) -> SignatureVerdict:
+    """Return a verdict that is `trusted`; otherwise raise the errors of `check_signature`."""
     if verdict.state == "trusted":
-        return TrustedSignature(verdict.signer, verdict.files)
+        return verdict
     raise (DamagedFileError if verdict.state in ("damaged", "unsigned") else SettingsError)(verdict.message)
 
 
@@ -189,10 +146,19 @@ def verify_folder(folder: Path, keyring: Keyring, known: Mapping[str, str] | Non
     if verdict.state != "trusted":
         return verdict
     try:
-        if difference := _describe_difference(verdict.files, _covered_digests(folder, known or {})):
-            raise DamagedFileError(f"{folder}/{difference}; restore the folder, or promote the model again")
+        actual = _covered_digests(folder, known or {})
     except DamagedFileError as error:
         return SignatureVerdict("damaged", verdict.signer, str(error))
+    for name in sorted(verdict.files.keys() | actual.keys()):
+        if verdict.files.get(name) == actual.get(name):
+            continue
+        problem = "changed after the model was signed"
+        if name not in actual:
+            problem = "missing, although it was signed"
+        elif name not in verdict.files:
+            problem = "was added after the model was signed"
+        message = f"{folder}/{name}: {problem}; restore the folder, or promote the model again"
+        return SignatureVerdict("damaged", verdict.signer, message)
     return verdict
 
 
@@ -202,33 +168,23 @@ def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
     Use this function for a folder with only some of the signed files, and compare these files with the list.
     """
     path = folder / SIGNATURE
-    verdict, payload = _verify_signer(path, keyring)
-    if verdict.state != "trusted":
-        return verdict
-    try:
-        return SignatureVerdict("trusted", verdict.signer, verdict.message, keys.parse_digests(payload))
-    except NotSignedError as error:
-        return SignatureVerdict("damaged", verdict.signer, f"{path}: {error}; promote the model again")
-
-
-def _verify_sealed(folder: Path, manifest: files.Manifest, keyring: Keyring) -> SignatureVerdict:
-    """Verify the signature of a folder whose files were just compared with its manifest; they are not read again."""
-    return verify_folder(folder, keyring, {name: entry[0] for name, entry in manifest.files.items()})
-
-
-def _verify_signer(path: Path, keyring: Keyring) -> tuple[SignatureVerdict, bytes]:
-    """Return the verdict about the signer, and the statement. The files are not compared with the statement."""
     if not path.exists() and not path.is_symlink():
-        message = f"{path.parent}: found no signature ({SIGNATURE}); promote the model again"
-        return SignatureVerdict("unsigned", message=message), b""
+        message = f"{folder}: found no signature ({SIGNATURE}); promote the model again"
+        return SignatureVerdict("unsigned", message=message)
     try:
         if path.is_symlink():
             raise NotSignedError("found a link; expected a file")
         envelope = keys.parse_envelope(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, NotSignedError) as error:
-        return SignatureVerdict("damaged", message=f"{path}: {error}; promote the model again"), b""
+        return SignatureVerdict("damaged", message=f"{path}: {error}; promote the model again")
     verify = _verify_key if envelope.fingerprint is not None else _verify_identity
-    return verify(path, envelope, keyring), envelope.payload
+    verdict = verify(path, envelope, keyring)
+    if verdict.state != "trusted":
+        return verdict
+    try:
+        return replace(verdict, files=keys.parse_digests(envelope.payload))
+    except NotSignedError as error:
+        return SignatureVerdict("damaged", verdict.signer, f"{path}: {error}; promote the model again")
 
 
 def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
@@ -241,9 +197,8 @@ def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> Signatu
             "or add the key with `ratchet keys --trust FILE`"
         )
         return SignatureVerdict("unknown", name, message)
-    public = keys.load_public_key(key)
     try:
-        public.verify(envelope.signature, keys.encode_payload(envelope.payload), ec.ECDSA(keys.signature_hash(public)))
+        keys.verify_envelope(key, envelope)
     except InvalidSignature:
         message = f"{path}: the signature of key {shown} is invalid: the file was changed or forged; promote again"
         return SignatureVerdict("damaged", name, message)
@@ -266,18 +221,6 @@ def _verify_identity(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> Si
     return SignatureVerdict("trusted", signer.identity, f"signed by {signer.identity} of {signer.issuer} (trusted)")
 
 
-def _describe_difference(signed: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
-    """Describe the first file that differs from the signed files; None if all are equal."""
-    for name in sorted(signed.keys() | actual.keys()):
-        if name not in actual:
-            return f"{name}: missing, although it was signed"
-        if name not in signed:
-            return f"{name}: was added after the model was signed"
-        if signed[name] != actual[name]:
-            return f"{name}: changed after the model was signed"
-    return None
-
-
 def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     """Return the SHA-256 of every covered file. Raises DamagedFileError for links and special files."""
     covered: dict[str, str] = {}
@@ -292,13 +235,6 @@ def _covered_digests(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
         elif path.is_file():
             covered[name] = known[name] if name in known else digests.hash_file(path)
     return covered
-
-
-def _statement_name(folder: Path, covered: Mapping[str, str]) -> str:
-    """Return the model's name in the statement: a short digest of the model, or, without bundle.json, of all files."""
-    bundle = folder / "bundle.json"
-    digest = ModelBundle.load(bundle).model_digest if bundle.is_file() else digests.hash_files(covered)
-    return digest[:SHOWN_DIGITS]
 
 
 # ------------------------------------------------------------------------------------------------ sigstore identities
@@ -332,6 +268,10 @@ class IdentitySigner:
                 f"promote.signing: {signer.identity} is revoked ({signer.revoked}); sign with another identity"
             )
         return text
+
+
+Signer = KeySigner | IdentitySigner
+"""Signer of statements, with a key or through sigstore."""
 
 
 def load_identity_signer(layout: ProjectLayout) -> IdentitySigner:

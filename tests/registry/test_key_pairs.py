@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from ratchet.errors import DamagedFileError, SettingsError
-from ratchet.registry.signing import keys
+from ratchet.registry import keys
 from ratchet.storage.layout import ProjectLayout
 
 

@@ -1,1 +1,0 @@
-"""Signatures of promoted models: keys, identities, and which of them a project trusts."""

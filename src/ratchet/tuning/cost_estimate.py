@@ -1,0 +1,103 @@
+"""Estimates before a sweep starts: answer tokens and time of its search."""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ratchet.config.settings import Settings
+from ratchet.config.units import format_duration
+from ratchet.errors import RatchetError
+from ratchet.runs.directory import RunSpec, list_runs, recency
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import DatasetCard
+from ratchet.training.run_spec import build_run_spec
+from ratchet.tuning.pruners import LAST_RUNG
+from ratchet.tuning.search_space import SearchSpace, longest_epochs
+from ratchet.tuning.trial import compute_cost, read_run_summary
+
+
+@dataclass(frozen=True)
+class SearchEstimate:
+    """Cost of a search without its final round."""
+
+    trials: int
+    complete_trainings: int
+    """Minimum number of complete trainings."""
+    training_tokens: int
+    """Answer tokens of a complete training."""
+    first_pruning: float
+    """Share of a training after which a trial can first be pruned; 1 if nothing is pruned."""
+    tokens_per_s: float | None
+    """Answer tokens per second of the newest complete run with the same base; None if there is none."""
+    workers: int
+    max_tokens: int | None = None
+    """Limit of the sweep in answer tokens."""
+
+    @property
+    def least_tokens(self) -> int:
+        """Answer tokens if all trials except the complete ones are pruned at the first rung."""
+        complete = min(self.complete_trainings, self.trials)
+        tokens = round((complete + (self.trials - complete) * self.first_pruning) * self.training_tokens)
+        return min(tokens, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Answer tokens if no trial is pruned."""
+        tokens = self.trials * self.training_tokens
+        return tokens if self.max_tokens is None else min(tokens, self.max_tokens)
+
+    def format(self) -> str:
+        """Return the estimate as a line of text."""
+        text = (
+            f"{self.trials} trials; a complete training has {self.training_tokens:,} answer tokens, the search needs "
+        )
+        is_open = self.least_tokens < self.most_tokens
+        text += f"{self.least_tokens:,} to {self.most_tokens:,}" if is_open else f"{self.most_tokens:,}"
+        if self.tokens_per_s is None:
+            return f"{text}; no estimate of the time, because no run with this base is complete"
+        times = [
+            format_duration(tokens / self.tokens_per_s / self.workers)
+            for tokens in dict.fromkeys((self.least_tokens, self.most_tokens))
+        ]
+        return f"{text}; at best {' to '.join(times)}, at the speed of the last complete run"
+
+
+def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpace, workers: int) -> SearchEstimate:
+    """Return the estimate for a new study."""
+    sweep, card, epochs = settings.sweep, DatasetCard.load(layout.dataset_card), longest_epochs(space, settings)
+    return SearchEstimate(
+        trials=sweep.trials,
+        complete_trainings=max(1, sweep.finalists.top_k),
+        training_tokens=round(card.lengths["train"].trained * epochs),
+        first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs),
+        tokens_per_s=_measure_speed(layout, settings),
+        workers=workers,
+        max_tokens=sweep.max_tokens,
+    )
+
+
+def _compute_first_pruning_share(settings: Settings, longest_rows: float) -> float:
+    """Return the share of the longest training after which a trial can first be pruned: the first validation at or
+    after the first rung.
+
+    Each row counts as a sequence, as without packing.
+    """
+    pruner = settings.sweep.resolved_pruner
+    if pruner.kind == "none" or pruner.min_resource_fraction >= LAST_RUNG:
+        return 1.0
+    rows_between = settings.train.validate_every_steps * settings.train.batch_size
+    validations = max(1, math.ceil(pruner.min_resource_fraction * longest_rows / rows_between))
+    return min(1.0, validations * rows_between / longest_rows)
+
+
+def _measure_speed(layout: ProjectLayout, settings: Settings) -> float | None:
+    """Return the answer tokens per second of the newest complete run with this project's base; None without one."""
+    base_digest = build_run_spec(layout, settings).base_digest
+    runs = [paths for paths in list_runs(layout.runs) if paths.is_finished()]
+    for paths in sorted(runs, key=recency, reverse=True):
+        with suppress(RatchetError):  # a damaged run of another training must not stop a sweep
+            if RunSpec.load(paths.spec).base_digest == base_digest:
+                cost = compute_cost(paths, read_run_summary(paths))
+                if cost.train_seconds > 0 and cost.trained_tokens > 0:
+                    return cost.trained_tokens / cost.train_seconds
+    return None

@@ -1,0 +1,67 @@
+"""Tests the estimate of a search's cost before it starts."""
+
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+import tiny_sweep
+from ratchet.config.sweep import FinalistSettings, PrunerSettings, SweepParameter
+from ratchet.storage.records.data import DatasetCard
+from ratchet.tuning.cost_estimate import SearchEstimate, estimate_search
+from ratchet.tuning.search_space import SearchSpace
+
+
+def test_tokens_are_between_those_of_the_first_rung_and_those_of_complete_trainings() -> None:
+    estimate = SearchEstimate(
+        trials=20, complete_trainings=3, training_tokens=1000, first_pruning=0.1, tokens_per_s=10.0, workers=2
+    )  # fmt: skip
+    assert (estimate.least_tokens, estimate.most_tokens) == (3000 + 1700, 20_000)
+    assert estimate.format() == (
+        "20 trials; a complete training has 1,000 answer tokens, the search needs 4,700 to 20,000; at best 3 min "
+        "55 s to 16 min 40 s, at the speed of the last complete run"
+    )
+
+
+def test_without_pruning_and_without_a_run_there_is_one_number_and_no_time() -> None:
+    estimate = SearchEstimate(
+        trials=4, complete_trainings=3, training_tokens=1000, first_pruning=1.0, tokens_per_s=None, workers=1
+    )  # fmt: skip
+    assert estimate.format() == (
+        "4 trials; a complete training has 1,000 answer tokens, the search needs 4,000; no estimate of the time, "
+        "because no run with this base is complete"
+    )
+
+
+@pytest.mark.parametrize("epochs", [None, SweepParameter(low=1, high=4), SweepParameter(choices=(1, 4))])
+def test_a_project_is_estimated_by_its_longest_training(tmp_path: Path, epochs: SweepParameter | None) -> None:
+    settings = tiny_sweep.settings(trials=8, finalists=FinalistSettings(top_k=2))
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    if epochs is not None:
+        sweep = settings.sweep.model_copy(update={"space": {**settings.sweep.space, "train.epochs": epochs}})
+        settings = settings.model_copy(update={"sweep": sweep})
+    length = settings.train.epochs if epochs is None else 4
+    card = DatasetCard.load(layout.dataset_card)
+    estimate = estimate_search(layout, settings, SearchSpace.from_settings(settings), workers=1)
+    assert estimate.training_tokens == round(card.lengths["train"].trained * length)
+    assert (estimate.trials, estimate.complete_trainings, estimate.tokens_per_s) == (8, 2, None)
+
+
+def test_a_limit_of_tokens_limits_the_estimate() -> None:
+    estimate = SearchEstimate(
+        trials=20, complete_trainings=3, training_tokens=1000, first_pruning=0.1, tokens_per_s=None, workers=1,
+        max_tokens=3000,
+    )  # fmt: skip
+    assert (estimate.least_tokens, estimate.most_tokens) == (3000, 3000)
+
+
+def test_the_first_rung_is_judged_at_the_next_validation(tmp_path: Path) -> None:
+    settings = tiny_sweep.settings(pruner=PrunerSettings(kind="asha", min_resource_fraction=0.25))
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    rows = DatasetCard.load(layout.dataset_card).splits["train"] * settings.train.epochs
+    steps = rows / settings.train.batch_size
+    for every, wanted in ((1, 0.25), (10**6, 1.0)):
+        train = settings.train.model_copy(update={"validate_every_steps": every})
+        changed = settings.model_copy(update={"train": train})
+        found = estimate_search(layout, changed, SearchSpace.from_settings(changed), workers=1).first_pruning
+        assert wanted <= found <= wanted + 1 / steps
