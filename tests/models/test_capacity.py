@@ -51,18 +51,18 @@ def test_available_memory_counts_what_this_process_holds_already() -> None:
     ids=["cgroup 2", "cgroup 1"],
 )
 def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
-    tmp_path: Path, limit: str, used: str, statistics: str, cache: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, statistics: str, cache: str
 ) -> None:
+    monkeypatch.setattr(capacity, "resident_bytes", lambda: 150 * MIB)
     (tmp_path / "memory").mkdir()
-    most = capacity.resident_bytes() + 512 * MIB
+    most = 662 * MIB
     (tmp_path / limit).write_text(f"{most}\n")
     (tmp_path / used).write_text(f"{300 * MIB}\n")
     (tmp_path / statistics).write_text(f"anon 5\n{cache} {100 * MIB}\n")
     found = capacity.measure_host(tmp_path)
     assert found.total_bytes == most
     # The container uses 200 MiB without file cache; the memory of this process counts as available to it.
-    wanted = most - 200 * MIB + capacity.resident_bytes()
-    assert abs(found.available_bytes - wanted) < 8 * MIB
+    assert found.available_bytes == most - 200 * MIB + 150 * MIB
 
 
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:

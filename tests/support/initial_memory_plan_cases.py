@@ -31,7 +31,10 @@ Room = Callable[[int], None]
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Room:
-    """Return a function that sets the available memory of the machine. Only this value is simulated."""
+    """Return a function that sets the available memory of the machine. The memory of this process is fixed at its
+    present size: a forecast includes it, and tests that ran before may free theirs at any moment."""
+    resident = capacity.resident_bytes()
+    monkeypatch.setattr(capacity, "resident_bytes", lambda: resident)
 
     def available(count: int) -> None:
         monkeypatch.setattr(capacity, "measure_device", lambda _: MemoryCapacity(count, count))

@@ -81,7 +81,7 @@ def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: M
         return forecast.forecast(llama, TRAIN, MACHINE, fewer).peak.total_bytes
 
     assert begun_with(tmp_path, llama) == InitialMemoryPlan(), "all fit"
-    room(int(needed(8) / memory_monitor.SAFE_SHARE) + 2**20)
+    room(int((needed(8) + needed(16)) / 2 / memory_monitor.SAFE_SHARE))
     assert begun_with(tmp_path, llama) == InitialMemoryPlan(8 * WORK.row_tokens)
     assert "starting with 8 rows" in list(JournalReader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
@@ -158,7 +158,7 @@ def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(
     short = replace(SHORT, device="cpu", local_ranks=4)
     found = forecast.forecast(wide, TRAIN, SHARED, short)
     assert found.peak.phase == "loaded"
-    enough = 4 * found.needed_bytes(4) + 2**26  # this process grows by some MiB during its first forecasts
+    enough = 4 * found.needed_bytes(4) + 2**20
     room(enough)
     assert enough < 4 * found.peak.total_bytes
     assert begun_with(tmp_path, wide, SHARED, short) == InitialMemoryPlan(shard_base=True)
