@@ -12,5 +12,10 @@ def _import_worker() -> worker_main.Work:
     return run_worker
 
 
+def main(arguments: list[str]) -> int:
+    """Generate the answers of a run (see `training.worker_main.run_process`)."""
+    return worker_main.run_process(arguments, GenerationStart, _import_worker)
+
+
 if __name__ == "__main__":
-    sys.exit(worker_main.main(sys.argv[1:], GenerationStart, _import_worker))
+    sys.exit(main(sys.argv[1:]))

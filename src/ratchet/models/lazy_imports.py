@@ -46,15 +46,20 @@ def set_library_defaults() -> None:
 
 def import_model_libraries() -> None:
     """Import the libraries that every model needs. Repeated calls are cheap."""
+    import_transformers()
     with pause_garbage_collection():
-        with defer_linear_sum_assignment():
-            importlib.import_module("transformers")
-            with reuse_model_listing():
-                importlib.import_module("transformers.models")
-            importlib.import_module("transformers.modeling_utils")
         with defer_compilation():
             importlib.import_module("bitsandbytes")
         importlib.import_module("peft")
+
+
+def import_transformers() -> None:
+    """Import torch and transformers."""
+    with pause_garbage_collection(), defer_linear_sum_assignment():
+        importlib.import_module("transformers")
+        with reuse_model_listing():
+            importlib.import_module("transformers.models")
+        importlib.import_module("transformers.modeling_utils")
 
 
 @contextmanager

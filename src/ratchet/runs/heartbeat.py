@@ -11,7 +11,6 @@ import mmap
 import os
 import signal
 import struct
-import subprocess
 import threading
 import time
 import zlib
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import psutil
+
+from ratchet.runs.worker_process import WorkerProcess
 
 Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -200,7 +201,7 @@ class HangDetector:
         return ""
 
 
-def dump_stacks_and_kill(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
+def dump_stacks_and_kill(worker: WorkerProcess, stacks: Path, rank: int | None = None) -> str:
     """Let the worker write the stacks of its threads (training/worker_main.py: faulthandler on SIGUSR1), then kill it.
 
     faulthandler does not need the interpreter lock, so it also shows a thread that never releases the lock. A stopped

@@ -9,13 +9,13 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 from ratchet.errors import EXIT_INTERRUPTED
+from ratchet.runs.worker_process import WorkerProcess
 
 TRAINING_THREAD_SHARE = 0.5
 """Share of the grace period in which the training thread may end its micro-batch and seal the run itself."""
@@ -86,7 +86,7 @@ class StopSignal:
         self._on_signal = on_signal
         self.requested_s: float | None = None
         """Time of the first request, by time.monotonic()."""
-        self.worker: subprocess.Popen[bytes] | None = None
+        self.worker: WorkerProcess | None = None
 
     @property
     def is_requested(self) -> bool:

@@ -6,7 +6,6 @@ the supervisor. This module does not import torch.
 
 import logging
 import os
-import select
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from ratchet.redaction import redact
 from ratchet.runs import log
 from ratchet.runs.callbacks import CallbackList, RunCallback, RunPruner, Status
 from ratchet.runs.directory import LaunchSpec, RunDirectory, storage_errors
+from ratchet.runs.fork_server import ForkServer, Program
 from ratchet.runs.heartbeat import HangDetector, Heartbeat, dump_stacks_and_kill, read_process_state
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import JsonLog, Level, LogTrimmer, print_message
@@ -52,8 +52,10 @@ from ratchet.runs.restart_policy import (
 from ratchet.runs.signals import StopSignal
 from ratchet.runs.status import RunProgress, describe_amount, describe_stop
 from ratchet.runs.system_metrics import SystemMetricsSampler
+from ratchet.runs.worker_process import SpawnedProcess, WorkerProcess
 
-WORKER = (sys.executable, "-m", "ratchet.training.worker_main")
+WORKER_MODULE = "ratchet.training.worker_main"
+WORKER = (sys.executable, "-m", WORKER_MODULE)
 AGENT = (sys.executable, "-m", "ratchet.training.elastic_agent")
 POLL_S = 0.1
 KILL_WAIT_S = 15.0
@@ -67,8 +69,11 @@ def supervise(
     code_version: str,
     pruner: RunPruner | None = None,
     replicator: ReplicatorProtocol | None = None,
+    server: ForkServer | None = None,
 ) -> None:
     """Run workers until the run has a sealed result, and until the result is in the replica, if there is a replicator.
+
+    Workers are forks of `server`; without a server, and where a machine has several ranks, they are started as programs.
 
     Raises:
         InterruptedRunError: the run was asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and has saved
@@ -91,7 +96,7 @@ def supervise(
             with StopSignal(pruner.on_stop_signal if pruner else None).installed() as stop:
                 try:
                     if not run.paths.is_finished():
-                        _Supervisor(run, launch, stop, pruner, replication).run_until_result(code_version)
+                        _Supervisor(run, launch, stop, pruner, replication, server).run_until_result(code_version)
                     replication.wait_for_result(stop)
                 except InterruptedRunError as error:
                     status = "KILLED"  # further stop signals are ignored until the callbacks have ended
@@ -133,9 +138,9 @@ class _Supervisor:
 
     def __init__(
         self, run: RunDirectory, launch: LaunchSpec, stop: StopSignal, pruner: RunPruner | None,
-        replication: ReplicationSession,
+        replication: ReplicationSession, server: ForkServer | None,
     ) -> None:  # fmt: skip
-        self._launch = launch
+        self._launch, self._server = launch, server
         self._run, self._stop, self._pruner, self._replication = run, stop, pruner, replication
         self._machine = launch.machine
         self._journal_state = _JournalState(run)
@@ -170,7 +175,7 @@ class _Supervisor:
                 attempt += 1
                 run.journal.attempt = attempt
                 run.journal.append("attempt_started", pid=os.getpid(), code_version=code_version)
-                end = run_attempt(run, self._machine, self._stop, self._poll, self._launch.worker)
+                end = run_attempt(run, self._machine, self._stop, self._poll, self._launch.worker, self._server)
                 state.update()
                 # A worker that logged `finished` and then crashed or hung during shutdown counts as successful.
                 if (end.exit_code == 0 or state.progress.finished) and run.paths.is_finished():
@@ -267,15 +272,16 @@ class _Supervisor:
 
 
 def run_attempt(
-    run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None
-) -> WorkerExit:
+    run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None,
+    server: ForkServer | None = None,
+) -> WorkerExit:  # fmt: skip
     """Start a worker and wait for its end. Kill it if it stalls."""
     count = count_local_ranks(machine)
     pages = [Heartbeat.create(machine.stall_timeout_s, machine.first_stall_timeout_s) for _ in range(count)]
     try:
         kills_before = count_oom_kills()
         try:
-            worker = _start_worker(run, pages, has_agent(machine), module)
+            worker = _start_worker(run, pages, has_agent(machine), module, server)
         except OSError as error:  # no space for its log, or no process available: both may be temporary
             return WorkerExit(EXIT_BUG, "storage", f"the worker could not be started: {error}")
         stop.worker = worker
@@ -294,29 +300,33 @@ def run_attempt(
 
 
 def _start_worker(
-    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None
-) -> subprocess.Popen[bytes]:
+    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None, server: ForkServer | None
+) -> WorkerProcess:
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required for deterministic cuBLAS
-    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
-    entry = WORKER if module is None else (sys.executable, "-m", module)
-    command = [*entry, *arguments, str(pages[0].fd)]
-    if with_agent:
-        command = [*AGENT, *arguments, Heartbeat.address_of(pages), str(len(pages))]
+    root, attempt = str(run.paths.root), str(run.journal.attempt)
+    # A worker has its own session, so Ctrl-C reaches only the supervisor, which passes it on once. It inherits the
+    # lock, so the run stays locked until supervisor and worker are gone. If the supervisor dies, the kernel kills the
+    # worker.
     with run.paths.worker_log.open("ab") as log:
-        # The worker has its own session, so Ctrl-C reaches only the supervisor, which passes it on once. The worker
-        # inherits the lock, so the run stays locked until both processes are gone. If the supervisor dies, the kernel
-        # kills the worker.
-        return subprocess.Popen(
+        if server is not None and not with_agent:
+            arguments = (root, attempt, None, pages[0].fd)
+            program = Program(module or WORKER_MODULE, arguments, environment, str(run.paths.stacks))
+            return server.start(program, log.fileno(), [run.lock.fd])
+        entry = WORKER if module is None else (sys.executable, "-m", module)
+        command = [*entry, root, attempt, str(os.getpid()), str(pages[0].fd)]
+        if with_agent:
+            command = [*AGENT, root, attempt, str(os.getpid()), Heartbeat.address_of(pages), str(len(pages))]
+        return SpawnedProcess(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
             pass_fds=[run.lock.fd, pages[0].fd], start_new_session=True,
         )  # fmt: skip
 
 
 def _watch_worker(
-    worker: subprocess.Popen[bytes], run: RunDirectory, detectors: Sequence[HangDetector], stop: StopSignal,
+    worker: WorkerProcess, run: RunDirectory, detectors: Sequence[HangDetector], stop: StopSignal,
     poll: Callable[[], None],
 ) -> WorkerExit:  # fmt: skip
-    while (exit_code := _wait_for_worker(worker)) is None:
+    while (exit_code := worker.wait_for(POLL_S)) is None:
         poll()
         # Every detector is called in each round, because a detector takes a gap between calls for a suspension.
         stalled = {
@@ -333,11 +343,11 @@ def _watch_worker(
     return WorkerExit(exit_code)
 
 
-def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: str, stop: StopSignal) -> WorkerExit:
+def _wait_for_killed(worker: WorkerProcess, run: RunDirectory, text: str, stop: StopSignal) -> WorkerExit:
     """Wait until a killed worker is gone. The worker holds the lock of the run until then, so no other worker may
     start."""
     killed_s, is_reported = time.monotonic(), False
-    while (exit_code := _wait_for_worker(worker)) is None:
+    while (exit_code := worker.wait_for(POLL_S)) is None:
         if time.monotonic() - killed_s < KILL_WAIT_S:
             continue
         if not is_reported:
@@ -348,24 +358,6 @@ def _wait_for_killed(worker: subprocess.Popen[bytes], run: RunDirectory, text: s
             return WorkerExit(-9, "stalled", f"{text}; process {worker.pid} was killed but does not end")
     # A worker that ended by itself in the meantime did not stall.
     return WorkerExit(exit_code, "stalled", text) if exit_code < 0 else WorkerExit(exit_code)
-
-
-def _wait_for_worker(worker: subprocess.Popen[bytes]) -> int | None:
-    """Wait for the worker, at most POLL_S. Return its exit code, or None if it has not ended.
-
-    This function sleeps on a descriptor of the process. Popen.wait with a timeout would poll eighty times a second.
-    """
-    if worker.poll() is None:
-        try:
-            fd = os.pidfd_open(worker.pid)
-        except OSError:  # a kernel older than Linux 5.3, or no descriptor available
-            time.sleep(POLL_S)
-        else:
-            try:
-                select.select([fd], [], [], POLL_S)
-            finally:
-                os.close(fd)
-    return worker.poll()
 
 
 def count_oom_kills(

@@ -14,6 +14,7 @@ from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths, GenerationSpec
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
+from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
@@ -95,7 +96,8 @@ def generate(
             console = (
                 create_console(run.paths) if create_console else ConsoleCallback(run.paths, write_line=on_progress)
             )
-            supervise(run, reference.start, [console], code_version())
+            with ForkServer() as server:
+                supervise(run, reference.start, [console], code_version(), server=server)
             card = _write_answers(paths, target, model, source.invalid_count)
         finally:
             run.close()

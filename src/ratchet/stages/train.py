@@ -14,6 +14,7 @@ from ratchet.reports.training_page import format_profile, write_train_page
 from ratchet.runs import status
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
+from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
@@ -73,7 +74,9 @@ def train(
         try:
             was_trained_before = run.paths.is_finished()
             callbacks = create_callbacks(run.paths)
-            supervise(run, launch, callbacks, code_version(), replicator=_create_replicator(run, settings.machine))
+            replicator = _create_replicator(run, settings.machine)
+            with ForkServer() as server:
+                supervise(run, launch, callbacks, code_version(), replicator=replicator, server=server)
             with files.sealed_directory(layout.train, "train") as scratch:
                 files.link_tree(run.paths.result, scratch)
             if not was_trained_before or not run.paths.page.exists():

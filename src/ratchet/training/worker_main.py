@@ -1,8 +1,8 @@
 """Entry point of a worker: `python -m ratchet.training.worker_main RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
 
-This module starts a training; inference/worker_main.py uses the same `main` for generation. HEARTBEAT is a file
-descriptor, or the address of the heartbeats of several ranks (Heartbeat.address_of). The parent is the supervisor, or
-the agent that starts the ranks of a machine.
+This module starts a training; inference/worker_main.py uses the same `run_process` for generation. HEARTBEAT is a file
+descriptor, or the address of the heartbeats of several ranks (Heartbeat.address_of). The parent is the supervisor, its
+fork server (runs/fork_server.py), or the agent that starts the ranks of a machine.
 
 The module does not import torch, which takes seconds: first it arranges that the process dies with its parent.
 """
@@ -24,7 +24,7 @@ Work = Callable[[RunPaths, int, GracefulShutdown, Heartbeat], int]
 """Function of run directory, attempt number, stop requests and heartbeat that returns the exit code."""
 
 
-def main(arguments: list[str], launch_type: type[LaunchSpec], load_work: Callable[[], Work]) -> int:
+def run_process(arguments: list[str], launch_type: type[LaunchSpec], load_work: Callable[[], Work]) -> int:
     """Do the work of a worker, then end the process. Return an exit code only if the parent has died.
 
     Args:
@@ -65,5 +65,10 @@ def _load_training_worker() -> Work:
     return run_worker
 
 
+def main(arguments: list[str]) -> int:
+    """Train a run (see `run_process`)."""
+    return run_process(arguments, TrainingLaunchSpec, _load_training_worker)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], TrainingLaunchSpec, _load_training_worker))
+    sys.exit(main(sys.argv[1:]))

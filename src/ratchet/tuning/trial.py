@@ -26,6 +26,7 @@ from ratchet.errors import (
 )
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunDirectory, RunPaths
+from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.restart_policy import FailureClass
@@ -161,7 +162,9 @@ class TrialTask:
     decide_pruning: PruneDecision | None
 
 
-def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: StopSignal) -> None:
+def run_trial(
+    task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: StopSignal, server: ForkServer
+) -> None:
     """Train or continue a trial, and store its result in the study.
 
     If the training fails, the trial is infeasible or failed, and the sweep continues. During the run, its supervisor
@@ -182,7 +185,7 @@ def run_trial(task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop:
         try:
             run = _open_run(layout, task, callback)
             try:
-                supervise(run, launch, [callback], code_version(), pruner=callback)
+                supervise(run, launch, [callback], code_version(), pruner=callback, server=server)
             finally:
                 run.close()
             if callback.pruned_reason is None:

@@ -1,8 +1,8 @@
 """Starts, restarts and stops the workers of `ratchet sweep`, and contains the main function of a worker.
 
-A worker is the process `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`. It runs one trial of the
-study after another until all work is done. It imports neither MLflow nor torch. Any number of workers, on any machines,
-may work on a study.
+A worker is the process `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`, or a fork that behaves like
+it (runs/fork_server.py). It runs one trial of the study after another until all work is done. It uses neither MLflow nor
+torch itself. Any number of workers, on any machines, may work on a study.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from ratchet.config.machine import Machine
 from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RatchetError, RunFailedError
 from ratchet.redaction import print_exception, redact_stderr
+from ratchet.runs.fork_server import ForkServer, Program
 from ratchet.runs.log import print_message
 from ratchet.runs.signals import StopSignal, die_with_parent
 from ratchet.storage.layout import ProjectLayout
@@ -32,7 +33,8 @@ from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask, raise_if_requested, run_trial
 
-WORKER = (sys.executable, "-m", "ratchet.tuning.worker_pool")
+WORKER_MODULE = "ratchet.tuning.worker_pool"
+WORKER = (sys.executable, "-m", WORKER_MODULE)
 """Command of a worker, without its arguments."""
 
 RESTART_DELAY_S = 1.0
@@ -80,8 +82,9 @@ def visible_gpus() -> tuple[str, ...]:
 class SweepWorkerProcess(Protocol):
     """A worker process, on this or another machine."""
 
-    lost: str
-    """Reason why the process was lost with its node; empty if the process was not lost."""
+    @property
+    def lost(self) -> str:
+        """Reason why the process was lost with its node; empty if the process was not lost."""
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs. A negative code is the signal that ended it."""
@@ -109,19 +112,16 @@ class WorkerLauncher(Protocol):
         """Close all resources; all workers have ended."""
 
 
-class _LocalWorkerProcess(subprocess.Popen[bytes]):
-    """Worker process on the machine of the pool. Pool and worker are lost together, so the worker is never "lost"."""
-
-    lost = ""
-
-
 class LocalWorkerLauncher:
-    """Launcher of worker processes on this machine; each process gets its own GPU if there are enough."""
+    """Launcher of worker processes on this machine; each process gets its own GPU if there are enough.
+
+    The workers are forks of one server, so a worker that replaces another one does not import the libraries again.
+    """
 
     max_losses = 0
 
-    def __init__(self, command: list[str]) -> None:
-        self._command, self._gpus = command, visible_gpus()
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments, self._gpus, self._server = arguments, visible_gpus(), ForkServer()
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
@@ -129,14 +129,13 @@ class LocalWorkerLauncher:
         gpu = {"CUDA_VISIBLE_DEVICES": gpus[(number - 1) % len(gpus)]} if len(gpus) > 1 else {}
         with log.open("ab") as stream:
             # The worker has its own session, so that Ctrl-C reaches only this process. It asks workers to end once.
-            return _LocalWorkerProcess(
-                [*WORKER, *self._command, str(os.getpid())],
-                stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | gpu,
-            )  # fmt: skip
+            return self._server.start(
+                Program(WORKER_MODULE, (*self._arguments, None), os.environ | gpu), stream.fileno()
+            )
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the server."""
+        self._server.close()
 
 
 @dataclass
@@ -298,21 +297,22 @@ def _last_log_line(log: Path) -> str:
 @redact_stderr()
 def main(arguments: list[str]) -> int:
     """Work on the study until all work is done; return the exit code."""
+    sys.excepthook = print_exception
     die_with_parent(signal.SIGTERM)
     if os.getppid() != int(arguments[2]):
         return EXIT_INTERRUPTED
-    with StopSignal().installed() as stop:
+    with ForkServer() as server, StopSignal().installed() as stop:
         layout, settings = ProjectLayout(Path(arguments[0])), params_file.load(Path(arguments[1]))
         try:
-            run_sweep_worker(layout, settings, stop)
+            run_sweep_worker(layout, settings, stop, server)
         except RatchetError as error:
             print(f"{error}", file=sys.stderr)
             return error.exit_code
     return EXIT_OK
 
 
-def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal) -> None:
-    """Run the trials of the search, then those of the final round.
+def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal, server: ForkServer) -> None:
+    """Run the trials of the search, then those of the final round. `server` starts the trainings.
 
     Raises:
         InterruptedRunError: a stop was requested; the running trial is sealed and released.
@@ -322,16 +322,20 @@ def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal
     with ExitStack() as stack:
         session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
         search = TrialScheduler(layout, settings, session.store, worker, check_stop)
-        _run_all_trials(search, session, worker, stop)
+        run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, server=server)
+        _run_all_trials(search, session, run, stop)
         seeds = retry_storage(
             lambda: open_final_store(session.store, session.identity, settings, session.space), wait_s, check_stop
         )
         finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, check_stop)
-        _run_all_trials(finals, session, worker, stop)
+        _run_all_trials(finals, session, run, stop)
 
 
 def _run_all_trials(
-    scheduler: TrialScheduler | FinalRoundScheduler, session: StudySession, worker: SweepWorker, stop: StopSignal
+    scheduler: TrialScheduler | FinalRoundScheduler,
+    session: StudySession,
+    run: Callable[[TrialTask], None],
+    stop: StopSignal,
 ) -> None:
     check_stop = partial(raise_if_requested, stop)
     while True:
@@ -343,7 +347,7 @@ def _run_all_trials(
             time.sleep(WAIT_S)
         elif isinstance(work, TrialTask):
             try:
-                run_trial(work, session.layout, worker, stop)
+                run(work)
             except TrialLeaseLostError as error:
                 print_message(f"{error}")
         else:
@@ -351,5 +355,4 @@ def _run_all_trials(
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_exception
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -98,12 +99,16 @@ def _fault_environment(faults: tuple[InjectedFault, ...]) -> dict[str, str]:
 
 def find_worker(supervisor: int, root: Path) -> int | None:
     """Return the process id of the current worker of a supervisor in the project at `root`, if any."""
-    for path in Path(f"/proc/{supervisor}/task").glob("*/children"):
+    return next((pid for pid in _list_descendants(supervisor) if _is_worker(pid, root)), None)
+
+
+def _list_descendants(process: int) -> Iterator[int]:
+    """Yield the ids of a process's children, of their children, and so on."""
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread, or the process, has just ended
             for child in map(int, path.read_text().split()):
-                if _is_worker(child, root):
-                    return child
-    return None
+                yield child
+                yield from _list_descendants(child)
 
 
 def _is_worker(pid: int, root: Path) -> bool:
