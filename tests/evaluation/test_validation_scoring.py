@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import plain_fork_server
 import tiny_project
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
@@ -30,7 +31,9 @@ from ratchet.evaluation.scorer import Scorer
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.loss import answer_nll
 from ratchet.models.scoring import RowLikelihood
+from ratchet.runs import fork_server
 from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -254,21 +257,33 @@ def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
 def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout) -> None:
     with pytest.raises(DataError, match="no result"):
         job = ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",))
-        scheduler.score_runs(layout, SETTINGS, job, lambda: None)
+        scheduler.score_runs(layout, SETTINGS, job, ForkServer(), lambda: None)
     with pytest.raises(SettingsError, match="train_seconds"):
         scheduler.parse_row_metric("train_seconds")
 
 
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as made:
+        yield made
+
+
+def use_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let a process that scores execute this code instead."""
+    monkeypatch.setattr(fork_server, "SERVER", plain_fork_server.COMMAND)
+    monkeypatch.setattr(scheduler, "SCORER_MODULE", "plain_fork_server")
+    monkeypatch.setenv(plain_fork_server.CODE, code)
+
+
 def test_arguments_hold_no_password(
-    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch, server: ForkServer
 ) -> None:
-    script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
-    monkeypatch.setattr(scheduler, "SCORER", (sys.executable, "-c", script))
+    use_code(monkeypatch, "import sys; print('SettingsError: told', *sys.argv); sys.exit(1)")
     machine = SETTINGS.machine.model_copy(update={"study_storage": "postgresql://user:opensesame@host/name"})
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml would refuse such an address
     job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        scheduler.score_runs(layout, settings, job, lambda: None)
+        scheduler.score_runs(layout, settings, job, server, lambda: None)
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 
@@ -278,7 +293,7 @@ class _EnoughError(Exception):
 
 
 def test_exception_while_waiting_ends_it(
-    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch, server: ForkServer
 ) -> None:
     marks = layout.root / "marks"
     marks.mkdir()
@@ -291,16 +306,15 @@ signal.signal(signal.SIGTERM, ended)
 pathlib.Path({str(marks)!r}, str(os.getpid())).touch()
 time.sleep(600)
 """
-    monkeypatch.setattr(scheduler, "SCORER", (sys.executable, "-c", script))
+    use_code(monkeypatch, script)
 
     def look() -> None:
         if list(marks.iterdir()):
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        scheduler.score_runs(
-            layout, SETTINGS, ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look
-        )
+        job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
+        scheduler.score_runs(layout, SETTINGS, job, server, look)
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
     assert not Path(f"/proc/{pid}").exists()

@@ -141,8 +141,8 @@ for quantization in ("nf4", "none"):
 
 
 def test_no_second_copy_of_the_model_is_held(tmp_path: Path, llama: Path) -> None:
-    """262 MiB of float32 weights are loaded in bfloat16. A complete second copy must never be in memory. The measurement
-    needs its own process: in this one, the memory of other tests may be freed or reused."""
+    """262 MiB of float32 weights are loaded in bfloat16. A complete second copy must never be in memory. The
+    measurement needs its own process: in this one, the memory of other tests may be freed or reused."""
     LARGE.save_pretrained(tmp_path)
     skeleton = model_spec.load(tmp_path).model(torch.float32)
     tensors = {name: torch.full(tensor.shape, 0.5) for name, tensor in skeleton.state_dict().items()}

@@ -57,7 +57,7 @@ def talk(where):
     def fail(): raise ValueError("in a thread " + line)
     thread = threading.Thread(target=fail); thread.start(); thread.join()
 
-if "ratchet.training.worker_main" in sys.orig_argv:
+if "ratchet.training.fork_server_main" in sys.orig_argv:
     import importlib.abc, importlib.util
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
@@ -86,15 +86,15 @@ if "ratchet.training.worker_main" in sys.orig_argv:
     sys.meta_path.insert(0, Finder())
 """
 TALKER = """
-import sys, threading, time
+import os, sys, threading, time
 
 def talk():
     while True:
         print("still there", flush=True)
         time.sleep(0.01)
 
-if "ratchet.training.worker_main" in sys.orig_argv:
-    threading.Thread(target=talk, daemon=True).start()
+if "ratchet.training.fork_server_main" in sys.orig_argv:
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=talk, daemon=True).start())
 """
 
 

@@ -12,6 +12,7 @@ from console_cases import (
     small,  # noqa: F401 (a fixture)
 )
 from ratchet.runs import directory
+from ratchet.runs.fault_injection import injectors
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
 from tmux_screen import Screen, needs_tmux
@@ -26,11 +27,7 @@ def worker_of(layout: ProjectLayout) -> int | None:
     if sum(one.kind == "step" for one in events) < 10:
         return None
     supervisor = [one.data["pid"] for one in events if one.kind == "attempt_started"][-1]
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    for child in children:
-        if b"ratchet.training.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    return None
+    return injectors.find_worker(supervisor, layout.root)
 
 
 def command(layout: ProjectLayout) -> str:

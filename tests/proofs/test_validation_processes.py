@@ -8,6 +8,7 @@ import pytest
 import tiny_project
 from ratchet.errors import DamagedFileError
 from ratchet.evaluation import validation_scoring
+from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ValidationJob
 from ratchet.tuning import scheduler
@@ -26,20 +27,21 @@ PACKAGES = ("evaluation",)
 
 
 def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
-    layout: ProjectLayout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    layout: ProjectLayout, ids: dict[str, str]
 ) -> None:
     job = ValidationJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
-    found = scheduler.score_runs(layout, SETTINGS, job, lambda: looks.append(1))
-    assert looks
-    assert [one.run_id for one in found] == [ids["second"], ids["first"]]
-    assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "SCORER", ("/must/not/start",))
-        assert scheduler.score_runs(layout, SETTINGS, job, lambda: None) == found
-    damage(layout, ids["first"])
-    with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
-        scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}), lambda: None)
+    with ForkServer() as server:
+        found = scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1))
+        assert looks
+        assert [one.run_id for one in found] == [ids["second"], ids["first"]]
+        assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
+        looks.clear()
+        assert scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1)) == found
+        assert not looks
+        damage(layout, ids["first"])
+        with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
+            scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}), server, lambda: None)
     assert "Traceback" not in str(failed.value)
 
 

@@ -1,6 +1,7 @@
 """Finished runs with real adapters and bases, for tests of scores on validation rows."""
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,7 @@ def damage(layout: ProjectLayout, run_id: str) -> None:
 
 
 def scorer(layout: ProjectLayout, asked: ValidationLaunch, *more: str) -> list[str]:
-    return [*scheduler.SCORER, str(layout.root), asked.model_dump_json(), *more]
+    return [sys.executable, "-m", scheduler.SCORER_MODULE, str(layout.root), asked.model_dump_json(), *more]
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:

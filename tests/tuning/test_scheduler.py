@@ -14,6 +14,7 @@ import tiny_sweep
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, SweepParameter
 from ratchet.runs.directory import RunSpec
+from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
@@ -48,7 +49,7 @@ def begin(copied: ProjectLayout) -> Iterator[Begin]:
         def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> TrialScheduler:
             settings = _settings(train or {}, {"sampler": RANDOM, **sweep})
             session = stack.enter_context(StudySession.open(copied, settings, fork))
-            return TrialScheduler(copied, settings, session.store, SweepWorker.current(), lambda: None)
+            return TrialScheduler(copied, settings, session.store, SweepWorker.current(), ForkServer(), lambda: None)
 
         yield opened
 

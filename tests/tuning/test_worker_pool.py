@@ -2,15 +2,16 @@
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import plain_fork_server
 from ratchet.config.machine import Machine
 from ratchet.errors import InputError, RunFailedError
+from ratchet.runs import fork_server
 from ratchet.tuning import worker_pool
 from ratchet.tuning.worker_pool import (
     LocalWorkerLauncher,
@@ -23,18 +24,28 @@ from ratchet.tuning.worker_pool import (
 )
 
 
+def use_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(fork_server, "SERVER", plain_fork_server.COMMAND)
+    monkeypatch.setattr(worker_pool, "WORKER_MODULE", "plain_fork_server")
+    monkeypatch.setenv(plain_fork_server.CODE, code)
+
+
 @pytest.fixture
-def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerPool]:
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPool]]:
+    pools: list[WorkerPool] = []
     monkeypatch.setattr(worker_pool, "RESTART_DELAY_S", 0.01)
 
     def make(code: str, count: int = 1, kills: WorkerKillInjector | None = None) -> WorkerPool:
-        monkeypatch.setattr(worker_pool, "WORKER", (sys.executable, "-c", code))
+        use_code(monkeypatch, code)
         told: list[str] = []
         made = WorkerPool(LocalWorkerLauncher([]), count, tmp_path, kills, told.append)
         made.told = told  # type: ignore[attr-defined]
+        pools.append(made)
         return made
 
-    return make
+    yield make
+    for pool in pools:
+        pool.stop(1.0)
 
 
 def until(done: Callable[[], bool], what: str) -> None:
@@ -58,7 +69,7 @@ def test_one_that_was_killed_is_replaced_and_one_that_was_asked_to_stop_too(
     one.poll()
     first = one.slots[0].process
     assert first is not None
-    until((tmp_path / str(first.pid)).exists, "it never began")
+    until(lambda: one.poll() and (tmp_path / str(first.pid)).exists(), "it never began")
     os.kill(first.pid, signal.SIGKILL)
     until(lambda: one.poll() and one.slots[0].is_alive and one.slots[0].process is not first, "it was not replaced")
     assert one.slots[0].deaths == 1
@@ -102,11 +113,12 @@ def test_workers_that_are_lost_with_their_nodes_are_replaced_as_often_as_is_put_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "RESTART_DELAY_S", 0.01)
-    monkeypatch.setattr(worker_pool, "WORKER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    use_code(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     told: list[str] = []
     one = WorkerPool(Lossy([]), 1, tmp_path, None, told.append)
     with pytest.raises(RunFailedError, match="lost 3 times, the last time because node 7 was lost"):
         until(lambda: not one.poll(), "it went on")
+    one.stop(1.0)
     assert told == ["worker 1 died (node 7 was lost); starting another one, trials resume from their checkpoints"] * 2
 
 

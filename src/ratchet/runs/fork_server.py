@@ -44,6 +44,7 @@ CLOSE_WAIT_S = 5.0
 """Time after which a server that was asked to end is killed, in seconds."""
 MAX_DESCRIPTORS = 16
 MESSAGE_BYTES = 256
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
 
 Argument = str | int | None
 """Argument of a worker: a text; the descriptor of a file that the worker inherits; None: the id of its parent."""
@@ -101,6 +102,17 @@ class ForkedProcess:
         """Send SIGKILL, if the process runs."""
         self.send_signal(signal.SIGKILL)
 
+    def stop(self, grace_s: float) -> None:
+        """Ask the process to end, kill it if it still runs after this time, and wait until it has ended."""
+        try:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(grace_s)
+        finally:  # also if an exception of a signal handler interrupts the wait
+            self.kill()
+            while self.wait_for(POLL_S) is None:
+                pass
+
     def on_forked(self, pid: int) -> None:
         """Set the process id. Called by the server object."""
         self._pid = pid
@@ -136,8 +148,12 @@ class ForkServer:
     def __init__(self) -> None:
         self._process: SpawnedProcess | _ForkedServerProcess | None = None
         self._connection: socket.socket | None = None
+        """None: no server is running."""
         self._output = -1
+        """Descriptor of the file with the output of the server."""
+        self._copied_bytes = 0
         self._output_log: int | None = None
+        """Descriptor of the log of the first worker that waits to be forked."""
         self._workers: dict[int, ForkedProcess] = {}
         self._count = 0
         self._mutex = threading.Lock()
@@ -167,9 +183,7 @@ class ForkServer:
         without secrets. Raises OSError if no process or descriptor is available.
         """
         self.receive()
-        if self._connection is None:
-            self._start()
-        assert self._connection is not None
+        connection = self._connection or self._start()
         self._count += 1
         descriptors = [value for value in program.arguments if isinstance(value, int)]
         request = {
@@ -183,9 +197,9 @@ class ForkServer:
         content = os.memfd_create("ratchet-request")
         try:
             os.write(content, json.dumps(request).encode())  # a file, because an environment may exceed a message
-            self._output_log = os.dup(log)
-            self._connection.setblocking(True)
-            socket.send_fds(self._connection, [b"start"], [content, log, *descriptors, *inherited])
+            if self._output_log is None:
+                self._output_log = os.dup(log)
+            socket.send_fds(connection, [b"start"], [content, log, *descriptors, *inherited])
         finally:
             os.close(content)
         worker = self._workers[self._count] = ForkedProcess(self)
@@ -203,9 +217,8 @@ class ForkServer:
 
     def _receive(self) -> None:
         while self._connection is not None:
-            self._connection.setblocking(False)
             try:
-                content = self._connection.recv(MESSAGE_BYTES)
+                content = self._connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -222,7 +235,6 @@ class ForkServer:
             else:
                 worker.returncode = message["exit_code"]
                 del self._workers[message["number"]]
-                self._connection.setblocking(True)
                 with suppress(ConnectionError):
                     self._connection.sendall(str(message["number"]).encode())
 
@@ -235,12 +247,11 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and its workers."""
-        if self._connection is not None:
-            self._disconnect()
+        self._disconnect()
 
-    def _start(self) -> None:
+    def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = os.memfd_create("ratchet-fork-server-output")
+        self._output, self._copied_bytes = os.memfd_create("ratchet-fork-server-output"), 0
         with theirs:
             try:
                 if _is_fork:
@@ -256,10 +267,11 @@ class ForkServer:
                 os.close(self._output)
                 raise
         self._connection = ours
+        return ours
 
     def _disconnect(self) -> None:
-        assert self._connection is not None
-        assert self._process is not None
+        if self._connection is None or self._process is None:
+            return
         self._connection.close()
         self._connection, self.has_forked = None, False
         if self._process.wait_for(CLOSE_WAIT_S) is None:
@@ -272,9 +284,9 @@ class ForkServer:
         """Append what the server has printed to the log of the worker that it starts."""
         if self._output_log is None:
             return
-        os.lseek(self._output, 0, os.SEEK_SET)
-        content = b"".join(iter(lambda: os.read(self._output, 65536), b""))
-        os.ftruncate(self._output, 0)
+        # The server writes at the position that a `read` would move.
+        content = os.pread(self._output, os.fstat(self._output).st_size - self._copied_bytes, self._copied_bytes)
+        self._copied_bytes += len(content)
         if content:
             os.write(self._output_log, redact(content.decode(errors="replace")).encode())
         os.close(self._output_log)
@@ -282,9 +294,8 @@ class ForkServer:
 
     def _settle_workers(self) -> None:
         """After the end of the server, report the end of its workers, which the kernel has killed."""
-        if self._connection is not None or not self._workers:
+        if self._connection is not None or self._process is None or not self._workers:
             return
-        assert self._process is not None
         exit_code = self._process.poll()
         for worker in self._workers.values():
             worker.on_server_ended(EXIT_BUG if exit_code is None else exit_code)
@@ -366,17 +377,12 @@ def serve(connection: socket.socket, parent: int, preload: Callable[[], None]) -
     ended: dict[int, int] = {}
     is_preloaded = False
     while True:
-        ready, _, _ = select.select([connection, wake_read], [], [])
+        ready, _, _ = select.select([connection.fileno(), wake_read], [], [])
         if wake_read in ready:
             os.read(wake_read, MESSAGE_BYTES)
-            for number, pid in list(running.items()):
-                # WNOWAIT: the process id stays taken until the other end knows that the process has ended.
-                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if end is not None:
-                    ended[number] = running.pop(number)
-                    exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-                    _send(connection, {"event": "ended", "number": number, "exit_code": exit_code})
-        if connection not in ready:
+            for number in _report_ended(running, connection):
+                ended[number] = running.pop(number)
+        if connection.fileno() not in ready:
             continue
         content, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not content:
@@ -384,25 +390,52 @@ def serve(connection: socket.socket, parent: int, preload: Callable[[], None]) -
         if not descriptors:
             os.waitpid(ended.pop(int(content)), 0)
             continue
-        with os.fdopen(descriptors[0], "rb") as file:
-            request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
+        request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
         if request["stacks"] is not None:
             _dump_stacks_into(request["stacks"])
         if not is_preloaded:
             preload()
             is_preloaded = True
         importlib.import_module(request["module"])
-        server = os.getpid()
+        running[request["number"]] = _fork_worker(
+            request, descriptors[1:], [wake_read, wake_write, connection.fileno()]
+        )
+        for fd in descriptors:
+            os.close(fd)
+        _send(connection, {"event": "forked", "number": request["number"], "pid": running[request["number"]]})
+
+
+def _report_ended(running: Mapping[int, int], connection: socket.socket) -> list[int]:
+    """Report the workers that have ended; return their numbers."""
+    numbers = []
+    for number, pid in running.items():
+        # WNOWAIT: the process id stays taken until the other end knows that the process has ended.
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            numbers.append(number)
+            exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            _send(connection, {"event": "ended", "number": number, "exit_code": exit_code})
+    return numbers
+
+
+def _fork_worker(request: dict[str, Any], descriptors: list[int], own_descriptors: list[int]) -> int:
+    server = os.getpid()
+    # Python discards the signals that a new process receives before its first instruction, unless they are blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (wake_read, wake_write, connection.detach()):
+            for fd in own_descriptors:
                 os.close(fd)
-            _run_worker(request, descriptors[1:], server)
-        for fd in descriptors[1:]:
-            os.close(fd)
-        running[request["number"]] = pid
-        _send(connection, {"event": "forked", "number": request["number"], "pid": pid})
+            for number in (signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+            _run_worker(request, descriptors, server)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    return pid
 
 
 def _exit_interrupted(number: int, frame: FrameType | None) -> None:
@@ -435,9 +468,6 @@ def _run_worker(request: dict[str, Any], descriptors: list[int], parent: int) ->
     global _is_fork  # noqa: PLW0603
     exit_code = EXIT_BUG
     try:
-        for number in (signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         _redirect(descriptors[0])
         os.close(descriptors[0])
@@ -449,7 +479,7 @@ def _run_worker(request: dict[str, Any], descriptors: list[int], parent: int) ->
         if _is_cuda_unusable():
             for fd in descriptors[1:]:
                 os.set_inheritable(fd, True)
-            os.execv(sys.executable, command)
+            os.execv(sys.executable, command)  # noqa: S606 (no shell is wanted)
         sys.argv = [request["module"], *arguments]
         _is_fork = True
         exit_code = importlib.import_module(request["module"]).main(arguments)

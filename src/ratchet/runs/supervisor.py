@@ -62,7 +62,7 @@ KILL_WAIT_S = 15.0
 """Time after which a killed process that has not ended is reported. Such a process may wait for a device (state D)."""
 
 
-def supervise(
+def supervise(  # noqa: PLR0913, PLR0917 (the run, and who takes part in it)
     run: RunDirectory,
     launch: LaunchSpec,
     callbacks: Sequence[RunCallback],
@@ -73,7 +73,7 @@ def supervise(
 ) -> None:
     """Run workers until the run has a sealed result, and until the result is in the replica, if there is a replicator.
 
-    Workers are forks of `server`; without a server, and where a machine has several ranks, they are started as programs.
+    Workers are forks of `server`. Without a server, and on machines with several ranks, they are programs.
 
     Raises:
         InterruptedRunError: the run was asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and has saved

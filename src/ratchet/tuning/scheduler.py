@@ -5,8 +5,6 @@ validation rows in a separate process (`score_runs`), because this module does n
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, LockHeldError, RatchetError, SettingsError
 from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
+from ratchet.runs.fork_server import ForkServer, Program
 from ratchet.runs.supervisor import supervise
 from ratchet.storage.digests import code_version
 from ratchet.storage.files import FileLock
@@ -48,8 +47,8 @@ from ratchet.tuning.search_space import SearchSpace, apply_values, longest_epoch
 from ratchet.tuning.study import TrialStore
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
 
-SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
-"""Command of the process that scores."""
+SCORER_MODULE = "ratchet.evaluation.validation_worker"
+"""Module of the process that scores."""
 
 POLL_S = 0.1
 """Seconds between two checks for a request to stop."""
@@ -75,6 +74,8 @@ class TrialScheduler:
     settings: Settings
     store: TrialStore
     worker: SweepWorker
+    server: ForkServer
+    """Starts trainings and processes that score."""
     check_stop: Callable[[], None]
     """Function that is called while a process scores; it raises an exception after a request to stop."""
     _last_choice: tuple[list[Trial], NewTrial | Continuation | None] | None = None
@@ -297,7 +298,7 @@ class TrialScheduler:
         measured: dict[str, float] = {}
         if missing:
             job = ValidationJob(run_ids=(report.run_id,), metrics=tuple(missing), rows=sweep.generation_rows)
-            [scores] = score_runs(self.layout, settings, job, self.check_stop)
+            [scores] = score_runs(self.layout, settings, job, self.server, self.check_stop)
             measured = {str(metric): value for metric, value in scores.metrics.items()}
         return tuple(measured[name] if value is None else value for name, value in reported.items())
 
@@ -328,6 +329,8 @@ class FinalRoundScheduler:
     search: TrialStore
     seeds: TrialStore
     worker: SweepWorker
+    server: ForkServer
+    """Starts trainings and processes that score."""
     check_stop: Callable[[], None]
     """Function that is called while a process scores; it raises an exception after a request to stop."""
     _scores: dict[str, ValidationScores] = field(default_factory=dict)
@@ -385,7 +388,7 @@ class FinalRoundScheduler:
     def _compute_objectives(self, report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
         metric, _ = final_round.select_comparison_objective(self.settings.sweep)
         job = ValidationJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
-        [scores] = score_runs(self.layout, self.settings, job, self.check_stop)
+        [scores] = score_runs(self.layout, self.settings, job, self.server, self.check_stop)
         return (scores.metrics[metric],)
 
     def _score(self, job: ValidationJob, history: list[Trial]) -> None:
@@ -404,10 +407,11 @@ class FinalRoundScheduler:
                     settings = apply_values(self.settings, trial.values)
                     run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
                     try:  # the result is the same
-                        supervise(run, build_launch(self.layout, settings), [], code_version())
+                        launch = build_launch(self.layout, settings)
+                        supervise(run, launch, [], code_version(), server=self.server)
                     finally:
                         run.close()
-            for scores in score_runs(self.layout, self.settings, job, self.check_stop):
+            for scores in score_runs(self.layout, self.settings, job, self.server, self.check_stop):
                 self._scores[scores.run_id] = scores
         finally:
             lock.release()
@@ -417,7 +421,7 @@ class FinalRoundScheduler:
 
 
 def score_runs(
-    layout: ProjectLayout, settings: Settings, job: ValidationJob, check_stop: Callable[[], None]
+    layout: ProjectLayout, settings: Settings, job: ValidationJob, server: ForkServer, check_stop: Callable[[], None]
 ) -> list[ValidationScores]:
     """Return the scores of the job's runs, in the order of the job; no process starts if all scores are cached.
 
@@ -434,7 +438,7 @@ def score_runs(
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
     results = _read_stored_scores(layout, launch)
     if None in results:
-        _run_scorer(layout, launch, check_stop)
+        _run_scorer(layout, launch, server, check_stop)
         results = _read_stored_scores(layout, launch)
     if missing := [run_id for run_id, scores in zip(job.run_ids, results, strict=True) if scores is None]:
         raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")
@@ -461,39 +465,27 @@ def _read_stored_scores(layout: ProjectLayout, launch: ValidationLaunch) -> list
     return results
 
 
-def _run_scorer(layout: ProjectLayout, launch: ValidationLaunch, check_stop: Callable[[], None]) -> None:
+def _run_scorer(
+    layout: ProjectLayout, launch: ValidationLaunch, server: ForkServer, check_stop: Callable[[], None]
+) -> None:
     # Use a file, not a pipe: a full pipe would block the process.
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            [*SCORER, str(layout.root), launch.model_dump_json(), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
-        )  # fmt: skip
+    with tempfile.TemporaryFile() as output:
+        arguments = (str(layout.root), launch.model_dump_json(), None)
+        process = server.start(Program(SCORER_MODULE, arguments, os.environ), output.fileno())
         try:
-            while (code := _wait(process, POLL_S)) is None:
+            while (code := process.wait_for(POLL_S)) is None:
                 check_stop()
         finally:
-            try:
-                process.terminate()
-                _wait(process, STOP_TIMEOUT_S)
-            finally:  # also if a second request interrupts the wait
-                process.kill()
-                process.wait()
+            process.stop(STOP_TIMEOUT_S)
         if code:
-            raise _read_failure(code, stderr, launch.job)
+            raise _read_failure(code, output, launch.job)
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _read_failure(code: int, stderr: IO[bytes], job: ValidationJob) -> RatchetError:
-    """Return the exception that the last line on stderr describes."""
-    stderr.seek(0)
-    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    last = lines[-1] if lines else "nothing on stderr"
+def _read_failure(code: int, output: IO[bytes], job: ValidationJob) -> RatchetError:
+    """Return the exception that the last line of the output describes."""
+    output.seek(0)
+    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    last = lines[-1] if lines else "it printed nothing"
     name, _, text = last.partition(": ")
     if code < 0:
         return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:MAX_ERROR_LENGTH]}")

@@ -1,8 +1,8 @@
 """Starts, restarts and stops the workers of `ratchet sweep`, and contains the main function of a worker.
 
 A worker is the process `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`, or a fork that behaves like
-it (runs/fork_server.py). It runs one trial of the study after another until all work is done. It uses neither MLflow nor
-torch itself. Any number of workers, on any machines, may work on a study.
+it (runs/fork_server.py). It runs one trial of the study after another until all work is done. It uses neither MLflow
+nor torch itself. Any number of workers, on any machines, may work on a study.
 """
 
 import os
@@ -38,8 +38,8 @@ WORKER = (sys.executable, "-m", WORKER_MODULE)
 """Command of a worker, without its arguments."""
 
 RESTART_DELAY_S = 1.0
-"""Seconds before a worker that died or was interrupted is started again. After short-lived workers in a row, the delay
-is multiplied by 1 plus their number."""
+"""Seconds before a worker that was interrupted is started again. A worker that died is replaced at once, but after
+short-lived workers in a row, the delay is multiplied by their number."""
 
 SHORT_LIFE_S = 20.0
 """A worker that dies within this number of seconds after its start counts as short-lived."""
@@ -267,7 +267,7 @@ class WorkerPool:
         self._on_progress(
             f"worker {slot.number} died ({reason}); starting another one, trials resume from their checkpoints"
         )
-        slot.restart_at_s = time.monotonic() + RESTART_DELAY_S * (1 + slot.short_lives)
+        slot.restart_at_s = time.monotonic() + RESTART_DELAY_S * slot.short_lives
 
     def stop(self, grace_s: float) -> None:
         """Ask all workers to end, wait until they have sealed their checkpoints, and kill those that have not."""
@@ -321,13 +321,13 @@ def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal
     check_stop = partial(raise_if_requested, stop)
     with ExitStack() as stack:
         session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
-        search = TrialScheduler(layout, settings, session.store, worker, check_stop)
+        search = TrialScheduler(layout, settings, session.store, worker, server, check_stop)
         run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, server=server)
         _run_all_trials(search, session, run, stop)
         seeds = retry_storage(
             lambda: open_final_store(session.store, session.identity, settings, session.space), wait_s, check_stop
         )
-        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, check_stop)
+        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, server, check_stop)
         _run_all_trials(finals, session, run, stop)
 
 

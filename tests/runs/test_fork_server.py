@@ -1,0 +1,194 @@
+"""Tests of the fork server with real processes: what a worker gets, how it ends, and what follows if the server or its
+starter dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import plain_fork_server
+from ratchet.runs import fork_server
+from ratchet.runs.fork_server import Argument, ForkedProcess, ForkServer, Program
+
+WAIT_S = 60.0
+DYING = """
+import os, time
+from ratchet.runs.signals import die_with_parent
+die_with_parent(9)
+print(os.getppid(), os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def until(done: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+class Starter:
+    """Starts workers that execute code, and reads their log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.server = folder / "worker.log", ForkServer()
+
+    def start(self, code: str, *arguments: Argument, inherited: tuple[int, ...] = ()) -> ForkedProcess:
+        environment = os.environ | {plain_fork_server.CODE: code}
+        with self.log.open("ab") as log:
+            program = Program("plain_fork_server", arguments, environment)
+            return self.server.start(program, log.fileno(), inherited)
+
+    def run(self, code: str, *arguments: Argument) -> int:
+        return self.start(code, *arguments).wait(WAIT_S)
+
+    def read(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+    monkeypatch.setattr(fork_server, "SERVER", plain_fork_server.COMMAND)
+    made = Starter(tmp_path)
+    with made.server:
+        yield made
+
+
+def test_a_worker_has_its_arguments_environment_session_and_output(starter: Starter, tmp_path: Path) -> None:
+    file = os.open(tmp_path / "inherited", os.O_RDWR | os.O_CREAT)
+    code = (
+        "import os, sys; text, fd, parent = arguments; os.write(int(fd), b'written'); print(text); "
+        "print(parent == str(os.getppid()), os.getsid(0) == os.getpid(), sys.argv[1:] == arguments); "
+        "print(repr(sys.stdin.read())); "
+        "print('error', file=sys.stderr)"
+    )
+    assert starter.run(code, "two words", file, None) == 0
+    os.close(file)
+    assert starter.read() == "two words\nTrue True True\n''\nerror\n"
+    assert (tmp_path / "inherited").read_text() == "written"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("raise ValueError('wrong')", 1),
+        ("import os; os.kill(os.getpid(), 11)", -signal.SIGSEGV),
+        ("import os; os._exit(75)", 75),
+    ],
+)
+def test_exit_codes_are_those_of_a_program(starter: Starter, code: str, exit_code: int) -> None:
+    assert starter.run(code) == exit_code
+    assert ("ValueError: wrong" in starter.read()) == ("raise" in code)
+    assert starter.run("pass") == 0, "the server goes on"
+
+
+def test_a_worker_does_not_see_what_another_one_changed(starter: Starter) -> None:
+    assert starter.run("import os, ratchet.errors; os.environ['CHANGED'] = '1'; ratchet.errors.CHANGED = 1") == 0
+    look = "import os, sys, ratchet.errors; sys.exit('CHANGED' in os.environ or hasattr(ratchet.errors, 'CHANGED'))"
+    assert starter.run(look) == 0
+
+
+def test_the_title_of_a_worker_is_the_command_that_it_stands_for(starter: Starter) -> None:
+    worker = starter.start("print('begun', flush=True); import time; time.sleep(60)", "the-run")
+    until(lambda: starter.log.exists() and "begun" in starter.read(), "it never began")
+    worker.poll()
+    title = " ".join(psutil.Process(worker.pid).cmdline()).strip()
+    assert title == f"{sys.executable} -m plain_fork_server the-run"
+    worker.terminate()
+    assert worker.wait(WAIT_S) == -signal.SIGTERM
+
+
+def test_signals_after_the_end_reach_nobody(starter: Starter) -> None:
+    worker = starter.start("pass")
+    assert worker.wait(WAIT_S) == 0
+    for send in (worker.terminate, worker.kill):
+        send()
+    assert starter.run("pass") == 0
+
+
+def test_a_worker_that_is_killed_leaves_the_others_alone(starter: Starter) -> None:
+    first, second = (starter.start("import time; time.sleep(60)") for _ in range(2))
+    until(lambda: first.poll() or second.poll() or starter.server.pid not in (first.pid, second.pid), "not forked")
+    first.kill()
+    assert first.wait(WAIT_S) == -signal.SIGKILL
+    assert second.poll() is None
+    second.terminate()
+    assert second.wait(WAIT_S) == -signal.SIGTERM
+
+
+def test_workers_end_with_their_server_and_a_new_one_is_started(starter: Starter) -> None:
+    worker = starter.start(DYING)
+    until(lambda: starter.log.exists() and starter.read(), "it never began")
+    worker.poll()
+    pid = worker.pid
+    os.kill(starter.server.pid, signal.SIGKILL)
+    assert worker.wait(WAIT_S) == -signal.SIGKILL
+    until(lambda: not psutil.pid_exists(pid), "it survived")
+    assert starter.run("print('again')") == 0
+    assert starter.read().endswith("again\n")
+
+
+def test_what_an_import_prints_is_in_the_log_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server imports before there is a worker, whose output is redacted."""
+    server = tmp_path / "failing.py"
+    server.write_text(
+        "import os, socket, sys\nfrom ratchet.runs import fork_server\n"
+        "def preload():\n"
+        "    print('token', os.environ['HF_TOKEN'], flush=True)\n"
+        "    raise ImportError('no such library')\n"
+        "fork_server.serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), preload)\n"
+    )
+    monkeypatch.setattr(fork_server, "SERVER", (sys.executable, str(server)))
+    monkeypatch.setenv("HF_TOKEN", "planted-token-1234567")
+    starter = Starter(tmp_path)
+    with starter.server:
+        assert starter.run("pass") == 1
+    assert "token (hidden)" in starter.read()
+    assert "ImportError: no such library" in starter.read()
+    assert "planted" not in starter.read()
+
+
+STARTER = """
+import os, sys, time
+sys.path[:0] = {paths}
+import plain_fork_server
+from ratchet.runs import fork_server
+fork_server.SERVER = plain_fork_server.COMMAND
+server = fork_server.ForkServer()
+server.start(fork_server.Program("plain_fork_server", (), os.environ | {{plain_fork_server.CODE: {code!r}}}), 1)
+time.sleep(60)
+"""
+
+
+def test_server_and_workers_end_with_the_process_that_started_them() -> None:
+    paths = [str(Path(plain_fork_server.__file__).parent)]
+    command = [sys.executable, "-c", STARTER.format(paths=paths, code=DYING)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert all(map(psutil.pid_exists, pids))
+        process.kill()
+        until(lambda: not any(map(psutil.pid_exists, pids)), "they survived")
+
+
+def test_a_worker_may_be_a_server_itself(starter: Starter) -> None:
+    """A worker of a sweep starts trainings: its server is a fork of itself and dies with it."""
+    code = (
+        "import os, plain_fork_server\nfrom ratchet.runs.fork_server import ForkServer, Program\n"
+        "with ForkServer() as server:\n"
+        "    code = 'import os; print(os.getppid(), flush=True); os._exit(5)'\n"
+        "    environment = os.environ | {plain_fork_server.CODE: code}\n"
+        "    worker = server.start(Program('plain_fork_server', (), environment), 1)\n"
+        "    print(worker.wait(60), server.pid)"
+    )
+    assert starter.run(code) == 0
+    first, second = starter.read().splitlines()
+    assert second == f"5 {first}"
