@@ -19,6 +19,7 @@ from ratchet.data import token_files
 from ratchet.data.batches import TokenRows
 from ratchet.data.splits import SplitName
 from ratchet.runs.directory import RunDirectory, RunPaths
+from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
@@ -77,11 +78,11 @@ def run_first_stages(layout: ProjectLayout, settings: Settings) -> None:
     prepare(Project.from_parts(layout, settings))
 
 
-def train_supervised(layout: ProjectLayout, settings: Settings) -> RunPaths:
-    """Train a run with its supervisor and without callbacks; return its paths."""
+def train_supervised(layout: ProjectLayout, settings: Settings, server: ForkServer | None = None) -> RunPaths:
+    """Train a run with its supervisor and without callbacks; return its paths. `server` starts the worker."""
     run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
     try:
-        supervise(run, build_launch(layout, settings), (), "benchmark")
+        supervise(run, build_launch(layout, settings), (), "benchmark", server=server)
     finally:
         run.close()
     return run.paths

@@ -46,6 +46,7 @@ from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, Spli
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
+from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.sweep import SweepReport
@@ -138,18 +139,19 @@ def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLay
     return linked(made, folder, settings)
 
 
-def train(layout: ProjectLayout, settings: Settings) -> Take:
+def train(layout: ProjectLayout, settings: Settings, server: ForkServer) -> Take:
     """Train one supervised run, and return its cost by the clock of this process."""
     begun = time.time()
-    found = takes(train_supervised(layout, settings).journal)
+    found = takes(train_supervised(layout, settings, server).journal)
     last = found[-1]
     return Take(begun, time.time(), sum(take.tokens for take in found), last.value, last.finished)
 
 
-def cell(layout: ProjectLayout, settings: Settings, rank: int, rate: float, seed: int = 0) -> Take:
+def cell(layout: ProjectLayout, settings: Settings, server: ForkServer, point: tuple[int, float], seed: int = 0) -> Take:
     """Train one cell of the grid."""
+    rank, rate = point
     changes = {"rank": rank, "alpha": 2.0 * rank, "learning_rate": rate, "seed": seed}
-    take = train(layout, settings.model_copy(update={"train": settings.train.model_copy(update=changes)}))
+    take = train(layout, settings.model_copy(update={"train": settings.train.model_copy(update=changes)}), server)
     print(f"grid   rank {rank:2} rate {rate:.1e} seed {seed}: {take.value:.4f}, {take.tokens:,} tokens, "
           f"{take.ended - take.begun:.1f} s", flush=True)  # fmt: skip
     return take
@@ -211,12 +213,12 @@ class Found:
         return min(self.grid, key=lambda one: self.grid[one].value)
 
 
-def measure(work: Path, shape: Shape) -> Found:
-    """Run grid, sweeps and peers in turns."""
+def measure(work: Path, shape: Shape, server: ForkServer) -> Found:
+    """Run grid, sweeps and peers in turns. `server` starts the trainings of the grid, without imports for each."""
     made, settings = build(work / "made", shape)
     grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
     for turn, seed in enumerate(shape.samplers):
-        found.grid |= {one: cell(grid, settings, *one) for one in shape.cells[turn::turns]}
+        found.grid |= {one: cell(grid, settings, server, one) for one in shape.cells[turn::turns]}
         chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(seed=seed)})
         layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
         before = identities(layout)
@@ -228,7 +230,7 @@ def measure(work: Path, shape: Shape) -> Found:
         for who, one in (("sweep", searched), ("optuna", found.peers[-1])):
             print(f"{who:6} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
         shutil.rmtree(layout.root)
-    found.again = [cell(grid, settings, *found.best, seed) for seed in shape.seeds]
+    found.again = [cell(grid, settings, server, found.best, seed) for seed in shape.seeds]
     return found
 
 
@@ -266,8 +268,11 @@ def judged(found: Found, quick: bool) -> Iterator[Row]:
     if both:
         yield told("tokens until it, Optuna + Trainer / sweep", _middle(a.tokens / b.tokens for a, b in both))
         yield told("time until it, Optuna + Trainer / sweep", _middle(a.seconds / b.seconds for a, b in both))
-    yield at_most("s between two trainings, median", _middle(pauses), 2.0)
-    yield told("s between two trainings, longest", max(pauses))
+    yield at_most("s from a training's end to the next first step, median", _middle(pauses), 2.0)
+    yield told("s from a training's end to the next first step, longest", max(pauses))
+    yield told("trainings per hour, sweep", _middle(3600 * len(one.takes) / one.seconds for one in found.sweeps))
+    yield told("trainings per hour, Optuna + Trainer",
+               _middle(3600 * len(one.takes) / one.seconds for one in found.peers))  # fmt: skip
     yield count("sweeps that created base or data again", found.made_again)
     yield from _quality(found, lowest, tokens, quick)
     yield from _values(found, lowest)
@@ -328,8 +333,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory(prefix="ratchet-sweep-") as folder:
-        found = measure(Path(folder), SHAPES[given.quick])
+    with tempfile.TemporaryDirectory(prefix="ratchet-sweep-") as folder, ForkServer() as server:
+        found = measure(Path(folder), SHAPES[given.quick], server)
     return finish(list(judged(found, given.quick)), given.json)
 
 

@@ -21,6 +21,8 @@ class Take:
     """Lowest validation loss of the training up to its end, in nats per token; infinite without a validation."""
     finished: bool
     """Whether the training was completed."""
+    stepped: float = math.inf
+    """Unix time of the end of the first step in seconds; infinite without a step."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,25 @@ class Search:
         return Reached(sum(take.tokens for take in self.takes if take.ended <= ended), ended - self.begun)
 
     def pauses(self) -> list[float]:
-        """Return the seconds from the last event of each training to the start of the next trainer."""
-        return [after.begun - before.ended for before, after in itertools.pairwise(self.takes)]
+        """Return the seconds from the last event of each training to the end of the next one's first step."""
+        return [after.stepped - before.ended for before, after in itertools.pairwise(self.takes)]
 
 
 def takes(journal: Path) -> list[Take]:
     """Return the attempts in a run's journal. Repeated tokens count once."""
     found: list[Take] = []
     replay, begun, ended, tokens, value, finished = ReplayFilter(), 0.0, 0.0, 0, math.inf, False
+    stepped = math.inf
     for event in JournalReader(journal).read():
         if event.kind == "attempt_started":
             if begun:
-                found.append(Take(begun, ended, tokens, value, finished))
-            begun, tokens, finished = event.t, 0, False
+                found.append(Take(begun, ended, tokens, value, finished, stepped))
+            begun, tokens, finished, stepped = event.t, 0, False, math.inf
         ended = event.t
+        if event.kind == "step":
+            stepped = min(stepped, event.t)
         if replay.is_new(event):
             tokens += int(event.data["trained_tokens"]) if event.kind == "step" else 0
             value = min(value, float(event.data["loss"])) if event.kind == "validation" else value
         finished = finished or event.kind == "finished"
-    return [*found, Take(begun, ended, tokens, value, finished)] if begun else found
+    return [*found, Take(begun, ended, tokens, value, finished, stepped)] if begun else found
