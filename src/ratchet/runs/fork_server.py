@@ -7,7 +7,8 @@ behaves like `python -m MODULE ARGUMENTS`: own session, own environment, standar
 The kernel kills the server when the thread that started it ends, and each worker when the server ends (a worker asks
 for this itself, see `signals.die_with_parent`). A worker that crashes affects neither the server nor other workers.
 
-A process that was itself started by a server forks its own server instead of starting one, before it starts threads.
+A process that was itself started by a server forks its own server instead of starting one. It must create its
+ForkServer before it starts threads and opens files.
 """
 
 import faulthandler
@@ -159,8 +160,8 @@ class ForkServer:
         self._mutex = threading.Lock()
         self.has_forked = False
         """Whether the running server has started a worker, and so has imported the libraries."""
-        if _is_fork:
-            self._start()  # before this process starts threads
+        if _is_fork:  # later, this process may have threads, and files whose locks a fork would hold too
+            self._start(by_fork=True)
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -183,7 +184,7 @@ class ForkServer:
         without secrets. Raises OSError if no process or descriptor is available.
         """
         self.receive()
-        connection = self._connection or self._start()
+        connection = self._connection or self._start(by_fork=False)
         self._count += 1
         descriptors = [value for value in program.arguments if isinstance(value, int)]
         request = {
@@ -249,12 +250,12 @@ class ForkServer:
         """End the server and its workers."""
         self._disconnect()
 
-    def _start(self) -> socket.socket:
+    def _start(self, by_fork: bool) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output, self._copied_bytes = os.memfd_create("ratchet-fork-server-output"), 0
         with theirs:
             try:
-                if _is_fork:
+                if by_fork:
                     self._process = _fork_server(theirs, ours, self._output)
                 else:
                     self._process = SpawnedProcess(
@@ -346,6 +347,7 @@ def _fork_server(connection: socket.socket, other_end: socket.socket, output: in
         return _ForkedServerProcess(pid)
     try:
         other_end.close()
+        setproctitle(" ".join(SERVER))
         os.setsid()
         _redirect(output)
         serve(connection, parent, lambda: None)
