@@ -6,25 +6,33 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sweep_example
 import tiny_project
 import tiny_sweep
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings
 from ratchet.errors import DataError, RatchetError, SettingsError
+from ratchet.reports import sweep_page
 from ratchet.stages import sweep as stage
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import RequestAction, Trial, TrialRequest
 from ratchet.tuning import final_round
+from ratchet.tuning.freeze_thaw import Continuation, FreezeThawSearch
 from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.pruners import find_most_promising, find_promotable
+from ratchet.tuning.samplers import build_in_memory_study, propose
 from ratchet.tuning.scheduler import TrialScheduler
 from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask
 from ratchet.tuning.trial_requests import make_clone_request, make_request
+from ratchet.tuning.trial_summary import compute_savings
+from study_histories import LOSS, RANK, RATE, drawn, space_of, trial, tried
 
 NO_PRUNER = {"pruner": PrunerSettings(kind="none"), "sampler": SamplerSettings(kind="random")}
 ASHA = {"pruner": PrunerSettings(kind="asha", min_resource_fraction=0.25), "sampler": SamplerSettings(kind="random")}
@@ -99,8 +107,8 @@ def test_a_clone_begins_once_and_before_the_trials_of_the_sampler_and_is_none_of
     other = search.begin()
     assert other.request is None
     assert search.scheduler.next() == "wait"  # two trials of the sampler and one clone
-    for trial, loss in ((source, 1.0), (clone, 0.5), (other, 2.0)):
-        search.end(trial, "complete", [loss])
+    for begun, loss in ((source, 1.0), (clone, 0.5), (other, 2.0)):
+        search.end(begun, "complete", [loss])
     assert search.scheduler.next() == "over"
     report = search.session.report(with_importances=False)
     assert (report.planned_trials, len(report.trials), report.best) == (3, 3, (1,))
@@ -122,6 +130,8 @@ def test_a_clone_may_have_a_value_outside_of_a_range_and_derived_values_follow(o
     report = search.session.report()
     assert report.best == (2,)
     assert report.trials[2].objectives == (0.5,)
+    page = sweep_page.render(report)
+    assert f"clone of trial 0 of sweep, requested by {ACTOR}" in page
 
 
 def test_freeze_thaw_learns_from_a_clone_outside_of_the_range(opened: Any) -> None:
@@ -174,7 +184,7 @@ def test_a_fork_respects_the_decisions_and_names_the_study_of_a_request(opened: 
     before.request("stop", 0)
     before.clone(1, learning_rate=0.05)
     before.end(before.begin(), "complete", [3.0])
-    after = opened(fork=True, trials=0 + 1, pruner=ASHA["pruner"], sampler=SamplerSettings(kind="random", seed=1))
+    after = opened(fork=True, trials=1, pruner=ASHA["pruner"], sampler=SamplerSettings(kind="random", seed=1))
     carried = after.store.trials()
     assert [trial.held for trial in carried] == ["stopped", "", ""]
     assert carried[2].request is not None
@@ -185,9 +195,9 @@ def test_a_fork_respects_the_decisions_and_names_the_study_of_a_request(opened: 
 
 def test_limits_hold_for_clones_too(opened: Any) -> None:
     search = opened(trials=5, max_hours=1e-9, **NO_PRUNER)
-    trial = search.begin()
-    cost = trial.cost.model_copy(update={"train_seconds": 5.0})
-    search.end(trial, "complete", [1.0], cost=cost)
+    begun = search.begin()
+    cost = begun.cost.model_copy(update={"train_seconds": 5.0})
+    search.end(begun, "complete", [1.0], cost=cost)
     search.clone(0, learning_rate=0.02)
     assert search.scheduler.next() == "over"
     assert search.scheduler.find_requested_step(search.store.trials()) is None
@@ -289,3 +299,71 @@ def test_a_killed_process_leaves_a_request_or_nothing(opened: Any, layout: Proje
     search.store.release(clone.number, search.scheduler.worker)  # its worker is gone: another one takes it over
     assert search.begin().number == clone.number
     assert search.begin().request is None
+
+
+# What samplers and pruners learn.
+
+SPACE = space_of(RANK, RATE)
+
+
+@pytest.mark.parametrize("kind", ["tpe", "gp", "cmaes"])
+def test_a_trial_that_a_person_has_ended_is_no_evidence_for_the_sampler(kind: Any) -> None:
+    sampler = SamplerSettings(kind=kind, n_startup_trials=2)
+    values = [drawn(SPACE, number) for number in range(9)]
+
+    def propose_after(state: str, **fields: Any) -> dict[str, Any] | None:
+        history = [trial(number, values[number], curve={10: 1.0 + number}) for number in range(8)]
+        history.insert(4, trial(4, values[8], state, curve={10: 0.1}, **fields))
+        history = [one.model_copy(update={"number": number}) for number, one in enumerate(history)]
+        return propose(SPACE, sampler, LOSS, history, 9, partial(tried, history))
+
+    assert propose_after("pruned", cause="stopped") == propose_after("failed")  # a failed trial is no evidence either
+    if kind != "tpe":  # TPE has the same best trials with it and without it
+        assert propose_after("pruned", cause="stopped") != propose_after("pruned")
+
+
+def test_a_clone_is_an_observation_but_none_of_the_first_trials_of_the_sampler() -> None:
+    sampler = SamplerSettings(kind="tpe", n_startup_trials=3)
+    request = TrialRequest(action="clone", study="sweep", trial=0, by=ACTOR, at=1.0)
+    history = [trial(number, drawn(SPACE, number)) for number in range(2)]
+    history.append(trial(2, {**drawn(SPACE, 2), "train.learning_rate": 5.0}, request=request))
+    found = [propose(SPACE, sampler, LOSS, history, 3, partial(tried, history), {})]
+    study = build_in_memory_study(SPACE, LOSS, history, "tpe")
+    assert len(study.trials) == 2  # Optuna cannot represent a value outside of the range
+    history[2] = trial(2, drawn(SPACE, 2), request=request)
+    assert len(build_in_memory_study(SPACE, LOSS, history, "tpe").trials) == 3
+    found.append(propose(SPACE, sampler, LOSS, history, 3, partial(tried, history), {}))
+    assert found[0] == found[1]  # both are random, because only two of the three first trials have begun
+
+
+def test_freeze_thaw_keeps_the_curve_of_a_stopped_training_and_never_continues_it() -> None:
+    def search(**fields: Any) -> FreezeThawSearch:
+        history = [
+            trial(number, drawn(SPACE, number), "pruned", curve={100: 1.0 + 0.1 * number}) for number in range(4)
+        ]
+        history[0] = history[0].model_copy(update=fields)
+        return FreezeThawSearch(
+            SPACE, SamplerSettings(n_startup_trials=4), history, 1000, partial(tried, history), may_begin=False,
+            missing_trainings=1,
+        )  # fmt: skip
+
+    free, held = search(), search(held="stopped")
+    first, second = free.choose(), held.choose()
+    assert isinstance(first, Continuation)
+    assert first.number == 0
+    assert isinstance(second, Continuation)
+    assert second.number != 0
+    assert held._curves == free._curves
+    assert held._best > free._best  # a loss that no training can reach any more need not be improved
+
+
+def test_successive_halving_ranks_a_stopped_training_by_its_losses_and_never_promotes_it() -> None:
+    asha = PrunerSettings(kind="asha", min_resource_fraction=0.25, reduction_factor=3)
+    history = [trial(number, drawn(SPACE, number), "pruned", curve={250: 1.0 + number}) for number in range(6)]
+    assert find_promotable(asha, history, 1000) == 0
+    assert find_most_promising(history) == 0
+    history[0] = history[0].model_copy(update={"held": "stopped"})
+    assert find_promotable(asha, history, 1000) == 1  # the second of six
+    assert find_most_promising(history) == 1
+    report = sweep_example.report(0).model_copy(update={"trials": tuple(history)})
+    assert compute_savings(report).pruned.trials == 5  # the pruner has not stopped the first one

@@ -134,7 +134,7 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
             f"winner: {first_line(report.final_round.reason) if report.final_round else f'trial {report.winner}'}"
         )
     if paused := ", ".join(map(str, list_paused(report.trials))):
-        lines.append(f"paused by a person, not continued: trials {paused} (`ratchet sweep --resume TRIAL`)")
+        lines.append(f"paused by a person and not continued: {paused} (`ratchet sweep --resume TRIAL`)")
     if report.stopped:
         lines.append(f"stopped: {first_line(report.stopped)}")
     facts = [] if elapsed_s is None else [format_duration(elapsed_s)]

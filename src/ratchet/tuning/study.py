@@ -361,7 +361,13 @@ class TrialStore:
     def requests(self) -> list[TrialRequest]:
         """Return the requests of people about trials, in order."""
         found = {key: value for key, value in self.notes().items() if key.startswith(_REQUEST)}
-        return [TrialRequest.model_validate(found[f"{_REQUEST}{index}"]) for index in range(len(found))]
+        try:
+            return [TrialRequest.model_validate(found[f"{_REQUEST}{index}"]) for index in range(len(found))]
+        except (KeyError, ValueError) as error:
+            raise DamagedFileError(
+                f"study {self.study}: a request about a trial cannot be read ({first_line(error)}); a newer version of "
+                "Ratchet may have stored it: update Ratchet on this machine"
+            ) from error
 
     def add_request(self, request: TrialRequest) -> None:
         """Add a request of a person. The caller holds the lock of the study."""

@@ -132,7 +132,7 @@ class TrialRunCallback:
 
         A request that was read stays, because the run may end already: a trial that was resumed is continued later.
         """
-        with suppress(StorageError, LockHeldError):
+        with suppress(RatchetError):
             request = find_decision(self.store.requests(), self.trial.number)
             if self.request is None and request is not None and HELD[request.action]:
                 self.request = request
@@ -148,12 +148,12 @@ class TrialHeartbeat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        renewed_s = time.monotonic()
-        while not self._ended.wait(min(REQUEST_POLL_S, self._interval_s)):
+        renewal_s = time.monotonic() + self._interval_s
+        while not self._ended.wait(max(0.0, min(REQUEST_POLL_S, renewal_s - time.monotonic()))):
             self._callback.read_request()
-            if time.monotonic() < renewed_s + self._interval_s:
+            if time.monotonic() < renewal_s:
                 continue
-            renewed_s = time.monotonic()
+            renewal_s = time.monotonic() + self._interval_s
             try:
                 self._callback.store.renew(self._callback.trial.number, self._worker)
             except TrialLeaseLostError:

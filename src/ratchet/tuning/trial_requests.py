@@ -61,7 +61,7 @@ def apply_requests(trials: Sequence[Trial], requests: Sequence[TrialRequest]) ->
 
 def find_requested_work(trials: Sequence[Trial], requests: Sequence[TrialRequest]) -> TrialRequest | int | None:
     """Return the first clone that has not begun, or else the number of a trial that was paused while it ran and is
-    resumed; None if there is no such work."""
+    resumed; None without such work."""
     begun = [trial.request for trial in trials if trial.request is not None]
     waiting = [request for request in requests if request.action == "clone" and request not in begun]
     if waiting:
@@ -84,7 +84,7 @@ def make_request(
     The request applies to the whole training of the trial, so its `trial` is the last trial that continues this one.
 
     Raises:
-        DataError: there is no such trial, or its state does not allow the action.
+        DataError: the study has no trial with this number, or its state does not allow the action.
     """
     trial = _find_newest(study, trials, action, number)
     decision = find_decision(requests, trial.number)
@@ -118,7 +118,7 @@ def make_clone_request(  # noqa: PLR0913, PLR0917 (the study, and the request)
     `compute_run_id` returns the RunId of values, and raises SettingsError if their combination is invalid.
 
     Raises:
-        DataError: there is no such trial, or a trial or an earlier request has the same values.
+        DataError: the study has no trial with this number, or a trial or an earlier request has the same values.
         SettingsError: a changed setting is not searched, or does not accept the value.
     """
     where = f"--clone {number}"
