@@ -161,16 +161,16 @@ def request_trial(
         raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.HELD)}")
     SearchSpace.from_settings(settings)
     with StudySession.open(layout, settings, fork=False, create=False) as session:
-        store, by = session.store, current_actor(layout.root)
+        store, actor = session.store, current_actor(layout.root)
         trials = TrialScheduler(layout, settings, store, SweepWorker.current(), _do_nothing)
         with store.locked():
             history, requests = store.trials(), store.requests()
             if action == "clone":
                 request = trial_requests.make_clone_request(
-                    store.study, session.space, history, requests, trials.require_run_id, number, changes or {}, by
+                    store.study, session.space, history, requests, trials.require_run_id, number, changes or {}, actor
                 )
             else:
-                request = trial_requests.make_request(store.study, history, requests, action, number, by)
+                request = trial_requests.make_request(store.study, history, requests, action, number, actor)
             if request not in requests:
                 store.add_request(request)
         if trial_requests.HELD[action] and (task := trials.take_over(request.trial)) is not None:
@@ -317,7 +317,8 @@ class _SweepCommand:
                 or "every point of the search space has been tried"
             )
         if trial_requests.find_requested_work(self._last.trials, self._last.requests) is not None:
-            self._on_progress("a clone or a resumed trial was requested, and has not begun: the limit is reached")
+            why = "the sweep has stopped" if self._last.stopped else "its limit of hours or tokens is reached"
+            self._on_progress(f"a clone or a resumed trial was requested, and has not begun, because {why}")
         return "FAILED" if self._last.stopped else "FINISHED"
 
     def _restart_workers(self, pool: WorkerPool) -> bool:
