@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from ratchet.stages.compare import CompareResult
     from ratchet.stages.generate import GenerateResult
     from ratchet.stages.promote import PromotionResult
+    from ratchet.stages.sweep import TrialRequestResult
+    from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
     "Project", "Run", "adopt", "base", "compare", "evaluate", "export", "gate", "generate", "init", "list_runs",
-    "load_run", "prepare", "promote", "rollback", "sweep", "train",
+    "load_run", "prepare", "promote", "request_trial", "rollback", "sweep", "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -155,6 +157,28 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     from ratchet.stages import sweep as stage
 
     return stage.adopt_trial(project, trial)
+
+
+@explained_imports()
+def request_trial(
+    project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None
+) -> "TrialRequestResult":
+    """Stop, pause, resume or clone a trial of the sweep, while the sweep runs or later.
+
+    Args:
+        project: the project of the sweep.
+        action: `stop` ends the trial for good, `pause` until `resume`; `clone` requests a trial with the values of this
+            trial and `changes`, in addition to those of `sweep.trials`.
+        trial: number of the trial.
+        changes: changed values of a clone, such as `{"train.learning_rate": 1e-4}`.
+
+    Raises:
+        DataError: there is no study or no such trial, or the state of the trial does not allow the action.
+        SettingsError: a changed value cannot be used, or the study has other settings than the project.
+    """
+    from ratchet.stages import sweep as stage
+
+    return stage.request_trial(project, action, trial, changes)
 
 
 @explained_imports()

@@ -1,10 +1,13 @@
 """Tests of `ratchet sweep`: stop and resume of a real sweep, refused search spaces, and `--report` and `--adopt`."""
 
+import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
 
+import ratchet
 import tiny_project
 import tiny_sweep
 from ratchet.cli.main import main
@@ -41,6 +44,70 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectL
     events = list(JournalReader(project.runs / str(trial.run_id) / "journal.jsonl").read())
     [restart] = [event for event in events if event.kind == "worker_ready" and event.attempt == 2]
     assert restart.data["start_step"] == steps, "it did not go on from where it was stopped"
+
+
+def request(layout: ProjectLayout, *arguments: str, code: int = 0) -> str:
+    """Run `ratchet sweep` with a request about a trial; return its output."""
+    done = tiny_project.ratchet(layout, "sweep", *arguments)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def begin_slow(layout: ProjectLayout, **sweep: Any) -> subprocess.Popen[str]:
+    """Start a sweep with trainings of about ten seconds; wait until the first one has a checkpoint."""
+    wanted = tiny_sweep.settings(pruner=PrunerSettings(kind="none"), **sweep)
+    train = wanted.train.model_copy(update={"epochs": 8.0})
+    tiny_project.save(layout, wanted.model_copy(update={"train": train}))
+    running = tiny_sweep.begin(layout)
+    tiny_sweep.until(lambda: tiny_sweep.steps_done(layout.runs) > 3, running)
+    return running
+
+
+def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(project: ProjectLayout) -> None:
+    sweep = begin_slow(project, trials=2)
+    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
+    os.kill(worker, signal.SIGSTOP)  # it cannot read the requests
+    opened = ratchet.Project(project.root)
+    assert ratchet.request_trial(opened, "stop", 0).trial.held == "stopped"
+    assert ratchet.request_trial(opened, "clone", 0, {"train.learning_rate": 0.2}).request.by
+    os.kill(worker, signal.SIGKILL)
+    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
+    assert sweep.returncode == 0, output
+    report = tiny_sweep.report(project)
+    assert [trial.state for trial in report.trials] == ["pruned", "complete", "complete"]
+    stopped, clone, other = report.trials
+    assert (stopped.cause, stopped.held, len(stopped.executions)) == ("stopped", "stopped", 2)
+    assert stopped.reason.startswith("stopped by ")
+    assert 0 < stopped.cost.steps < stopped.cost.planned_steps
+    assert stopped.checkpoints
+    journal = JournalReader(project.runs / str(stopped.run_id) / "journal.jsonl")
+    assert sum(event.kind == "attempt_started" for event in journal.read()) == 1, "it was trained after the request"
+    assert clone.values == {**stopped.values, "train.learning_rate": 0.2}  # outside of the space
+    assert (clone.request, other.request) == (report.requests[1], None)
+    assert report.planned_trials == 3
+    tags = dict(of_mlflow(project, "select key, value from tags join runs using (run_uuid) where name = 'trial 1'"))
+    assert tags["ratchet.trial_clone"].startswith("clone of trial 0 of sweep, requested by ")
+    assert tags["ratchet.trial_commands"] == "ratchet sweep --clone 1 --set KEY=VALUE"
+    assert "is complete; expected" in request(project, "--stop", "1", code=2)
+
+
+def test_a_paused_trial_is_left_out_and_later_continued_from_its_checkpoint(project: ProjectLayout) -> None:
+    sweep = begin_slow(project, trials=2)
+    assert "its worker saves a checkpoint and ends it now" in request(project, "--pause", "0")
+    assert "the next free worker begins it" in request(project, "--clone", "0", "--set", "learning_rate=0.2")
+    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
+    assert sweep.returncode == 0, output
+    assert "paused by a person and not continued: 0 (`ratchet sweep --resume TRIAL`)" in output
+    paused, *others = tiny_sweep.report(project).trials
+    assert (paused.state, paused.cause, [trial.state for trial in others]) == ("pruned", "paused", ["complete"] * 2)
+    request(project, "--resume", "0")
+    done = tiny_project.ratchet(project, "sweep")
+    assert done.returncode == 0, done.stderr
+    resumed = tiny_sweep.report(project).trials[3]
+    assert (resumed.state, resumed.continues, resumed.run_id) == ("complete", 0, paused.run_id)
+    events = list(JournalReader(project.runs / str(paused.run_id) / "journal.jsonl").read())
+    starts = [event.data["start_step"] for event in events if event.kind == "worker_ready"]
+    assert starts == [0, paused.cost.steps]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
+from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
 from ratchet.tuning.search_space import (
     MAX_POINTS,
@@ -25,7 +26,8 @@ from ratchet.tuning.search_space import (
     snap_value,
     to_distribution,
 )
-from study_histories import is_in_space
+from study_histories import CONDITIONAL, RANK, TARGETS, is_in_space
+from study_histories import space_of as make_space
 
 OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -338,3 +340,42 @@ def test_settings_of_a_trial_are_validated_as_a_whole_and_the_message_has_values
     for key in ("train.rnk", "train.rank.x", "nothing", "train.gurads.patience"):
         with pytest.raises(SettingsError, match=f"{key}: unknown setting"):
             apply_values(project, {key: 1})
+
+
+# Values that a person has changed.
+
+
+def test_changed_values_follow_the_conditions_and_choices_of_the_space() -> None:
+    space = make_space(RANK, CONDITIONAL, TARGETS)
+    lora = {"train.rank": 8, "train.alpha": 16.0, "train.adapter": "lora", "train.target_modules": "all"}
+    changed = space.change_values(lora, {"adapter": "adalora", "adalora.target_rank": 5, "rank": 100})
+    assert changed == {
+        **lora, "train.rank": 100, "train.alpha": 200.0, "train.adapter": "adalora", "train.adalora.target_rank": 5,
+    }  # fmt: skip
+    assert not space.contains(changed)
+    assert space.change_values(changed, {"adapter": "lora", "rank": 8}) == lora
+    assert space.contains(lora)
+    listed = space.change_values(lora, {"target_modules": ["q_proj"]})
+    assert listed["train.target_modules"] == ("q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"adapter": "adalora"}, "train.adalora.target_rank: has no value, but applies"),
+        (
+            {"adalora.target_rank": 3},
+            "train.adalora.target_rank: does not apply .*; it applies if train.adapter is adalora",
+        ),
+        ({"adapter": "dora"}, "train.adapter: found dora; expected lora, adalora"),
+        ({"target_modules": ["k_proj"]}, "train.target_modules: found .*k_proj.*; expected all, "),
+        ({"rank": True}, "train.rank: found true"),
+        ({"dropout": 0}, "train.dropout: found 0; expected a number > 0"),
+        ({"machine.threads": 1}, "machine.threads: not a setting of the search space; expected one of: train.rank, "),
+    ],
+)
+def test_changes_that_the_space_cannot_have_are_refused(changes: dict[str, Any], says: str) -> None:
+    space = make_space(RANK, CONDITIONAL, TARGETS, {"train.dropout": SweepParameter(low=0.1, high=0.3, log=True)})
+    lora = {"train.rank": 8, "train.adapter": "lora", "train.target_modules": "all", "train.dropout": 0.1}
+    with pytest.raises(SettingsError, match=says):
+        space.change_values(lora, changes)

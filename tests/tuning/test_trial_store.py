@@ -15,12 +15,13 @@ from optuna.trial import TrialState, create_trial
 from ratchet.config.sweep import ObjectiveSettings, PrunerSettings, SamplerSettings, SweepParameter
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.sweep import TrainingCost, Trial, TrialExecution
+from ratchet.storage.records.sweep import TrainingCost, Trial, TrialExecution, TrialRequest
 from ratchet.tuning import leases
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import StudyStorage, open_storage
 from ratchet.tuning.study import OUTCOME, TrialStore, compute_identity, deserialize_trial
+from ratchet.tuning.trial_requests import find_requested_work
 from trial_store_cases import (
     DATA,
     LONG,
@@ -290,13 +291,43 @@ def test_notes_are_kept_with_the_study(store: TrialStore, project: ProjectLayout
         store.note("bad", float("nan"))
 
 
+def test_requests_of_people_are_kept_in_order_and_begin_a_trial_once(
+    store: TrialStore, storage: StudyStorage, here: SweepWorker
+) -> None:
+    begin(store, here)
+    stop, resume = (
+        TrialRequest(action=action, study=store.study, trial=0, by="alice", at=1 / 3) for action in ("pause", "resume")
+    )
+    clone = stop.model_copy(update={"action": "clone", "values": {**values(), "train.learning_rate": 0.1 + 0.2}})
+    other = TrialStore.newest(storage, store.study)
+    assert other is not None
+    for request in (clone, stop):
+        store.add_request(request)
+    assert other.requests() == [clone, stop]
+    assert other.trials()[0].held == "paused"
+    assert find_requested_work(other.trials(), other.requests()) == clone
+    other.begin(clone.values, ({}, {}), "run-2", here, request=clone)
+    assert store.trials()[1].request == clone
+    assert find_requested_work(store.trials(), store.requests()) is None
+    other.add_request(resume)
+    assert [trial.held for trial in store.trials()] == ["", ""]
+    store.release(1, here)
+    assert store.take_over(here, 1e9, only=0) is None  # its worker runs
+    taken = store.take_over(here, 1e9, only=1)
+    assert taken is not None
+    assert taken.request == clone
+    other.note("request.3", {"action": "merge"})
+    with pytest.raises(DamagedFileError, match="a request about a trial cannot be read"):
+        store.requests()
+
+
 def test_the_same_study_is_found_again(store: TrialStore, storage: StudyStorage) -> None:
     again = opened(storage, settings(trials=99, max_hours=3))  # these settings do not belong to the identity of a study
     assert again.study == store.study == "sweep"
     assert again.versions["optuna"] == optuna.__version__
     assert set(again.versions) == {"optuna", "cmaes", "scipy", "ratchet"}
     assert again.carried == 0
-    newest = TrialStore.newest(storage, "sweep")
+    newest = TrialStore.newest(storage, store.study)
     assert newest is not None
     assert newest.identity == json.loads(json.dumps(compute_identity(settings(), DATA, TINY_BASE)))
     assert TrialStore.newest(storage, "other") is None

@@ -9,10 +9,20 @@ from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.project import Project
-    from ratchet.stages.sweep import SweepResult
+    from ratchet.stages.sweep import SweepResult, TrialRequestResult
+    from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
 
 HELP = "search hyperparameters (rank, alpha, learning rate ...) with many training runs"
+
+
+REQUESTS: "dict[RequestAction, str]" = {
+    "stop": "end a trial for good, while the sweep runs or later; its checkpoint stays",
+    "pause": "end a trial until --resume, while the sweep runs or later",
+    "resume": "continue a trial that was paused with --pause",
+    "clone": "request a trial with the values of a trial, changed by --set",
+}
+"""Options that request something for a trial, with their help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adopt", nargs="?", const=True, type=int, metavar="TRIAL",
         help="write the values of the winner, or of a trial, into params.yaml without running more trials",
     )  # fmt: skip
+    for action, text in REQUESTS.items():
+        mode.add_argument(f"--{action}", type=int, metavar="TRIAL", help=text)
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="with --clone: a changed value, such as train.rank=16"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from ratchet.config.params_file import parse_changes
+    from ratchet.errors import SettingsError
     from ratchet.stages import sweep
 
     project = Project(arguments.project)
-    if arguments.adopt is not None:
+    requests = {action: number for action in REQUESTS if (number := getattr(arguments, action)) is not None}
+    if arguments.set and "clone" not in requests:
+        raise SettingsError("--set: found without --clone; expected `ratchet sweep --clone TRIAL --set KEY=VALUE`")
+    if requests:
+        [(action, number)] = requests.items()
+        changes = parse_changes(arguments.set or [])
+        print_record(sweep.request_trial(project, action, number, changes), format_request, arguments)
+    elif arguments.adopt is not None:
         number = None if arguments.adopt is True else arguments.adopt
         print_record(sweep.adopt_trial(project, number), format_adoption, arguments)
     elif arguments.report:
@@ -60,6 +84,22 @@ def run(arguments: argparse.Namespace) -> None:
 def format_end(result: "SweepResult") -> str:
     """Format the end of a sweep. The display has already shown its trials."""
     return f"  page: {result.page}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
+
+
+def format_request(result: "TrialRequestResult") -> str:
+    """Format a request about a trial, with its effect."""
+    request, trial = result.request, result.trial
+    title = f"trial {request.trial} of study {request.study}"
+    if request.action == "clone":
+        values = ", ".join(f"{key} {value}" for key, value in request.values.items())
+        return f"{title}: a clone is requested ({values}); the next free worker begins it"
+    if trial.state in ("complete", "infeasible"):
+        return f"{title}: it was {trial.state} before the request had an effect"
+    if request.action == "resume":
+        return f"{title}: it may be continued again; the next free worker decides"
+    if not trial.is_over:
+        return f"{title}: its worker saves a checkpoint and ends it now"
+    return f"{title}: {trial.reason}"
 
 
 def format_adoption(adopted: "AdoptedTrial") -> str:

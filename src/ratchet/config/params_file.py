@@ -5,7 +5,7 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -91,6 +91,22 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
             else:
                 problems[_format_override_problem(overridden, item)] = None
         raise SettingsError("\n".join(problems)) from None
+
+
+def parse_changes(items: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `KEY=VALUE` items, which are written as in params.yaml, by key. Raises SettingsError."""
+    changes: dict[str, Any] = {}
+    for item in items:
+        key, sign, text = (part.strip() for part in item.partition("="))
+        if not sign or not key or not text:
+            raise SettingsError(f"--set {item}: expected KEY=VALUE, such as train.learning_rate=1e-4")
+        if key in changes:
+            raise SettingsError(f"--set {item}: found {key} twice; remove one")
+        try:
+            changes[key] = YAML(typ="safe", pure=True).load(text)
+        except YAMLError:
+            raise SettingsError(f"--set {item}: found {text!r}; expected a value as in params.yaml") from None
+    return changes
 
 
 def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:

@@ -14,6 +14,7 @@ from ratchet.runs.status import RunProgress
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepReport, Trial
 from ratchet.tuning.tracking_sync import STATES, count_states
+from ratchet.tuning.trial_requests import describe_clone, list_paused
 from ratchet.tuning.trial_summary import (
     LOSS,
     compute_savings,
@@ -132,6 +133,8 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
         lines.append(
             f"winner: {first_line(report.final_round.reason) if report.final_round else f'trial {report.winner}'}"
         )
+    if paused := ", ".join(map(str, list_paused(report.trials))):
+        lines.append(f"paused by a person and not continued: {paused} (`ratchet sweep --resume TRIAL`)")
     if report.stopped:
         lines.append(f"stopped: {first_line(report.stopped)}")
     facts = [] if elapsed_s is None else [format_duration(elapsed_s)]
@@ -153,6 +156,8 @@ def describe_changes(report: SweepReport, trial: Trial, known: Trial | None) -> 
             yield escape_invisible(f"{name}{parameters} {describe_outcome(report, trial)}")
     elif known is None:
         change = f"started: {format_parameters(report, trial)}"
+        if trial.request is not None:
+            change = f"started ({describe_clone(trial)}): {format_parameters(report, trial)}"
         if trial.continues is not None:
             change = f"continues trial {trial.continues}"
         yield escape_invisible(f"{name} {change}, by {worker}")

@@ -21,6 +21,7 @@ from ratchet.storage.records.sweep import (
     Trial,
     TrialState,
 )
+from ratchet.tuning.trial_requests import describe_clone
 from ratchet.tuning.trial_summary import (
     CauseSavings,
     SweepSavings,
@@ -131,7 +132,7 @@ def _trial_cells(report: SweepReport, trial: Trial, continued_by: Mapping[int, i
     yield digest(trial.run_id)
     workers = ", ".join(dict.fromkeys(execution.worker for execution in trial.executions))
     yield bdi(_truncate(workers, NAME_SHOWN))
-    sentences = [trial.reason] if trial.reason else []
+    sentences = list(filter(None, (describe_clone(trial), trial.reason)))
     if trial.continues is not None:
         sentences.append(f"continues trial {trial.continues}")
     if trial.number in continued_by:

@@ -6,16 +6,17 @@ the workers, reports the trials to the terminal and MLflow, and writes the repor
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
+from ratchet.registry.ledger import current_actor
 from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.signals import StopSignal
@@ -26,18 +27,21 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import VALIDATION_LOSS, VALIDATION_METRICS, ValidationJob, ValidationLaunch
-from ratchet.storage.records.sweep import SweepReport, Trial
+from ratchet.storage.records.sweep import RequestAction, SweepReport, Trial, TrialRequest
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
-from ratchet.tuning import final_round, ray_cluster, samplers, scheduler, worker_pool
+from ratchet.tuning import final_round, ray_cluster, samplers, scheduler, trial_requests, worker_pool
 from ratchet.tuning import report as adoption
 from ratchet.tuning.cost_estimate import estimate_search
+from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.report import AdoptedTrial
+from ratchet.tuning.scheduler import TrialScheduler
 from ratchet.tuning.search_space import SearchSpace
 from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study_session import FinalRoundProgress, StudySession
 from ratchet.tuning.tracking_sync import Status, SweepTrackingSync, TrialProgressReader
+from ratchet.tuning.trial import run_trial
 from ratchet.tuning.trial_summary import compute_savings
 from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerKillInjector, WorkerLauncher, WorkerPool
 
@@ -59,6 +63,14 @@ class SweepResult(Record):
 
     report: SweepReport
     page: Path
+
+
+class TrialRequestResult(Record):
+    """A request about a trial, which is stored in the study."""
+
+    request: TrialRequest
+    trial: Trial
+    """The trial after the request; for a clone, its source."""
 
 
 def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
@@ -130,6 +142,40 @@ def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
     SearchSpace.from_settings(project.settings)
     with StudySession.open(project.layout, project.settings, fork=False, create=False) as session:
         return adoption.adopt_trial(project.layout, project.settings, session.report(), number)
+
+
+def request_trial(
+    project: Project, action: RequestAction, number: int, changes: Mapping[str, Any] | None = None
+) -> TrialRequestResult:
+    """Store a request of a person about a trial in the study. The workers of a running sweep find it within seconds.
+
+    A trial that is to stop or pause, and that no worker runs, ends in this call. `changes` are the changed values of a
+    clone, by dotted key.
+
+    Raises:
+        DataError: there is no study or no such trial, or the state of the trial does not allow the action.
+        SettingsError: the changed values cannot be used, or the study has other settings than params.yaml.
+    """
+    layout, settings = project.layout, project.settings
+    if action not in trial_requests.HELD:
+        raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.HELD)}")
+    SearchSpace.from_settings(settings)
+    with StudySession.open(layout, settings, fork=False, create=False) as session:
+        store, actor = session.store, current_actor(layout.root)
+        trials = TrialScheduler(layout, settings, store, SweepWorker.current(), _do_nothing)
+        with store.locked():
+            history, requests = store.trials(), store.requests()
+            if action == "clone":
+                request = trial_requests.make_clone_request(
+                    store.study, session.space, history, requests, trials.require_run_id, number, changes or {}, actor
+                )
+            else:
+                request = trial_requests.make_request(store.study, history, requests, action, number, actor)
+            if request not in requests:
+                store.add_request(request)
+        if trial_requests.HELD[action] and (task := trials.take_over(request.trial)) is not None:
+            run_trial(task, layout, trials.worker, StopSignal())
+        return TrialRequestResult(request=request, trial=store.trials()[request.trial])
 
 
 def _write_result(layout: ProjectLayout, session: StudySession) -> SweepResult:
@@ -246,7 +292,7 @@ class _SweepCommand:
         final_round_progress = FinalRoundProgress(self._session)
         self._last = self._session.report(with_importances=False)
         try:
-            while pool.poll() and not stop.is_requested:
+            while (pool.poll() or self._restart_workers(pool)) and not stop.is_requested:
                 # If the storage fails, the workers wait for it, and report the failure at the end.
                 with suppress(StorageError, LockHeldError):
                     self._last = self._session.report(with_importances=False)
@@ -264,13 +310,28 @@ class _SweepCommand:
             self._on_progress(f"{pool.kill_count} workers were killed as requested (--chaos)")
         if stop.is_requested:
             return "KILLED"
-        if not self._last.stopped and final_round.count_trials(self._last.trials) < self._last.planned_trials:
-            new_trials = self._last.trials[self._session.store.carried :]
+        new_trials = self._last.trials[self._session.store.carried :]
+        if not self._last.stopped and final_round.count_trials(new_trials) < self._settings.sweep.trials:
             self._on_progress(
                 final_round.check_limits(self._settings.sweep, new_trials)
                 or "every point of the search space has been tried"
             )
+        if trial_requests.find_requested_work(self._last.trials, self._last.requests) is not None:
+            why = "the sweep has stopped" if self._last.stopped else "its limit of hours or tokens is reached"
+            self._on_progress(f"a clone or a resumed trial was requested, and has not begun, because {why}")
         return "FAILED" if self._last.stopped else "FINISHED"
+
+    def _restart_workers(self, pool: WorkerPool) -> bool:
+        """Start the workers again if a person has requested a trial that none of them has begun; return whether."""
+        with suppress(StorageError, LockHeldError):
+            store = self._session.store
+            trials = TrialScheduler(self._layout, self._settings, store, SweepWorker.current(), _do_nothing)
+            if store.notes().get(final_round.STOPPED) or trials.find_requested_step(store.trials()) is None:
+                return False
+            for slot in pool.slots:
+                slot.is_done = False
+            return True
+        return False
 
     def _start_tracking(self, stack: ExitStack) -> SweepTrackingSync | None:
         """Start to report the sweep to MLflow, unless another command on this machine reports it."""

@@ -48,8 +48,8 @@ SEED = "train.seed"
 
 
 def count_trials(history: Iterable[Trial]) -> int:
-    """Count trials for the budget; a trial that continues an earlier (pruned or failed) trial does not count."""
-    return sum(trial.continues is None for trial in history)
+    """Count trials for the budget, without those that continue an earlier trial, and those that a person requested."""
+    return sum(trial.continues is None and trial.request is None for trial in history)
 
 
 def check_limits(sweep: Sweep, history: Sequence[Trial]) -> str | None:

@@ -212,13 +212,21 @@ class FreezeThawSearch:
 
     @cached_property
     def _best(self) -> float:
-        """Logarithm of the loss that must be improved: of the best complete training, or else the best prediction."""
+        """Logarithm of the loss that must be improved: of the best complete training, or else the best prediction.
+
+        The prediction of a training that a person has stopped or paused counts only if there is no other.
+        """
         complete = [
             math.log(max(self._curves[curve].losses[-1], MIN_LOSS))
             for index, curve in self._curve_indices.items()
             if self._lineages[index].decisive.state == "complete"
         ]
-        return min(complete or self._predicted)
+        predicted = [
+            self._predicted[curve]
+            for index, curve in self._curve_indices.items()
+            if not self._lineages[index].trials[-1].held
+        ]
+        return min(complete or predicted or self._predicted)
 
     @cached_property
     def _paused_scores(self) -> dict[int, float]:
@@ -226,7 +234,8 @@ class FreezeThawSearch:
         paused = [
             index
             for index in self._curve_indices
-            if self._lineages[index].trials[-1].state == "pruned" or self.trial_at_rung in self._lineages[index].numbers
+            if (self._lineages[index].trials[-1].state == "pruned" and not self._lineages[index].trials[-1].held)
+            or self.trial_at_rung in self._lineages[index].numbers
         ]
         if not paused:
             return {}
@@ -245,14 +254,15 @@ class FreezeThawSearch:
 
         None if all of them have begun, or all values were tried. Further ones begin while no training has a loss.
         """
-        are_all_begun = len(self._lineages) >= self.sampler.n_startup_trials
+        count_begun = sum(not lineage.is_requested for lineage in self._lineages)
+        are_all_begun = count_begun >= self.sampler.n_startup_trials
         if not self.may_begin or (are_all_begun and self._curves):
             return None
         dimensions = self.space.dimensions()
         rng = np.random.default_rng(derive_seed(self.sampler.seed, 0, 0))
-        count = 1 << max(6, (2 * len(self._lineages)).bit_length())
+        count = 1 << max(6, (2 * count_begun).bit_length())
         points = qmc.Sobol(len(dimensions), scramble=True, rng=rng).random(count)
-        for point in points[len(self._lineages) - 1 :]:
+        for point in points[max(0, count_begun - 1) :]:
             if not self.is_tried(values := self._to_values(point)):
                 return values
         return draw_untried(self.space, random.Random(self._seed), self.is_tried)

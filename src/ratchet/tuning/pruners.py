@@ -85,12 +85,12 @@ def find_most_promising(history: Sequence[Trial]) -> int | None:
 
     It is the trial with the most processed rows; of several trials, the one with the lowest loss after these rows.
 
-    If the continuation of a trial has failed, the trial is not returned again.
+    If the continuation of a trial has failed, or if a person has stopped or paused it, the trial is not returned.
     """
     candidates = []
     for line in group_by_lineage(history):
         last = line.trials[-1]
-        if last.state == "pruned" and (curve := replace_non_finite(line.curve)):
+        if last.state == "pruned" and not last.held and (curve := replace_non_finite(line.curve)):
             rows = max(curve)
             candidates.append((-rows, curve[rows], last.number))
     return min(candidates)[2] if candidates else None
@@ -180,7 +180,7 @@ class HyperbandBracket:
         promotable = []
         for line in self.field:
             last = line.trials[-1]
-            rungs = self._just_reached(line, last) if last.state == "pruned" else []
+            rungs = self._just_reached(line, last) if last.state == "pruned" and not last.held else []
             positions = [self.rank(line, rung) for rung in rungs]
             if positions and all(position.rank <= position.count // self.reduction for position in positions):
                 promotable.append((-rungs[-1], positions[-1].rank, last.number))

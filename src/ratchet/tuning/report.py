@@ -55,7 +55,9 @@ def build_report(
         versions=samplers.library_versions(),
         data_digest=str(identity["data"])[: digests.SHORT],
         base_digest=str(identity["base"])[: digests.SHORT],
-        planned_trials=settings.sweep.trials + store.carried,
+        planned_trials=settings.sweep.trials
+        + store.carried
+        + sum(t.request is not None for t in history[store.carried :]),
         trials=tuple(history),
         importances=compute_importances(space, objectives, history, settings.sweep.sampler.seed)
         if with_importances
@@ -63,6 +65,7 @@ def build_report(
         best=final_round.leader_numbers(history, objectives),
         final_round=finals,
         winner=finals.winner if finals and all(trial.is_over for trial in history) else None,
+        requests=tuple(store.requests()),
         stopped=str(notes.get(final_round.STOPPED, "")),
     )
 
@@ -85,6 +88,7 @@ def compute_importances(
     empty if there are still too few trials, or if all of them have the same loss.
     """
     lineages = group_by_lineage(history)
+    lineages = [line for line in lineages if space.contains(line.values)]
     decisive = [line.decisive for line in lineages]
     complete = [trial for trial in decisive if trial.state == "complete" and not is_infeasible(trial)]
     results = [(trial, trial.minimized_objectives(objectives)[0]) for trial in complete]
@@ -163,7 +167,7 @@ def _select_trial(report: SweepReport, number: int | None) -> Trial:
     if number is None:
         if report.winner is not None:
             return report.trials[report.winner]
-        ended = final_round.count_trials(trial for trial in report.trials if trial.is_over)
+        ended = sum(trial.is_over and trial.continues is None for trial in report.trials)
         if len(report.best) > 1:
             front = ", ".join(map(str, report.best))
             advice = f"with several objectives there is no winner; choose a trial of the Pareto front: {front}"

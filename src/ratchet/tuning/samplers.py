@@ -133,6 +133,9 @@ def _iterate_proposals(
     if sampler.kind in ("tpe", "gp"):
         # All attempts use the same study, in which rejected proposals are running trials, so that they are avoided.
         study = build_in_memory_study(space, objectives, history, sampler.kind)
+        # The first trials of the sampler are random. A person's trials are observations, but none of its first trials.
+        requested = sum(line.is_requested for line in group_by_lineage(history))
+        sampler = sampler.model_copy(update={"n_startup_trials": sampler.n_startup_trials + requested})
         for seed in seeds:
             study.sampler = _create_sampler(sampler, space, seed)
             yield space.draw(partial(_suggest_value, study.ask()))
@@ -236,6 +239,16 @@ class TrialLineage:
         return settled[-1] if settled else self.trials[-1]
 
     @property
+    def is_evidence(self) -> bool:
+        """Whether its end is evidence about its values; False if it failed, or if a person has ended it."""
+        return self.decisive.state != "failed" and not self.decisive.is_ended_by_person
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a person has chosen its values (`ratchet sweep --clone`), and not the sampler."""
+        return self.trials[0].request is not None
+
+    @property
     def competes(self) -> bool:
         """Whether pruners compare other trainings with it; False if its last trial is failed or infeasible.
 
@@ -282,9 +295,10 @@ def build_in_memory_study(
 ) -> optuna.Study:
     """Return the trials of `history` as a study for a sampler of this kind (`tpe` or `gp`).
 
-    A training that several trials share counts once (`TrialLineage`). Failed trials are left out, because they are no
-    evidence about their values. Running trials are RUNNING with their values, so that no other worker tries the same
-    values (Ginsbourger et al. 2010, "constant liar"). Less is better for all objectives, as for the curves.
+    A training that several trials share counts once (`TrialLineage`). Failed trials and trials that a person has ended
+    are left out, because their end is no evidence about their values; so are values that are not in the space, which
+    Optuna's samplers cannot represent. Running trials are RUNNING with their values, so that no other worker tries the
+    same values (Ginsbourger et al. 2010, "constant liar"). Less is better for all objectives, as for the curves.
 
     For TPE, a pruned trial is PRUNED with its curve, and an infeasible trial is PRUNED with its violated constraints.
 
@@ -296,7 +310,7 @@ def build_in_memory_study(
     violations is minimised instead.
     """
     study = create_empty_study(len(objectives))
-    counted = [line for line in group_by_lineage(history) if line.decisive.state != "failed"]
+    counted = [line for line in group_by_lineage(history) if line.is_evidence and space.contains(line.values)]
     ended = [line for line in counted if line.decisive.state != "running"]
     results = [values for line in ended if (values := _final_objectives(line, objectives)) is not None]
     worst = tuple(max(column) for column in zip(*results, strict=True)) if results else (0.0,) * len(objectives)
@@ -404,12 +418,13 @@ def _replay_optimizer(
 ) -> CMA:
     """Return the optimizer after all completed generations.
 
-    Consecutive trainings form a generation; failed trainings belong to none. The replay ends before the first
+    Consecutive trainings form a generation; failed trainings belong to none, nor do those that a person has ended or
+    whose values a person has chosen. The replay ends before the first
     generation that is not complete: until then, trials are drawn from the distribution before this generation.
     """
     bounds = np.array([[0.0, 1.0]] * len(dimensions))
     optimizer = CMA(mean=start, sigma=SIGMA, bounds=bounds, population_size=population_size(len(dimensions)), seed=0)
-    counted = [line for line in trainings if line.decisive.state != "failed"]
+    counted = [line for line in trainings if line.is_evidence and not line.is_requested]
     size = optimizer.population_size
     for begin in range(0, len(counted) - size + 1, size):
         generation = counted[begin : begin + size]

@@ -37,7 +37,7 @@ from ratchet.storage.records.evaluation import (
     ValidationScores,
     load_validation_scores,
 )
-from ratchet.storage.records.sweep import FinalRound, TrainingCost, Trial
+from ratchet.storage.records.sweep import FinalRound, TrainingCost, Trial, TrialRequest
 from ratchet.storage.records.training import TrainReport
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
@@ -46,6 +46,7 @@ from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.search_space import SearchSpace, apply_values, longest_epochs
 from ratchet.tuning.study import TrialStore
 from ratchet.tuning.trial import UNKNOWN, Idle, TrialTask, objective_value
+from ratchet.tuning.trial_requests import find_requested_work
 
 SCORER_MODULE = "ratchet.evaluation.validation_worker"
 """Module of the process that scores."""
@@ -127,13 +128,30 @@ class TrialScheduler:
         if text := final_round.diagnose_failures(sweep, added[max(0, forgiven - self.store.carried) :]):
             self.store.note(final_round.STOPPED, text)
             return idle
-        step = self._choose_step(history, forgiven)
+        step: TrialRequest | NewTrial | Continuation | None = self.find_requested_step(history)
+        if step is None:
+            step = self._choose_step(history, forgiven)
         if step is None:
             return idle
+        if isinstance(step, TrialRequest):
+            return self._begin_trial(step.values, self.run_id(step.values), request=step)
         if isinstance(step, Continuation):
             earlier = history[step.number]
             return self._begin_trial(earlier.values, earlier.run_id, continues=step.number)
         return self._begin_trial(step.values, self.run_id(step.values))
+
+    def find_requested_step(self, history: list[Trial]) -> TrialRequest | Continuation | None:
+        """Return the clone to begin, or else the trial to continue, that a person has requested; None if there is none
+        now. As for any other trial, the sweep must be below its limits of hours and tokens."""
+        if final_round.check_limits(self.settings.sweep, self._added(history)):
+            return None
+        work = find_requested_work(history, self.store.requests())
+        return Continuation(work) if isinstance(work, int) else work
+
+    def take_over(self, number: int) -> TrialTask | None:
+        """Take over this trial if no worker runs it; None if a worker does, or if it is over."""
+        trial = self.store.take_over(self.worker, self.settings.machine.lease_timeout_s, number)
+        return None if trial is None else self._make_task(trial)
 
     def _choose_step(self, history: list[Trial], forgiven: int) -> NewTrial | Continuation | None:
         """Return the training to begin or to continue; None if there is none now."""
@@ -185,7 +203,7 @@ class TrialScheduler:
             return None
         # The user has fixed the cause of failures before `forgiven`. Only the newest trial of each run counts.
         latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
-        failed = [trial.number for trial in latest.values() if trial.state == "failed" and trial.number < forgiven]
+        failed = [t.number for t in latest.values() if t.state == "failed" and t.number < forgiven and not t.held]
         return min(failed) if failed else pruners.find_promotable(self._pruner, history, self.longest_rows)
 
     def _propose_values(self, history: list[Trial]) -> dict[str, Any] | None:
@@ -228,13 +246,21 @@ class TrialScheduler:
     def run_id(self, values: Mapping[str, Any]) -> str | None:
         """Return the run id of these values; None if they are invalid settings."""
         try:
-            train = apply_values(self.settings, values).train
-            return self._spec.model_copy(update={"train": train}).run_id
+            return self.require_run_id(values)
         except SettingsError:
             return None
 
+    def require_run_id(self, values: Mapping[str, Any]) -> str:
+        """Return the run id of these values. Raises SettingsError if they are invalid settings."""
+        train = apply_values(self.settings, values).train
+        return self._spec.model_copy(update={"train": train}).run_id
+
     def _begin_trial(
-        self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None
+        self,
+        values: Mapping[str, Any],
+        run_id: str | None,
+        continues: int | None = None,
+        request: TrialRequest | None = None,
     ) -> TrialTask | None:
         params = self.space.to_params(values)
         try:
@@ -244,11 +270,11 @@ class TrialScheduler:
             now = time.time()
             infeasible = Trial(
                 number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
-                cause="data", reason=str(error), started=now, ended=now,
+                cause="data", reason=str(error), started=now, ended=now, request=request,
             )  # fmt: skip
             self.store.add(infeasible, params)  # the sampler learns from invalid values too
             return None
-        number = self.store.begin(values, params, run_id, self.worker, continues)
+        number = self.store.begin(values, params, run_id, self.worker, continues, request)
         return self._make_task(self.store.trials()[number])
 
     def _rows_per_step(self, settings: Settings) -> float:
@@ -285,6 +311,8 @@ class TrialScheduler:
         if self._pruner.kind == "freeze_thaw":
             return False
         earlier = self.store.trials()[: trial.number]
+        if trial.continues is not None and earlier[trial.continues].is_ended_by_person:  # a person has resumed it
+            return False
         forgiven = self.store.notes().get(final_round.FORGIVEN, 0)
         if trial.continues is None or trial.continues == self._find_resumable(earlier, forgiven):
             return False

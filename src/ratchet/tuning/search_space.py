@@ -662,8 +662,72 @@ class SearchSpace:
         """Return the drawn values of a trial, which determine the derived ones."""
         return {d.name: snap_value(d, values[d.name]) for d in self.dimensions() if d.name in values}
 
+    def contains(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the space has the values of a trial. A person may have chosen others (`change_values`)."""
+        try:
+            self.select_drawn(values)
+        except ValueError:
+            return False
+        return True
+
+    def change_values(self, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a trial with the changes of a person; derived values follow.
+
+        A new value of a range may be outside of it, and between its steps, if the setting accepts it. A choice must be
+        one of the listed choices, because Optuna does not store another.
+
+        Raises:
+            SettingsError: a changed setting is not drawn, does not accept the value or does not apply to this trial, or
+                another setting needs a value.
+        """
+        drawn, unused = dict(values), {}
+        for name, value in changes.items():
+            dimension = self._find_dimension(name)
+            unused[dimension.name] = drawn[dimension.name] = self._check_choice(dimension, value)
+
+        def pick(dimension: SearchDimension) -> tuple[Any]:
+            unused.pop(dimension.name, None)
+            if dimension.name not in drawn:
+                raise SettingsError(f"{dimension.name}: has no value, but applies to a trial with these values; set it")
+            return (drawn[dimension.name],)
+
+        try:
+            changed = next(self._walk(pick))
+        except ValueError as error:
+            raise SettingsError(f"{error}") from None
+        for name in unused:
+            when = next(variable.when for variable in self.variables if variable.name == name)
+            needs = " and ".join(f"{source} is {' or '.join(map(format_value, v))}" for source, v in when.items())
+            raise SettingsError(f"{name}: does not apply to a trial with these values; it applies if {needs}")
+        return changed
+
+    def _find_dimension(self, name: str) -> SearchDimension:
+        """Return the dimension of a setting, with or without `train.`. Raises SettingsError if it is not drawn."""
+        dimensions = {dimension.name: dimension for dimension in self.dimensions()}
+        for key in (name, f"{LEARNING}{name}"):
+            if key in dimensions:
+                return dimensions[key]
+            for variable in self.variables:
+                if variable.name == key and isinstance(variable.rule, DerivedParameter):
+                    raise SettingsError(f"{key}: follows from {variable.rule.text}; set {variable.rule.source} instead")
+        raise SettingsError(f"{name}: not a setting of the search space; expected one of: {', '.join(dimensions)}")
+
+    def _check_choice(self, dimension: SearchDimension, value: Any) -> Any:
+        """Return a value that a person has chosen as settings store it. Raises SettingsError if it is invalid."""
+        try:
+            value = find_train_setting(dimension.name).validate(value, dimension.name)
+            if dimension.kind == "choice":
+                return snap_value(dimension, value)
+        except ValueError as error:
+            raise SettingsError(f"{error}") from None
+        if dimension.log and value <= 0:
+            raise SettingsError(f"{dimension.name}: found {format_value(value)}; expected a number > 0 (log: true)")
+        return value
+
     def to_params(self, values: Mapping[str, Any]) -> "Params":
-        """Return the drawn values of a trial as Optuna stores them."""
+        """Return the drawn values of a trial as Optuna stores them; none for a trial outside of the space."""
+        if not self.contains(values):
+            return {}, {}
         drawn = self.select_drawn(values)
         distributions = {name: to_distribution(self.dimension(name)) for name in drawn}
         return {name: encode_value(value) for name, value in drawn.items()}, distributions

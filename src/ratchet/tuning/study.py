@@ -3,10 +3,14 @@
 A trial has these attributes in Optuna, each as JSON:
 
     values, run_id, continues, started   set once, when the trial begins
+    request                              request of a person that began the trial; missing or null if there is none
     lease, heartbeat.N                   see leases.py
     outcome                              all results; valid only if the trial's state is final, because its writer may
                                          die between the two writes
     from                                 study and number of the original, if a fork has copied the trial
+
+Requests of people about trials (trial_requests.py) are notes of the study: `request.0`, `request.1` ...; they are never
+changed.
 
 A study has a new version for each new identity (`compute_identity`). A new version gets copies of the trials of the
 previous version that are valid in its own space. Their number is stored last: a version without it was interrupted by a
@@ -31,11 +35,12 @@ from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage import digests
 from ratchet.storage.records.evaluation import GENERATED_METRICS
-from ratchet.storage.records.sweep import Trial
+from ratchet.storage.records.sweep import Trial, TrialRequest
 from ratchet.storage.records.sweep import TrialState as State
 from ratchet.tuning.leases import LEASE, Heartbeat, SweepWorker, TrialLease, TrialLeaseLostError
 from ratchet.tuning.search_space import Params, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
+from ratchet.tuning.trial_requests import apply_requests
 
 OUTCOME = "outcome"
 """Key of the attribute that contains the results of a trial."""
@@ -43,7 +48,7 @@ OUTCOME = "outcome"
 ORIGIN = "from"
 """Key of the attribute of a copied trial that contains study and number of the original."""
 
-_START_FIELDS = {"values", "run_id", "continues", "started"}
+_START_FIELDS = {"values", "run_id", "continues", "started", "request"}
 _OUTCOME_FIELDS = {"state", "cause", "reason", "adapter_digest", "checkpoints", "cost", "constraints", "ended"}
 _REMOVED_FIELD = "same_as"
 """Field that earlier versions of Ratchet stored in outcomes; it was always null, and is ignored."""
@@ -65,6 +70,9 @@ _FOREIGN_STATES: dict[TrialState, State] = {
 
 _NOTE = "note."
 """Prefix of the attributes of a study that contain its notes (`TrialStore.note`)."""
+
+_REQUEST = "request."
+"""Prefix of the notes that contain the requests of people."""
 
 FORMAT = 1
 """Format of identities."""
@@ -212,7 +220,10 @@ class TrialStore:
         return self.storage.locked()
 
     def trials(self) -> list[Trial]:
-        """Return all trials, by number. The record of a trial that is over is built once, and then reused."""
+        """Return all trials, by number, with the decisions of people about them.
+
+        The record of a trial that is over is built once, and then reused.
+        """
         with self.storage.connected():
             records = self._optuna.get_all_trials(self._study_id, deepcopy=False)
         trials = []
@@ -221,7 +232,7 @@ class TrialStore:
             if trial.is_over:
                 self._over[trial.number] = trial
             trials.append(trial)
-        return sorted(trials, key=lambda trial: trial.number)
+        return apply_requests(sorted(trials, key=lambda trial: trial.number), self.requests())
 
     def begin(
         self,
@@ -230,6 +241,7 @@ class TrialStore:
         run_id: str | None,
         worker: SweepWorker,
         continues: int | None = None,
+        request: TrialRequest | None = None,
     ) -> int:
         """Add a running trial of this worker, which may continue a pruned or failed trial; return its number.
 
@@ -238,7 +250,7 @@ class TrialStore:
         lease = TrialLease((worker,), (time.time(),))
         attributes = {
             "values": dict(values), "run_id": run_id, "continues": continues, "started": lease.started[0],
-            LEASE: lease.document(),
+            LEASE: lease.document(), "request": request.model_dump(mode="json") if request else None,
         }  # fmt: skip
         return self._store(
             create_trial(state=TrialState.RUNNING, params=params[0], distributions=params[1], user_attrs=attributes)
@@ -310,15 +322,17 @@ class TrialStore:
             trial_id, _, lease = self._require_lease(number, worker)
             self._optuna.set_trial_user_attr(trial_id, LEASE, replace(lease, released=True).document())
 
-    def take_over(self, worker: SweepWorker, lease_timeout_s: float) -> Trial | None:
+    def take_over(self, worker: SweepWorker, lease_timeout_s: float, only: int | None = None) -> Trial | None:
         """Take over the first trial whose holder released it, died, or sent no heartbeat for `lease_timeout_s`.
 
+        With `only`, no other trial than that with this number is taken over.
         This process measures the time itself, so it detects a timeout only in a second call, `lease_timeout_s` later.
         """
         with self.locked(), self.storage.connected():
             running = self._optuna.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.RUNNING,))
             for frozen in sorted(running, key=lambda frozen: frozen.number):
-                if (lease := TrialLease.from_attributes(frozen.user_attrs)) is None:
+                lease = TrialLease.from_attributes(frozen.user_attrs)
+                if lease is None or only not in (None, frozen.number):
                     continue
                 heartbeat, now_s = lease.heartbeat(frozen.user_attrs), time.monotonic()
                 last_change = self._heartbeats.get(frozen.number)
@@ -343,6 +357,21 @@ class TrialStore:
         with self.storage.connected():
             attributes = self._optuna.get_study_user_attrs(self._study_id)
         return {key.removeprefix(_NOTE): value for key, value in attributes.items() if key.startswith(_NOTE)}
+
+    def requests(self) -> list[TrialRequest]:
+        """Return the requests of people about trials, in order."""
+        found = {key: value for key, value in self.notes().items() if key.startswith(_REQUEST)}
+        try:
+            return [TrialRequest.model_validate(found[f"{_REQUEST}{index}"]) for index in range(len(found))]
+        except (KeyError, ValueError) as error:
+            raise DamagedFileError(
+                f"study {self.study}: a request about a trial cannot be read ({first_line(error)}); a newer version of "
+                "Ratchet may have stored it: update Ratchet on this machine"
+            ) from error
+
+    def add_request(self, request: TrialRequest) -> None:
+        """Add a request of a person. The caller holds the lock of the study."""
+        self.note(f"{_REQUEST}{len(self.requests())}", request.model_dump(mode="json"))
 
     def _store(self, frozen: FrozenTrial) -> int:
         with self.storage.connected():
@@ -475,6 +504,7 @@ def _carry_over_trials(parent: TrialStore, study_id: int, identity: Mapping[str,
             "values": values,
             "objectives": tuple(trial.objectives[index] for index in order) if trial.objectives else (),
             "continues": None if continues is None else numbers[continues],
+            "cause": trial.held or trial.cause,  # requests are not copied
         }
         params = space.to_params(values)
         copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.study, number))
@@ -552,6 +582,7 @@ def deserialize_trial(study: str, frozen: FrozenTrial) -> Trial:
         "run_id": attributes["run_id"],
         "continues": attributes["continues"],
         "started": attributes["started"],
+        "request": attributes.get("request"),
         "curve": dict(sorted(frozen.intermediate_values.items())),
         "executions": lease.executions(attributes) if lease else (),
     }

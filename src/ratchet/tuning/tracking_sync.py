@@ -28,6 +28,7 @@ from ratchet.runs.log import print_message
 from ratchet.runs.status import RunProgress
 from ratchet.storage import digests
 from ratchet.storage.records.sweep import SweepReport, Trial, TrialState
+from ratchet.tuning.trial_requests import describe_clone
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 PARENT_TAG = "mlflow.parentRunId"
@@ -122,6 +123,8 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
         "ratchet.trials": ",".join(str(other.number) for other in trials if other is not trial),
         "ratchet.trial_reason": trial.reason,
         "ratchet.trial_cause": trial.cause,
+        "ratchet.trial_clone": describe_clone(trials[0]),
+        "ratchet.trial_commands": _list_commands(trial),
         "ratchet.workers": ", ".join(dict.fromkeys(execution.worker for execution in trial.executions)),
         "ratchet.checkpoints": json.dumps({str(s): value[: digests.SHORT] for s, value in last}) if last else "",
     }
@@ -142,6 +145,16 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         curve={rows: loss for rows, loss in curve if math.isfinite(loss)},
     )
+
+
+def _list_commands(trial: Trial) -> str:
+    """Return the commands that control the trial."""
+    actions = ["--clone {} --set KEY=VALUE"]
+    if trial.held == "paused":
+        actions = ["--resume {}", "--stop {}", *actions]
+    elif trial.state in ("running", "pruned", "failed") and not trial.held:
+        actions = ["--stop {}", "--pause {}", *actions]
+    return "; ".join(f"ratchet sweep {action.format(trial.number)}" for action in actions)
 
 
 def _build_finalist_runs(report: SweepReport) -> list[ChildRun]:

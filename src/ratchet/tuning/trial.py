@@ -37,12 +37,13 @@ from ratchet.storage import digests
 from ratchet.storage.digests import code_version
 from ratchet.storage.files import MANIFEST
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.storage.records.sweep import TrainingCost, Trial, TrialRequest
 from ratchet.storage.records.training import TrainReport
 from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study import TrialStore
+from ratchet.tuning.trial_requests import HELD, describe_request, find_decision
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
 """Name of the constraint that a failure violates, by failure class. Failures of other classes are no evidence about the
@@ -53,6 +54,9 @@ UNKNOWN = 1.0
 
 BUSY_POLL_S = 2.0
 """Seconds between two attempts to open a run that another process trains (`dvc repro`, another study)."""
+
+REQUEST_POLL_S = 1.0
+"""Seconds between two checks whether a person has requested to stop or pause the trial."""
 
 SUPERVISOR_ERRORS = (RunFailedError, InputError, StorageError)
 """Errors with which the supervisor reports a failure whose cause is in the journal. Only these exact classes count,
@@ -88,6 +92,8 @@ class TrialRunCallback:
     curve: dict[int, float] = field(default_factory=dict)
     pruned_reason: str | None = None
     """Reason why the trial was pruned; None: not pruned."""
+    request: TrialRequest | None = None
+    """Request of a person to stop or pause the trial."""
     is_lost: bool = False
     """Whether another worker has taken over the trial."""
     _planned_steps: int = 0
@@ -118,11 +124,24 @@ class TrialRunCallback:
 
     def prune_reason(self) -> str | None:
         """Return the reason to end the run now; None: it continues."""
-        return "another worker has taken this trial over" if self.is_lost else self.pruned_reason
+        if self.is_lost:
+            return "another worker has taken this trial over"
+        return self.pruned_reason or (describe_request(self.request) if self.request else None)
+
+    def read_request(self) -> None:
+        """Read whether a person has requested to stop or pause the trial. If the storage fails, the next call reads.
+
+        A request that was read stays, because the run may end already: a trial that was resumed is continued later.
+        """
+        with suppress(RatchetError):
+            request = find_decision(self.store.requests(), self.trial.number)
+            if self.request is None and request is not None and HELD[request.action]:
+                self.request = request
 
 
 class TrialHeartbeat(threading.Thread):
-    """Thread that renews the lease of a trial, and sets `is_lost` of the callback if the lease is lost."""
+    """Thread that renews the lease of a trial, sets `is_lost` of the callback if the lease is lost, and reads requests
+    of people."""
 
     def __init__(self, callback: TrialRunCallback, worker: SweepWorker, lease_timeout_s: float) -> None:
         super().__init__(name=f"lease-{callback.trial.number}", daemon=True)
@@ -130,7 +149,12 @@ class TrialHeartbeat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        renewal_s = time.monotonic() + self._interval_s
+        while not self._ended.wait(max(0.0, min(REQUEST_POLL_S, renewal_s - time.monotonic()))):
+            self._callback.read_request()
+            if time.monotonic() < renewal_s:
+                continue
+            renewal_s = time.monotonic() + self._interval_s
             try:
                 self._callback.store.renew(self._callback.trial.number, self._worker)
             except TrialLeaseLostError:
@@ -140,6 +164,7 @@ class TrialHeartbeat(threading.Thread):
                 print_message(f"trial {self._callback.trial.number}: {first_line(error)}")
 
     def __enter__(self) -> "TrialHeartbeat":
+        self._callback.read_request()  # a trial whose end was requested is not trained at all
         self.start()
         return self
 
@@ -199,12 +224,14 @@ def run_trial(
         except InterruptedRunError:
             if callback.is_lost:
                 raise TrialLeaseLostError(f"trial {number}: another worker has taken it over") from None
-            if callback.pruned_reason is None:
+            if (reason := callback.prune_reason()) is None:
                 # If the release fails, other workers detect that this process has ended.
                 with suppress(StorageError, LockHeldError):
                     task.store.release(number, worker)
                 raise
-            outcome = _ended_trial(callback, paths, state="pruned", reason=callback.pruned_reason)
+            request = None if callback.pruned_reason else callback.request
+            cause = HELD[request.action] if request else ""
+            outcome = _ended_trial(callback, paths, state="pruned", reason=reason, cause=cause)
         except Exception as error:  # a trial may fail in any way, and other trials must continue
             if not isinstance(error, RatchetError | OSError):
                 traceback.print_exception(error)
@@ -227,6 +254,8 @@ def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback
                 is_reported = True
         if callback.is_lost:
             raise InterruptedRunError("another worker has taken this trial over")
+        if callback.request is not None:
+            raise InterruptedRunError(describe_request(callback.request))
         raise_if_requested(callback.stop)
         time.sleep(BUSY_POLL_S)
 

@@ -17,6 +17,25 @@ TrialState = Literal["running", "complete", "pruned", "infeasible", "failed"]
 violated constraint. `failed`: the trial failed for another reason, which is no evidence about its values."""
 
 
+RequestAction = Literal["stop", "pause", "resume", "clone"]
+"""Action that a person requests for a trial, as an option of `ratchet sweep`."""
+
+
+class TrialRequest(Record):
+    """Request of a person about a trial."""
+
+    action: RequestAction
+    study: str
+    """Study in which the request was made; `trial` is a number of this study."""
+    trial: int
+    by: str
+    """The person: RATCHET_ACTOR, git's user.email or the login name."""
+    at: float
+    """Unix time, in seconds."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """All values of the new trial that a clone requests, by dotted key."""
+
+
 class TrialExecution(Record):
     """Execution of a trial by a worker."""
 
@@ -65,11 +84,16 @@ class Trial(Record):
     constraints: dict[str, float] = Field(default_factory=dict)
     """Constraint values; above 0: violated. `memory`: needed / available - 1 (1.0 if unknown); `diverged`: 1.0."""
     cause: str = ""
-    """Failure class of an infeasible or failed trial."""
+    """Failure class of an infeasible or failed trial. `stopped` or `paused`: a person has ended this pruned trial while
+    it ran, so its end is no evidence about its values."""
     reason: str = ""
     """Reason for the state, for display."""
     continues: int | None = None
     """Number of a pruned or failed trial, whose training this trial continues from its checkpoint, in the same run."""
+    request: TrialRequest | None = None
+    """Request of a person for this trial (`--clone`). None: the sampler chose its values, or it continues a trial."""
+    held: Literal["", "stopped", "paused"] = ""
+    """Decision of a person that this training ends, or that it is not continued until it is resumed."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
     """Manifest digest of each remaining checkpoint, by step."""
@@ -84,6 +108,11 @@ class Trial(Record):
     def is_over(self) -> bool:
         """Whether the trial has ended."""
         return self.state != "running"
+
+    @property
+    def is_ended_by_person(self) -> bool:
+        """Whether a person has ended this trial while it ran."""
+        return self.state == "pruned" and self.cause in ("stopped", "paused")
 
     def minimized_objectives(self, objectives: Sequence["SweepObjective"]) -> tuple[float, ...]:
         """Return the objectives of a complete trial with a sign so that less is better."""
@@ -178,7 +207,7 @@ class SweepReport(Record):
     data_digest: str
     base_digest: str
     planned_trials: int
-    """Planned number of trials, including trials that a fork took over."""
+    """Planned number of trials, including trials that a fork took over, and clones that a person requested."""
     trials: tuple[Trial, ...]
     """Trials by number."""
     importances: dict[str, float] = Field(default_factory=dict)
@@ -187,6 +216,8 @@ class SweepReport(Record):
     """Number of the best trial; with several objectives, numbers of the Pareto front."""
     final_round: FinalRound | None = None
     winner: int | None = None
+    requests: tuple[TrialRequest, ...] = ()
+    """Requests of people about trials, in order."""
     stopped: str = ""
     """Reason why the sweep ended before its budget was used up; empty if it used up the budget."""
 

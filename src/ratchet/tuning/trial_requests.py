@@ -1,0 +1,152 @@
+"""Requests of people about trials of a study: to stop, pause, resume or clone a trial, while the sweep runs or not.
+
+A request is a note of the study, which is never changed. Its effect is computed from the requests and the trials, so it
+is the same for every worker, and a worker that is killed before the effect is replaced by one that finds the request
+again. The sampler and the pruner do not take a request for their own decision: a clone does not count as one of the
+sampler's trials, and the end of a trial that a person has stopped or paused is no evidence about its values.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from ratchet.errors import DataError, SettingsError
+from ratchet.storage.records.sweep import RequestAction, Trial, TrialRequest
+from ratchet.tuning.search_space import SearchSpace, format_value, to_tuples
+
+HELD: Mapping[RequestAction, Literal["", "stopped", "paused"]] = {
+    "stop": "stopped", "pause": "paused", "resume": "", "clone": "",
+}  # fmt: skip
+"""Decision about a training (`Trial.held`) by action."""
+
+
+def describe_request(request: TrialRequest) -> str:
+    """Return a request to stop or pause a trial as the reason of its end."""
+    if request.action == "pause":
+        return f"paused by {request.by}; `ratchet sweep --resume {request.trial}` continues it"
+    return f"stopped by {request.by}"
+
+
+def describe_clone(trial: Trial) -> str:
+    """Return from which trial a person has cloned a trial; empty if the sampler chose its values."""
+    request = trial.request
+    return f"clone of trial {request.trial} of {request.study}, requested by {request.by}" if request else ""
+
+
+def find_decision(requests: Sequence[TrialRequest], number: int) -> TrialRequest | None:
+    """Return the last request to stop, pause or resume a trial; None if there is none."""
+    about = [request for request in requests if request.trial == number and request.action != "clone"]
+    return about[-1] if about else None
+
+
+def apply_requests(trials: Sequence[Trial], requests: Sequence[TrialRequest]) -> list[Trial]:
+    """Return the trials with the decisions of people (`held`), and with these as reasons of trials that have ended.
+
+    A complete or infeasible trial keeps its result, even if it ended after the request.
+    """
+    applied = []
+    for trial in trials:
+        request = find_decision(requests, trial.number)
+        held = "" if request is None else HELD[request.action]
+        if request is None and trial.is_ended_by_person:  # copied by a fork, without the request
+            held = "stopped" if trial.cause == "stopped" else "paused"
+        if held and trial.state not in ("complete", "infeasible"):
+            changes: dict[str, Any] = {"held": held}
+            if request is not None and trial.is_over and trial.cause != held:
+                changes["reason"] = "; before: ".join(filter(None, (describe_request(request), trial.reason)))
+            trial = trial.model_copy(update=changes)  # noqa: PLW2901
+        applied.append(trial)
+    return applied
+
+
+def find_requested_work(trials: Sequence[Trial], requests: Sequence[TrialRequest]) -> TrialRequest | int | None:
+    """Return the first clone that has not begun, or else the number of a trial that was paused while it ran and is
+    resumed; None without such work."""
+    begun = [trial.request for trial in trials if trial.request is not None]
+    waiting = [request for request in requests if request.action == "clone" and request not in begun]
+    if waiting:
+        return waiting[0]
+    continued = {trial.continues for trial in trials}
+    resumed = [t.number for t in trials if t.is_ended_by_person and not t.held and t.number not in continued]
+    return min(resumed, default=None)
+
+
+def list_paused(trials: Sequence[Trial]) -> list[int]:
+    """Return the numbers of trials that have ended and that a person has paused."""
+    return [trial.number for trial in trials if trial.is_over and trial.held == "paused"]
+
+
+def make_request(
+    study: str, trials: Sequence[Trial], requests: Sequence[TrialRequest], action: RequestAction, number: int, by: str
+) -> TrialRequest:
+    """Return a request to stop, pause or resume a trial. A request that is in effect already is returned unchanged.
+
+    The request applies to the whole training of the trial, so its `trial` is the last trial that continues this one.
+
+    Raises:
+        DataError: the study has no trial with this number, or its state does not allow the action.
+    """
+    trial = _find_newest(study, trials, action, number)
+    decision = find_decision(requests, trial.number)
+    where = f"--{action} {number}: trial {trial.number} of study {study}"
+    if decision is not None and decision.action == action:
+        return decision
+    if trial.state in ("complete", "infeasible"):
+        raise DataError(
+            f"{where} is {trial.state}; expected a trial that is running or paused, or that can be continued"
+        )
+    if action == "resume" and trial.held != "paused":
+        paused = ", ".join(str(other.number) for other in trials if other.held == "paused")
+        raise DataError(f"{where} is not paused by a person; trials that are: {paused or 'none'}")
+    if action == "pause" and trial.held == "stopped":
+        raise DataError(f"{where} was stopped ({trial.reason or 'it ends now'}), which is final; clone it instead")
+    return TrialRequest(action=action, study=study, trial=trial.number, by=by, at=time.time())
+
+
+def make_clone_request(  # noqa: PLR0913, PLR0917 (the study, and the request)
+    study: str,
+    space: SearchSpace,
+    trials: Sequence[Trial],
+    requests: Sequence[TrialRequest],
+    compute_run_id: Callable[[Mapping[str, Any]], str],
+    number: int,
+    changes: Mapping[str, Any],
+    by: str,
+) -> TrialRequest:
+    """Return a request for a new trial with the values of a trial, changed.
+
+    `compute_run_id` returns the RunId of values, and raises SettingsError if their combination is invalid.
+
+    Raises:
+        DataError: the study has no trial with this number, or a trial or an earlier request has the same values.
+        SettingsError: a changed setting is not searched, or does not accept the value.
+    """
+    where = f"--clone {number}"
+    _find_newest(study, trials, "clone", number)
+    if not changes:
+        keys = ", ".join(dimension.name for dimension in space.dimensions())
+        raise SettingsError(f"{where}: found no changed value; add --set KEY=VALUE for one of: {keys}")
+    try:
+        values = space.change_values(trials[number].values, changes)
+        run_id = compute_run_id(values)
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from None
+    same = next((f"trial {trial.number}" for trial in trials if trial.run_id == run_id), None)
+    waiting = [r for r in requests if {key: to_tuples(value) for key, value in r.values.items()} == values]
+    if same is None and waiting:
+        same = f"a clone of trial {waiting[0].trial}, which {waiting[0].by} requested,"
+    if same is not None:
+        text = ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
+        raise DataError(f"{where}: {same} has these values already ({text}); set another value")
+    return TrialRequest(action="clone", study=study, trial=number, by=by, at=time.time(), values=values)
+
+
+def _find_newest(study: str, trials: Sequence[Trial], action: RequestAction, number: int) -> Trial:
+    """Return the trial, or the last trial that continues it. Raises DataError if there is no trial with the number."""
+    if not 0 <= number < len(trials):
+        known = f"it has trials 0 to {len(trials) - 1}" if trials else "it has no trials yet"
+        raise DataError(f"--{action} {number}: study {study} has no trial {number}; {known}")
+    trial = trials[number]
+    while (later := next((t for t in trials if t.continues == trial.number), None)) is not None:
+        trial = later
+    return trial
