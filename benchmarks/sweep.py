@@ -147,7 +147,9 @@ def train(layout: ProjectLayout, settings: Settings, server: ForkServer) -> Take
     return Take(begun, time.time(), sum(take.tokens for take in found), last.value, last.finished)
 
 
-def cell(layout: ProjectLayout, settings: Settings, server: ForkServer, point: tuple[int, float], seed: int = 0) -> Take:
+def cell(
+    layout: ProjectLayout, settings: Settings, server: ForkServer, point: tuple[int, float], seed: int = 0
+) -> Take:
     """Train one cell of the grid."""
     rank, rate = point
     changes = {"rank": rank, "alpha": 2.0 * rank, "learning_rate": rate, "seed": seed}

@@ -18,6 +18,7 @@ import tiny_sweep
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings
 from ratchet.errors import DataError, RatchetError, SettingsError
 from ratchet.reports import sweep_page
+from ratchet.runs.fork_server import ForkServer
 from ratchet.stages import sweep as stage
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
@@ -89,7 +90,9 @@ def opened(layout: ProjectLayout) -> Iterator[Any]:
         def opened(fork: bool = False, **sweep: Any) -> Search:
             settings = tiny_sweep.settings(**sweep)
             session = stack.enter_context(StudySession.open(layout, settings, fork))
-            scheduler = TrialScheduler(layout, settings, session.store, SweepWorker.current(), lambda: None)
+            scheduler = TrialScheduler(
+                layout, settings, session.store, SweepWorker.current(), ForkServer(), lambda: None
+            )
             return Search(scheduler, session)
 
         yield opened

@@ -19,6 +19,7 @@ from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFai
 from ratchet.registry.ledger import current_actor
 from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths
+from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.signals import StopSignal
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
@@ -160,9 +161,9 @@ def request_trial(
     if action not in trial_requests.HELD:
         raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.HELD)}")
     SearchSpace.from_settings(settings)
-    with StudySession.open(layout, settings, fork=False, create=False) as session:
+    with ForkServer() as server, StudySession.open(layout, settings, fork=False, create=False) as session:
         store, actor = session.store, current_actor(layout.root)
-        trials = TrialScheduler(layout, settings, store, SweepWorker.current(), _do_nothing)
+        trials = TrialScheduler(layout, settings, store, SweepWorker.current(), server, _do_nothing)
         with store.locked():
             history, requests = store.trials(), store.requests()
             if action == "clone":
@@ -174,7 +175,7 @@ def request_trial(
             if request not in requests:
                 store.add_request(request)
         if trial_requests.HELD[action] and (task := trials.take_over(request.trial)) is not None:
-            run_trial(task, layout, trials.worker, StopSignal())
+            run_trial(task, layout, trials.worker, StopSignal(), server)
         return TrialRequestResult(request=request, trial=store.trials()[request.trial])
 
 
@@ -325,7 +326,8 @@ class _SweepCommand:
         """Start the workers again if a person has requested a trial that none of them has begun; return whether."""
         with suppress(StorageError, LockHeldError):
             store = self._session.store
-            trials = TrialScheduler(self._layout, self._settings, store, SweepWorker.current(), _do_nothing)
+            worker = SweepWorker.current()
+            trials = TrialScheduler(self._layout, self._settings, store, worker, ForkServer(), _do_nothing)
             if store.notes().get(final_round.STOPPED) or trials.find_requested_step(store.trials()) is None:
                 return False
             for slot in pool.slots:
