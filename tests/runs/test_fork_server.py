@@ -79,6 +79,8 @@ def test_a_worker_has_its_arguments_environment_session_and_output(starter: Star
     [
         ("pass", 0),
         ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit()", 0),
+        ("import sys; sys.exit('ValueError: wrong')  # raise", 1),
         ("raise ValueError('wrong')", 1),
         ("import os; os.kill(os.getpid(), 11)", -signal.SIGSEGV),
         ("import os; os._exit(75)", 75),
@@ -88,6 +90,15 @@ def test_exit_codes_are_those_of_a_program(starter: Starter, code: str, exit_cod
     assert starter.run(code) == exit_code
     assert ("ValueError: wrong" in starter.read()) == ("raise" in code)
     assert starter.run("pass") == 0, "the server goes on"
+
+
+def test_a_worker_begins_in_the_directory_of_its_starter(
+    starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert starter.run("pass") == 0
+    monkeypatch.chdir(tmp_path)
+    assert starter.run("import os; print(os.getcwd())") == 0
+    assert starter.read() == f"{tmp_path}\n"
 
 
 def test_a_worker_does_not_see_what_another_one_changed(starter: Starter) -> None:

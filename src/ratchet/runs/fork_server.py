@@ -193,6 +193,7 @@ class ForkServer:
             # Descriptors have other numbers in the server: an argument gives the index in the message.
             "arguments": [descriptors.index(value) if isinstance(value, int) else value for value in program.arguments],
             "environment": dict(program.environment),
+            "directory": os.getcwd(),
             "stacks": program.stacks,
         }
         content = os.memfd_create("ratchet-request")
@@ -244,7 +245,9 @@ class ForkServer:
         if self._connection is None:
             time.sleep(seconds)
         else:
-            select.select([self._connection], [], [], seconds)
+            poll = select.poll()  # select() refuses descriptors above 1023
+            poll.register(self._connection, select.POLLIN)
+            poll.poll(1000 * seconds)
 
     def close(self) -> None:
         """End the server and its workers."""
@@ -476,6 +479,7 @@ def _run_worker(request: dict[str, Any], descriptors: list[int], parent: int) ->
         arguments = [_resolve(argument, descriptors[1:], parent) for argument in request["arguments"]]
         command = [sys.executable, "-m", request["module"], *arguments]
         setproctitle(" ".join(command))  # before the environment is changed, next to which Linux stores the title
+        os.chdir(request["directory"])
         os.environ.clear()
         os.environ.update(request["environment"])
         if _is_cuda_unusable():
@@ -486,7 +490,11 @@ def _run_worker(request: dict[str, Any], descriptors: list[int], parent: int) ->
         _is_fork = True
         exit_code = importlib.import_module(request["module"]).main(arguments)
     except SystemExit as error:
-        exit_code = error.code if isinstance(error.code, int) else EXIT_BUG
+        exit_code = EXIT_OK if error.code is None else EXIT_BUG
+        if isinstance(error.code, int):
+            exit_code = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -42,7 +42,9 @@ class SpawnedProcess(subprocess.Popen[bytes]):
                 time.sleep(seconds)
             else:
                 try:
-                    select.select([fd], [], [], seconds)
+                    poll = select.poll()  # select() refuses descriptors above 1023
+                    poll.register(fd, select.POLLIN)
+                    poll.poll(1000 * seconds)
                 finally:
                     os.close(fd)
         return self.poll()
