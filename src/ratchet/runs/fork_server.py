@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -193,7 +194,7 @@ class ForkServer:
             # Descriptors have other numbers in the server: an argument gives the index in the message.
             "arguments": [descriptors.index(value) if isinstance(value, int) else value for value in program.arguments],
             "environment": dict(program.environment),
-            "directory": os.getcwd(),
+            "directory": str(Path.cwd()),
             "stacks": program.stacks,
         }
         content = os.memfd_create("ratchet-request")
