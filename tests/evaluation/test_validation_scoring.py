@@ -317,7 +317,7 @@ time.sleep(600)
         scheduler.score_runs(layout, SETTINGS, job, server, look)
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
-    assert not Path(f"/proc/{pid}").exists()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the process")
 
 
 def test_the_process_dies_with_its_parent(layout: ProjectLayout, ids: dict[str, str]) -> None:

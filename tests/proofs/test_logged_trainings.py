@@ -47,7 +47,8 @@ def talk(where):
     print(os.environ["HF_TOKEN"][9:])
     sys.stderr.write("on stderr " + repr(dict(os.environ)) + chr(10))
     sys.stdout.buffer.write(("bytes " + line + chr(10)).encode())
-    logging.getLogger("library").warning("logged %s", line)
+    for name in ("library", "transformers.modeling_utils", "torch.distributed", "huggingface_hub"):
+        logging.getLogger(name).warning("logged %s", line)
     logging.getLogger("library").warning("%d", "of a wrong kind: " + line)
     warnings.warn("warned of " + line)
     print(json.dumps(dict(os.environ)), urllib.parse.quote(os.environ["MLFLOW_TRACKING_PASSWORD"], safe=""))

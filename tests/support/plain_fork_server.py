@@ -20,4 +20,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if __spec__ is not None:  # started as `python -m plain_fork_server`
+        sys.exit(main(sys.argv[1:]))
     fork_server.serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), lambda: None)

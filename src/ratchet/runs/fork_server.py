@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,37 +36,40 @@ from setproctitle import setproctitle
 
 from ratchet.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK
 from ratchet.redaction import redact
-from ratchet.runs.signals import die_with_parent
+from ratchet.runs.signals import die_with_parent, list_stop_signals
 from ratchet.runs.worker_process import SpawnedProcess
 
 SERVER = (sys.executable, "-m", "ratchet.training.fork_server_main")
 POLL_S = 0.1
-FORK_WAIT_S = 1.0
-"""Longest time that a server which has imported the libraries needs for a fork, in seconds."""
+END_POLL_S = 0.02
 CLOSE_WAIT_S = 5.0
 """Time after which a server that was asked to end is killed, in seconds."""
 MAX_DESCRIPTORS = 16
 MESSAGE_BYTES = 256
-BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD}
 
 Argument = str | int | None
 """Argument of a worker: a text; the descriptor of a file that the worker inherits; None: the id of its parent."""
 
 
 class ForkedProcess:
-    """A process that a ForkServer starts. Until it is forked, signals go to the server, which may still import."""
+    """A process that a ForkServer starts."""
 
-    def __init__(self, server: "ForkServer") -> None:
+    def __init__(self, server: "_ServerConnection") -> None:
         self._server = server
         self._pid: int | None = None
+        self._pending_signals: list[int] = []
+        """Signals to send as soon as the process is forked."""
         self.lost = ""
         """Empty: this process and its supervisor are on the same machine, so they are lost together."""
         self.returncode: int | None = None
+        self.start_error = ""
+        """Reason why the server could not fork the process; empty if it could."""
 
     @property
     def pid(self) -> int:
         """Process id; until the process is forked, that of the server."""
-        return self._server.pid if self._pid is None else self._pid
+        return self._server.process.pid if self._pid is None else self._pid
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs. A negative code is the signal that ended it."""
@@ -87,14 +91,19 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if the process runs. The server keeps an ended process until `poll` has seen its end, so the
-        process id belongs to no other process."""
-        deadline_s = time.monotonic() + FORK_WAIT_S
-        while self.poll() is None and self._pid is None and self._server.has_forked and time.monotonic() < deadline_s:
-            self._server.wait_for_message(POLL_S)  # a signal to the server would end its other workers
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        """Send a signal, if the process runs.
+
+        While the server imports libraries for this process, the signal goes to the server. The server keeps an ended
+        process until `poll` has seen its end, so the process id belongs to no other process.
+        """
+        if self.poll() is not None:
+            return
+        if self._pid is None and not self._server.has_forked:
+            _send_signal(self.pid, number)
+            return
+        self._pending_signals.append(number)
+        if self._pid is not None:
+            self._send_pending_signals(self._pid)
 
     def terminate(self) -> None:
         """Send SIGTERM, if the process runs."""
@@ -102,7 +111,9 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Send SIGKILL, if the process runs."""
-        self.send_signal(signal.SIGKILL)
+        if self.poll() is None:
+            _send_signal(self._server.process.pid, signal.SIGCONT)  # a stopped server would not report the end
+            self.send_signal(signal.SIGKILL)
 
     def stop(self, grace_s: float) -> None:
         """Ask the process to end, kill it if it still runs after this time, and wait until it has ended."""
@@ -116,20 +127,31 @@ class ForkedProcess:
                 pass
 
     def on_forked(self, pid: int) -> None:
-        """Set the process id. Called by the server object."""
+        """Set the process id, and send the signals that had to wait. Called by the connection."""
         self._pid = pid
+        self._send_pending_signals(pid)
 
     def on_server_ended(self, exit_code: int) -> None:
-        """Set the exit code after the end of the server, when this process is gone too. Called by the server object."""
+        """Set the exit code after the end of the server, when this process is gone too. Called by the connection."""
         if self._pid is None:
             self.returncode = exit_code or EXIT_BUG
         elif not _is_running(self._pid):
             self.returncode = -signal.SIGKILL
 
+    def _send_pending_signals(self, pid: int) -> None:
+        with suppress(IndexError):  # another thread may send some of them
+            while True:
+                _send_signal(pid, self._pending_signals.pop(0))
+
+
+def _send_signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker runs: function `main(arguments: list[str]) -> int` of a module."""
+    """The program of a worker: function `main(arguments: list[str]) -> int` of a module."""
 
     module: str
     arguments: Sequence[Argument]
@@ -141,28 +163,15 @@ class Program:
 
 
 class ForkServer:
-    """A server process, seen from the process that starts workers by it. One thread starts workers and closes the
-    server; `poll` and signals may come from any thread and from a signal handler.
+    """Starts workers by a server process. One thread starts workers and closes the server; `poll` and signals of
+    workers may come from any thread and from a signal handler.
 
     The server process starts with the first worker, and again if it has died.
     """
 
     def __init__(self) -> None:
-        self._process: SpawnedProcess | _ForkedServerProcess | None = None
-        self._connection: socket.socket | None = None
-        """None: no server is running."""
-        self._output = -1
-        """Descriptor of the file with the output of the server."""
-        self._copied_bytes = 0
-        self._output_log: int | None = None
-        """Descriptor of the log of the first worker that waits to be forked."""
-        self._workers: dict[int, ForkedProcess] = {}
-        self._count = 0
-        self._mutex = threading.Lock()
-        self.has_forked = False
-        """Whether the running server has started a worker, and so has imported the libraries."""
-        if _is_fork:  # later, this process may have threads, and files whose locks a fork would hold too
-            self._start(by_fork=True)
+        # Later, this process may have threads, and files whose locks a fork would hold too.
+        self._connection = _ServerConnection(by_fork=True) if _is_fork else None
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -173,19 +182,71 @@ class ForkServer:
     @property
     def pid(self) -> int:
         """Process id of the server. Raises RuntimeError before the first worker."""
-        if self._process is None:
+        if self._connection is None:
             raise RuntimeError("the server has not been started")
-        return self._process.pid
+        return self._connection.process.pid
 
     def start(self, program: Program, log: int, inherited: Sequence[int] = ()) -> ForkedProcess:
         """Start a worker whose standard output and error are appended to the file with descriptor `log`. It keeps the
         descriptors `inherited` open.
 
-        The call returns at once, also while the server still imports libraries. What they print is added to `log`
-        without secrets. Raises OSError if no process or descriptor is available.
+        The call does not wait until the server has imported the libraries, unless ten workers wait already. What the
+        server prints meanwhile is added to `log` without secrets. Raises OSError if no process or descriptor is
+        available.
         """
-        self.receive()
-        connection = self._connection or self._start(by_fork=False)
+        if self._connection is not None:
+            self._connection.receive()
+            if self._connection.is_ended:
+                self.close()
+        if self._connection is None:
+            self._connection = _ServerConnection(by_fork=False)
+        return self._connection.start(program, log, inherited)
+
+    def close(self) -> None:
+        """End the server and its workers."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class _ServerConnection:
+    """A server process, and the connection with it. Starts the process."""
+
+    def __init__(self, by_fork: bool) -> None:
+        self.has_forked = False
+        """Whether the server has started a worker, and so has imported the libraries."""
+        self.is_ended = False
+        """Whether the server has ended. Its workers may need a moment longer."""
+        self._workers: dict[int, ForkedProcess] = {}
+        self._count = 0
+        self._copied_bytes = 0
+        self._output_log: int | None = None
+        """Descriptor of the log of the first worker that waits to be forked."""
+        self._mutex = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._output = os.memfd_create("ratchet-fork-server-output")
+                try:
+                    self.process = self._start_process(theirs, by_fork)
+                except OSError:
+                    os.close(self._output)
+                    raise
+            except OSError:
+                self._socket.close()
+                raise
+
+    def _start_process(self, theirs: socket.socket, by_fork: bool) -> "SpawnedProcess | _ForkedServerProcess":
+        if by_fork:
+            return _fork_server(theirs, self._socket, self._output)
+        return SpawnedProcess(
+            [*SERVER, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )  # fmt: skip
+
+    def start(self, program: Program, log: int, inherited: Sequence[int]) -> ForkedProcess:
+        """Request a worker."""
         self._count += 1
         descriptors = [value for value in program.arguments if isinstance(value, int)]
         request = {
@@ -197,15 +258,19 @@ class ForkServer:
             "directory": str(Path.cwd()),
             "stacks": program.stacks,
         }
-        content = os.memfd_create("ratchet-request")
-        try:
-            os.write(content, json.dumps(request).encode())  # a file, because an environment may exceed a message
-            if self._output_log is None:
-                self._output_log = os.dup(log)
-            socket.send_fds(connection, [b"start"], [content, log, *descriptors, *inherited])
-        finally:
-            os.close(content)
         worker = self._workers[self._count] = ForkedProcess(self)
+        try:
+            content = os.memfd_create("ratchet-request")  # a file, because an environment may exceed a message
+            try:
+                os.write(content, json.dumps(request).encode())
+                if self._output_log is None:
+                    self._output_log = os.dup(log)
+                socket.send_fds(self._socket, [b"start"], [content, log, *descriptors, *inherited])
+            finally:
+                os.close(content)
+        except OSError:
+            self._workers.pop(self._count, None)
+            raise
         return worker
 
     def receive(self) -> None:
@@ -213,95 +278,89 @@ class ForkServer:
         that a signal handler has interrupted."""
         if self._mutex.acquire(blocking=False):
             try:
-                self._receive()
-                self._settle_workers()
+                while not self.is_ended and (content := self._receive_message()) is not None:
+                    if content:
+                        self._handle(json.loads(content))
+                    else:
+                        self._on_ended()
+                if self.is_ended:
+                    self._settle_workers()
             finally:
                 self._mutex.release()
 
-    def _receive(self) -> None:
-        while self._connection is not None:
+    def _receive_message(self) -> bytes | None:
+        """Return the next message; None if there is none yet; an empty one after the end of the server."""
+        while True:
             try:
-                content = self._connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                return self._socket.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return
-            except ConnectionError:
-                content = b""
-            if not content:
-                self._disconnect()
-                return
-            message = json.loads(content)
-            worker = self._workers[message["number"]]
-            if message["event"] == "forked":
-                self._copy_output()
-                self.has_forked = True
-                worker.on_forked(message["pid"])
-            else:
-                worker.returncode = message["exit_code"]
-                del self._workers[message["number"]]
-                with suppress(ConnectionError):
-                    self._connection.sendall(str(message["number"]).encode())
+                return None
+            except ConnectionError:  # reported once, before the last messages
+                continue
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        number = message["number"]
+        worker = self._workers[number]
+        if message["event"] == "forked":
+            self.has_forked = True
+            worker.on_forked(message["pid"])
+            self._copy_output()
+        elif message["event"] == "refused":
+            worker.start_error, worker.returncode = message["text"], EXIT_BUG
+            del self._workers[number]
+        else:
+            worker.returncode = message["exit_code"]
+            del self._workers[number]
+            with suppress(ConnectionError):
+                self._socket.sendall(str(number).encode())
 
     def wait_for_message(self, seconds: float) -> None:
         """Wait until the server sends a message or ends, at most this time."""
-        if self._connection is None:
+        if self.is_ended:
             time.sleep(seconds)
         else:
-            poll = select.poll()  # select() refuses descriptors above 1023
-            poll.register(self._connection, select.POLLIN)
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
             poll.poll(1000 * seconds)
 
     def close(self) -> None:
         """End the server and its workers."""
-        self._disconnect()
-
-    def _start(self, by_fork: bool) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output, self._copied_bytes = os.memfd_create("ratchet-fork-server-output"), 0
-        with theirs:
-            try:
-                if by_fork:
-                    self._process = _fork_server(theirs, ours, self._output)
-                else:
-                    self._process = SpawnedProcess(
-                        [*SERVER, str(theirs.fileno()), str(os.getpid())],
-                        stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output,
-                        pass_fds=[theirs.fileno()], start_new_session=True,
-                    )  # fmt: skip
-            except OSError:
-                ours.close()
-                os.close(self._output)
-                raise
-        self._connection = ours
-        return ours
-
-    def _disconnect(self) -> None:
-        if self._connection is None or self._process is None:
-            return
-        self._connection.close()
-        self._connection, self.has_forked = None, False
-        if self._process.wait_for(CLOSE_WAIT_S) is None:
-            self._process.kill()
-            self._process.wait_for(CLOSE_WAIT_S)
-        self._copy_output()
+        with suppress(OSError):  # the other end is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._mutex:
+            if not self.is_ended:
+                self._on_ended()
+            self._settle_workers()
+        self._socket.close()
         os.close(self._output)
+
+    def _on_ended(self) -> None:
+        """Wait for the process, which has closed the connection or sees that it is closed."""
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        while self.process.wait_for(END_POLL_S) is None and time.monotonic() < deadline_s:
+            pass
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait_for(CLOSE_WAIT_S)
+        self._copy_output()
+        self.is_ended = True
 
     def _copy_output(self) -> None:
         """Append what the server has printed to the log of the worker that it starts."""
         if self._output_log is None:
             return
-        # The server writes at the position that a `read` would move.
-        content = os.pread(self._output, os.fstat(self._output).st_size - self._copied_bytes, self._copied_bytes)
-        self._copied_bytes += len(content)
-        if content:
-            os.write(self._output_log, redact(content.decode(errors="replace")).encode())
-        os.close(self._output_log)
-        self._output_log = None
+        log, self._output_log = self._output_log, None
+        with suppress(OSError):  # as for a worker's own output: a full disk does not end the training
+            # The server writes at the position that a `read` would move.
+            content = os.pread(self._output, os.fstat(self._output).st_size - self._copied_bytes, self._copied_bytes)
+            self._copied_bytes += len(content)
+            if content:
+                os.write(log, redact(content.decode(errors="replace")).encode())
+        os.close(log)
 
     def _settle_workers(self) -> None:
         """After the end of the server, report the end of its workers, which the kernel has killed."""
-        if self._connection is not None or self._process is None or not self._workers:
-            return
-        exit_code = self._process.poll()
+        exit_code = self.process.poll()
         for worker in self._workers.values():
             worker.on_server_ended(EXIT_BUG if exit_code is None else exit_code)
         self._workers = {number: worker for number, worker in self._workers.items() if worker.returncode is None}
@@ -354,6 +413,7 @@ def _fork_server(connection: socket.socket, other_end: socket.socket, output: in
         setproctitle(" ".join(SERVER))
         os.setsid()
         _redirect(output)
+        os.close(output)
         serve(connection, parent, lambda: None)
     except BaseException:
         traceback.print_exc()
@@ -372,22 +432,27 @@ def serve(connection: socket.socket, parent: int, preload: Callable[[], None]) -
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_INTERRUPTED)
-    signal.signal(signal.SIGTERM, _exit_interrupted)
+    running: dict[int, int] = {}
+    for number in list_stop_signals():
+        signal.signal(number, partial(_pass_on_stop, running))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
     for fd in (wake_read, wake_write):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the descriptor
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    running: dict[int, int] = {}
+    own_descriptors = [wake_read, wake_write, connection.fileno()]
     ended: dict[int, int] = {}
-    is_preloaded = False
+    preload_once = cache(preload)
+    poll = select.poll()  # select() refuses descriptors above 1023
+    for fd in (connection.fileno(), wake_read):
+        poll.register(fd, select.POLLIN)
     while True:
-        ready, _, _ = select.select([connection.fileno(), wake_read], [], [])
+        ready = {fd for fd, _ in poll.poll()}
         if wake_read in ready:
             os.read(wake_read, MESSAGE_BYTES)
-            for number in _report_ended(running, connection):
-                ended[number] = running.pop(number)
+            for ended_number in _report_ended(running, connection):
+                ended[ended_number] = running.pop(ended_number)
         if connection.fileno() not in ready:
             continue
         content, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
@@ -396,19 +461,30 @@ def serve(connection: socket.socket, parent: int, preload: Callable[[], None]) -
         if not descriptors:
             os.waitpid(ended.pop(int(content)), 0)
             continue
-        request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
-        if request["stacks"] is not None:
-            _dump_stacks_into(request["stacks"])
-        if not is_preloaded:
-            preload()
-            is_preloaded = True
-        importlib.import_module(request["module"])
-        running[request["number"]] = _fork_worker(
-            request, descriptors[1:], [wake_read, wake_write, connection.fileno()]
-        )
-        for fd in descriptors:
-            os.close(fd)
-        _send(connection, {"event": "forked", "number": request["number"], "pid": running[request["number"]]})
+        _start_worker(connection, descriptors, own_descriptors, running, preload_once)
+
+
+def _start_worker(
+    connection: socket.socket,
+    descriptors: list[int],
+    own_descriptors: list[int],
+    running: dict[int, int],
+    preload: Callable[[], None],
+) -> None:
+    """Start the worker of a request. The first descriptor is of the request, the others are for the worker."""
+    request = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
+    if request["stacks"] is not None:
+        _dump_stacks_into(request["stacks"])
+    preload()
+    importlib.import_module(request["module"])
+    try:
+        pid = _fork_worker(request, descriptors[1:], [*own_descriptors, descriptors[0]], running)
+        _send(connection, {"event": "forked", "number": request["number"], "pid": pid})
+    except OSError as error:
+        text = str(error)[: MESSAGE_BYTES // 2]
+        _send(connection, {"event": "refused", "number": request["number"], "text": text})
+    for fd in descriptors:
+        os.close(fd)
 
 
 def _report_ended(running: Mapping[int, int], connection: socket.socket) -> list[int]:
@@ -424,7 +500,9 @@ def _report_ended(running: Mapping[int, int], connection: socket.socket) -> list
     return numbers
 
 
-def _fork_worker(request: dict[str, Any], descriptors: list[int], own_descriptors: list[int]) -> int:
+def _fork_worker(
+    request: dict[str, Any], descriptors: list[int], own_descriptors: list[int], running: dict[int, int]
+) -> int:
     server = os.getpid()
     # Python discards the signals that a new process receives before its first instruction, unless they are blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
@@ -434,18 +512,24 @@ def _fork_worker(request: dict[str, Any], descriptors: list[int], own_descriptor
             signal.set_wakeup_fd(-1)
             for fd in own_descriptors:
                 os.close(fd)
-            for number in (signal.SIGTERM, signal.SIGCHLD):
+            for number in (*list_stop_signals(), signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
             _run_worker(request, descriptors, server)
+        running[request["number"]] = pid
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     return pid
 
 
-def _exit_interrupted(number: int, frame: FrameType | None) -> None:
-    os._exit(EXIT_INTERRUPTED)
+def _pass_on_stop(running: Mapping[int, int], number: int, frame: FrameType | None) -> None:
+    """Pass a request to stop on to the workers; without workers, end. A signal may reach all processes of a service,
+    and workers need time to seal their checkpoints."""
+    if not running:
+        os._exit(EXIT_INTERRUPTED)
+    for pid in running.values():
+        os.kill(pid, signal.SIGTERM)  # zombies are kept until they are reported, so no pid belongs to another process
 
 
 def _send(connection: socket.socket, message: dict[str, str | int]) -> None:
@@ -460,7 +544,7 @@ def _dump_stacks_into(path: str) -> None:
 
 
 def _redirect(output: int) -> None:
-    """Let standard output and error go to a file, and standard input come from nowhere."""
+    """Let standard output and error go to a file. Standard input is empty."""
     sys.stdout.flush()
     sys.stderr.flush()
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -470,7 +554,7 @@ def _redirect(output: int) -> None:
 
 
 def _run_worker(request: dict[str, Any], descriptors: list[int], parent: int) -> NoReturn:
-    """Be the worker: the first descriptor is that of its log, the others are for its arguments."""
+    """Run the main function of the worker. The first descriptor is of its log, the others are for its arguments."""
     global _is_fork  # noqa: PLW0603
     exit_code = EXIT_BUG
     try:

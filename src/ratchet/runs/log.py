@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from errno import ENOSPC
 from pathlib import Path
@@ -391,6 +391,14 @@ def capture_output(
     return OutputCapture(log, output, machine)
 
 
+def _replace_handler_streams(replaced: Sequence[TextIO | None], stream: TextIO) -> None:
+    """Let the handlers of all loggers write to `stream` instead of the replaced streams."""
+    for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):  # a placeholder has none
+            if isinstance(handler, logging.StreamHandler) and any(handler.stream is one for one in replaced):
+                handler.setStream(stream)
+
+
 class OutputCapture:
     """Hooks that capture the output of this process. They are installed on construction."""
 
@@ -400,10 +408,14 @@ class OutputCapture:
             _CapturedStream(output, log, "info", sys.stdout),
             _CapturedStream(output, log, "warning", sys.stderr),
         )
+        originals = (sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="", write_through=True)
             for stream in self._streams
         )
+        # Libraries that were imported before have handlers with the original streams.
+        for replaced, stream in zip(originals, (sys.stdout, sys.stderr), strict=True):
+            _replace_handler_streams(replaced, stream)
         root = logging.getLogger()
         root.setLevel(machine.log_level.upper())
         root.addHandler(LoggingBridge(log, output))

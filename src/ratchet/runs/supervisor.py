@@ -290,8 +290,13 @@ def run_attempt(
         try:
             detectors = [HangDetector(page, machine.grace_period_s) for page in pages]
             end = _watch_worker(worker, run, detectors, stop, poll)
+        except BaseException:
+            worker.kill()  # it would train without a supervisor
+            raise
         finally:
             stop.worker = None
+        if worker.start_error:
+            return WorkerExit(EXIT_BUG, "storage", f"the worker could not be started: {worker.start_error}")
         kills = max(after - before for after, before in zip(count_oom_kills(), kills_before, strict=True))
         return WorkerExit(end.exit_code, end.failure, end.text, kills)
     finally:

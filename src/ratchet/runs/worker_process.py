@@ -10,6 +10,9 @@ from typing import Protocol
 class WorkerProcess(Protocol):
     """A child process that a supervisor watches."""
 
+    start_error: str
+    """Reason why the process could not be started, if that was known only after its start; otherwise empty."""
+
     @property
     def pid(self) -> int:
         """Process id."""
@@ -30,6 +33,8 @@ class WorkerProcess(Protocol):
 class SpawnedProcess(subprocess.Popen[bytes]):
     """A process started from its program file."""
 
+    start_error = ""
+
     def wait_for(self, seconds: float) -> int | None:
         """Wait for the end of the process, at most this time. Return what `poll` returns.
 
@@ -42,7 +47,7 @@ class SpawnedProcess(subprocess.Popen[bytes]):
                 time.sleep(seconds)
             else:
                 try:
-                    poll = select.poll()  # select() refuses descriptors above 1023
+                    poll = select.poll()
                     poll.register(fd, select.POLLIN)
                     poll.poll(1000 * seconds)
                 finally:

@@ -513,7 +513,9 @@ def _read_failure(code: int, output: IO[bytes], job: ValidationJob) -> RatchetEr
     """Return the exception that the last line of the output describes."""
     output.seek(0)
     lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    last = lines[-1] if lines else "it printed nothing"
+    # The file also has what the process and its libraries have printed.
+    named = [line for line in lines if hasattr(errors, line.partition(": ")[0])]
+    last = (named or lines or ["it printed nothing"])[-1]
     name, _, text = last.partition(": ")
     if code < 0:
         return RatchetError(f"scoring of {', '.join(job.run_ids)}: ended by signal {-code}; {last[:MAX_ERROR_LENGTH]}")
