@@ -21,7 +21,7 @@ class Take:
     """Lowest validation loss of the training up to its end, in nats per token; infinite without a validation."""
     finished: bool
     """Whether the training was completed."""
-    stepped: float = math.inf
+    first_step_ended: float = math.inf
     """Unix time of the end of the first step in seconds; infinite without a step."""
 
 
@@ -74,7 +74,11 @@ class Search:
 
     def pauses(self) -> list[float]:
         """Return the seconds from the last event of each training to the end of the next one's first step."""
-        return [after.stepped - before.ended for before, after in itertools.pairwise(self.takes)]
+        return [
+            after.first_step_ended - before.ended
+            for before, after in itertools.pairwise(self.takes)
+            if math.isfinite(after.first_step_ended)
+        ]
 
 
 def takes(journal: Path) -> list[Take]:

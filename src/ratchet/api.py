@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "base", "compare", "evaluate", "export", "gate", "generate", "init", "list_runs",
-    "load_run", "prepare", "promote", "request_trial", "rollback", "sweep", "train",
+    "Project", "Run", "adopt", "base", "compare", "control_trial", "evaluate", "export", "gate", "generate", "init",
+    "list_runs", "load_run", "prepare", "promote", "rollback", "sweep", "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -160,7 +160,7 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
 
 
 @explained_imports()
-def request_trial(
+def control_trial(
     project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None
 ) -> "TrialRequestResult":
     """Stop, pause, resume or clone a trial of the sweep, while the sweep runs or later.
@@ -178,7 +178,7 @@ def request_trial(
     """
     from ratchet.stages import sweep as stage
 
-    return stage.request_trial(project, action, trial, changes)
+    return stage.control_trial(project, action, trial, changes)
 
 
 @explained_imports()

@@ -53,10 +53,10 @@ def request(layout: ProjectLayout, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def begin_slow(layout: ProjectLayout, **sweep: Any) -> subprocess.Popen[str]:
-    """Start a sweep with trainings of about ten seconds; wait until the first one has a checkpoint."""
+def begin_slow(layout: ProjectLayout, epochs: float = 8.0, **sweep: Any) -> subprocess.Popen[str]:
+    """Start a sweep with trainings that last longer than a command; wait until the first one has a checkpoint."""
     wanted = tiny_sweep.settings(pruner=PrunerSettings(kind="none"), **sweep)
-    train = wanted.train.model_copy(update={"epochs": 8.0})
+    train = wanted.train.model_copy(update={"epochs": epochs})
     tiny_project.save(layout, wanted.model_copy(update={"train": train}))
     running = tiny_sweep.begin(layout)
     tiny_sweep.until(lambda: tiny_sweep.steps_done(layout.runs) > 3, running)
@@ -68,15 +68,15 @@ def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(proj
     [worker] = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
     os.kill(worker, signal.SIGSTOP)  # it cannot read the requests
     opened = ratchet.Project(project.root)
-    assert ratchet.request_trial(opened, "stop", 0).trial.held == "stopped"
-    assert ratchet.request_trial(opened, "clone", 0, {"train.learning_rate": 0.2}).request.by
+    assert ratchet.control_trial(opened, "stop", 0).trial.decision == "stopped"
+    assert ratchet.control_trial(opened, "clone", 0, {"train.learning_rate": 0.2}).request.by
     os.kill(worker, signal.SIGKILL)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 0, output
     report = tiny_sweep.report(project)
     assert [trial.state for trial in report.trials] == ["pruned", "complete", "complete"]
     stopped, clone, other = report.trials
-    assert (stopped.cause, stopped.held, len(stopped.executions)) == ("stopped", "stopped", 2)
+    assert (stopped.cause, stopped.decision, len(stopped.executions)) == ("stopped", "stopped", 2)
     assert stopped.reason.startswith("stopped by ")
     assert 0 < stopped.cost.steps < stopped.cost.planned_steps
     assert stopped.checkpoints
@@ -86,15 +86,22 @@ def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(proj
     assert (clone.request, other.request) == (report.requests[1], None)
     assert report.planned_trials == 3
     tags = dict(of_mlflow(project, "select key, value from tags join runs using (run_uuid) where name = 'trial 1'"))
-    assert tags["ratchet.trial_clone"].startswith("clone of trial 0 of sweep, requested by ")
+    assert tags["ratchet.trial_clone"].startswith("clone of trial 0 of study sweep, requested by ")
     assert tags["ratchet.trial_commands"] == "ratchet sweep --clone 1 --set KEY=VALUE"
     assert "is complete; expected" in request(project, "--stop", "1", code=2)
 
 
 def test_a_paused_trial_is_left_out_and_later_continued_from_its_checkpoint(project: ProjectLayout) -> None:
     sweep = begin_slow(project, trials=2)
+    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
+    trainers = tiny_sweep.processes_of(f"ratchet.training.worker_main {project.runs}")
+    for pid in trainers:  # otherwise, the training may end before the requests are stored
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(worker, signal.SIGSTOP)
     assert "its worker saves a checkpoint and ends it now" in request(project, "--pause", "0")
     assert "the next free worker begins it" in request(project, "--clone", "0", "--set", "learning_rate=0.2")
+    for pid in (*trainers, worker):
+        os.kill(pid, signal.SIGCONT)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 0, output
     assert "paused by a person and not continued: 0 (`ratchet sweep --resume TRIAL`)" in output

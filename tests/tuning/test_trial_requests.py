@@ -1,11 +1,12 @@
 """Tests requests of people about trials: what the scheduler does with them, in a real study of a real project."""
 
-import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def test_a_clone_may_have_a_value_outside_of_a_range_and_derived_values_follow(o
     assert report.best == (2,)
     assert report.trials[2].objectives == (0.5,)
     page = sweep_page.render(report)
-    assert f"clone of trial 0 of sweep, requested by {ACTOR}" in page
+    assert f"clone of trial 0 of study sweep, requested by {ACTOR}" in page
 
 
 def test_freeze_thaw_learns_from_a_clone_outside_of_the_range(opened: Any) -> None:
@@ -153,16 +154,16 @@ def test_a_paused_trial_is_continued_only_after_it_was_resumed_and_then_once(
     search = opened(trials=2, finalists=FinalistSettings(top_k=2), **sweep)
     paused = search.begin()
     search.request("pause", 0)
-    assert search.store.trials()[0].held == "paused"
+    assert search.store.trials()[0].decision == "paused"
     search.end(paused, "pruned", [1.0], cause="paused", reason="paused")
     search.end(search.begin(), "complete", [2.0])
     assert search.scheduler.next() == "over"  # although two finalists are wanted
     search.request("resume", 0)
     resumed = search.begin()
-    assert (resumed.continues, resumed.run_id, resumed.held) == (0, paused.run_id, "")
+    assert (resumed.continues, resumed.run_id, resumed.decision) == (0, paused.run_id, "")
     assert search.scheduler.next() == "wait"
     search.request("pause", 0)  # the number of the first trial names the training
-    assert [trial.held for trial in search.store.trials()] == ["", "", "paused"]
+    assert [trial.decision for trial in search.store.trials()] == ["", "", "paused"]
 
 
 def test_a_trial_that_the_pruner_has_paused_is_not_continued_while_a_person_holds_it(opened: Any) -> None:
@@ -170,14 +171,13 @@ def test_a_trial_that_the_pruner_has_paused_is_not_continued_while_a_person_hold
     for loss in (1.0, 2.0, 3.0):
         search.end(search.begin(), "pruned", [loss], reason="its place")
     search.request("pause", 0)
-    assert search.store.trials()[0].reason.startswith(f"paused by {ACTOR}; `ratchet sweep --resume 0`")
-    assert search.store.trials()[0].reason.endswith("before: its place")
+    assert search.store.trials()[0].reason == f"paused by {ACTOR}; before: its place"
     assert search.begin().continues == 1  # the only complete training that is still possible comes from the others
     search.request("resume", 0)
     assert search.store.trials()[0].reason == "its place"
     assert search.begin().continues == 0
     search.request("stop", 2)
-    assert search.store.trials()[2].held == "stopped"
+    assert search.store.trials()[2].decision == "stopped"
 
 
 def test_a_fork_respects_the_decisions_and_names_the_study_of_a_request(opened: Any) -> None:
@@ -189,11 +189,38 @@ def test_a_fork_respects_the_decisions_and_names_the_study_of_a_request(opened: 
     before.end(before.begin(), "complete", [3.0])
     after = opened(fork=True, trials=1, pruner=ASHA["pruner"], sampler=SamplerSettings(kind="random", seed=1))
     carried = after.store.trials()
-    assert [trial.held for trial in carried] == ["stopped", "", ""]
+    assert [trial.decision for trial in carried] == ["stopped", "", ""]
     assert carried[2].request is not None
     assert (carried[2].request.study, carried[2].request.trial) == ("sweep", 1)
-    assert after.store.requests() == []
+    assert [(one.action, one.study, one.trial) for one in after.store.requests()] == [("stop", after.store.study, 0)]
+    assert carried[0].cause == ""  # the pruner has ended it
     assert after.begin().continues is None  # the sampler's; neither the stopped trial nor the clone again
+
+
+def test_a_fork_keeps_the_last_decision_about_each_training(opened: Any) -> None:
+    before = opened(trials=3, **NO_PRUNER)
+    for number in range(3):
+        begun = before.begin()
+        before.request("pause", number)
+        before.end(begun, "pruned", [1.0], cause="paused", reason=f"paused by {ACTOR}")
+    before.request("resume", 0)
+    resumed = before.begin()
+    before.end(resumed, "complete", [0.5])
+    before.request("resume", 1)  # and it has not begun
+    before.request("stop", 2)
+    assert before.store.trials()[2].reason == f"stopped by {ACTOR}"
+    after = opened(fork=True, trials=1, pruner=NO_PRUNER["pruner"], sampler=SamplerSettings(kind="random", seed=1))
+    assert [trial.decision for trial in after.store.trials()] == ["", "", "stopped", ""]
+    assert after.begin().continues == 1
+
+
+def test_two_workers_begin_one_clone(opened: Any) -> None:
+    first = opened(trials=2, **NO_PRUNER)
+    first.begin()
+    first.clone(0, learning_rate=0.02)
+    second = opened(trials=2, **NO_PRUNER)
+    assert first.begin().request is not None
+    assert second.begin().request is None
 
 
 def test_limits_hold_for_clones_too(opened: Any) -> None:
@@ -246,6 +273,8 @@ def test_a_repeated_request_is_the_same_and_a_stop_is_final(opened: Any) -> None
         ({"alpha": 8}, "train.alpha: follows from 2 * train.rank; set train.rank instead"),
         ({"rank": 0}, "train.rank: found 0: input should be greater than or equal to 1"),
         ({"rank": "high"}, "train.rank: found high: input should be a valid integer"),
+        ({"learning_rate": float("nan")}, "train.learning_rate: found"),
+        ({"rank": None}, "train.rank: found"),
         ({"rank": 4}, "--clone 0: trial 0 has these values already (train.rank 4"),
         ({"rank": 5}, f"--clone 0: a clone of trial 0, which {ACTOR} requested, has these values already"),
     ],
@@ -266,37 +295,55 @@ def test_a_released_trial_ends_in_the_call(opened: Any, layout: ProjectLayout) -
     tiny_project.save(layout, search.scheduler.settings)
     first, second = search.begin(), search.begin()
     search.store.release(first.number, search.scheduler.worker)
-    stopped = stage.request_trial(Project(layout.root), "stop", first.number)
+    stopped = stage.control_trial(Project(layout.root), "stop", first.number)
     assert (stopped.trial.state, stopped.trial.cause, stopped.trial.cost.steps) == ("pruned", "stopped", 0)
     assert stopped.trial.reason.startswith("stopped by ")
-    running = stage.request_trial(Project(layout.root), "pause", second.number)
-    assert (running.trial.state, running.trial.held) == ("running", "paused")
+    for _ in range(2):
+        running = stage.control_trial(Project(layout.root), "pause", second.number)
+        assert (running.trial.state, running.trial.decision) == ("running", "paused")
+    assert len(search.store.requests()) == 2
+    with pytest.raises(SettingsError, match="expected them for `clone` only"):
+        stage.control_trial(Project(layout.root), "pause", second.number, {"train.rank": 3})
 
 
-def test_a_killed_process_leaves_a_request_or_nothing(opened: Any, layout: ProjectLayout) -> None:
-    """Kill the command at random times: the clone is requested once, however often the command is repeated."""
+def test_a_trial_of_another_machine_is_not_ended_here(opened: Any, layout: ProjectLayout) -> None:
+    """Its cost is in its run directory, which only that machine may have."""
+    search = opened(trials=2, **NO_PRUNER)
+    tiny_project.save(layout, search.scheduler.settings)
+    search.scheduler.worker = replace(search.scheduler.worker, host="elsewhere", boot="another")
+    trial = search.begin()
+    search.store.release(trial.number, search.scheduler.worker)
+    stopped = stage.control_trial(Project(layout.root), "stop", trial.number)
+    assert (stopped.trial.state, stopped.trial.decision) == ("running", "stopped")
+
+
+KILLED = """
+import os, signal, sys
+from ratchet.cli.main import main
+from ratchet.tuning.study import TrialStore
+add = TrialStore.add_request
+def killed(*arguments):
+    if sys.argv[1] == "after":
+        add(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+TrialStore.add_request = killed
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(("moment", "count"), [("before", 0), ("after", 1)])
+def test_a_killed_process_leaves_a_request_or_nothing(
+    opened: Any, layout: ProjectLayout, moment: str, count: int
+) -> None:
     search = opened(trials=2, **NO_PRUNER)
     tiny_project.save(layout, search.scheduler.settings)
     search.begin()
-    command = [
-        sys.executable,
-        "-m",
-        "ratchet",
-        "--project",
-        str(layout.root),
-        "sweep",
-        "--clone",
-        "0",
-        "--set",
-        "rank=7",
-    ]
-    for delay_s in (0.5, 1.0, 1.5, 2.0, 60.0):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ)
-        try:
-            process.communicate(timeout=delay_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    arguments = ["--project", str(layout.root), "sweep", "--clone", "0", "--set", "rank=7"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, moment, *arguments], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(search.store.requests()) == count
+    again = tiny_project.ratchet(layout, "sweep", "--clone", "0", "--set", "rank=7")
+    assert again.returncode == (0 if count == 0 else 2), again.stderr  # 2: it was requested before
     assert [request.values["train.rank"] for request in search.store.requests()] == [7]
     clone = search.begin()
     search.store.release(clone.number, search.scheduler.worker)  # its worker is gone: another one takes it over
@@ -323,6 +370,17 @@ def test_a_trial_that_a_person_has_ended_is_no_evidence_for_the_sampler(kind: An
     assert propose_after("pruned", cause="stopped") == propose_after("failed")  # a failed trial is no evidence either
     if kind != "tpe":  # TPE has the same best trials with it and without it
         assert propose_after("pruned", cause="stopped") != propose_after("pruned")
+    history = [trial(0, values[0], "pruned", curve={10: 1.0}), trial(1, values[1])]
+    assert len(build_in_memory_study(SPACE, LOSS, history, "tpe").trials) == 2
+    history[0] = history[0].model_copy(update={"cause": "stopped"})
+    assert len(build_in_memory_study(SPACE, LOSS, history, "tpe").trials) == 1
+
+
+def test_a_resumed_training_is_running_for_the_samplers() -> None:
+    paused = trial(0, drawn(SPACE, 0), "pruned", curve={10: 1.0}, cause="paused")
+    running = trial(1, drawn(SPACE, 0), "running", continues=0)
+    [known] = build_in_memory_study(SPACE, LOSS, [paused, running], "tpe").trials
+    assert known.state.name == "RUNNING"
 
 
 def test_a_clone_is_an_observation_but_none_of_the_first_trials_of_the_sampler() -> None:
@@ -337,6 +395,10 @@ def test_a_clone_is_an_observation_but_none_of_the_first_trials_of_the_sampler()
     assert len(build_in_memory_study(SPACE, LOSS, history, "tpe").trials) == 3
     found.append(propose(SPACE, sampler, LOSS, history, 3, partial(tried, history), {}))
     assert found[0] == found[1]  # both are random, because only two of the three first trials have begun
+    history = [trial(number, drawn(SPACE, number)) for number in range(3)]
+    model = propose(SPACE, sampler, LOSS, history, 4, partial(tried, history), {})
+    outside = trial(3, {**drawn(SPACE, 3), "train.learning_rate": 5.0}, request=request)
+    assert propose(SPACE, sampler, LOSS, [*history, outside], 4, partial(tried, history), {}) == model
 
 
 def test_freeze_thaw_keeps_the_curve_of_a_stopped_training_and_never_continues_it() -> None:
@@ -350,7 +412,7 @@ def test_freeze_thaw_keeps_the_curve_of_a_stopped_training_and_never_continues_i
             missing_trainings=1,
         )  # fmt: skip
 
-    free, held = search(), search(held="stopped")
+    free, held = search(), search(decision="stopped")
     first, second = free.choose(), held.choose()
     assert isinstance(first, Continuation)
     assert first.number == 0
@@ -365,8 +427,10 @@ def test_successive_halving_ranks_a_stopped_training_by_its_losses_and_never_pro
     history = [trial(number, drawn(SPACE, number), "pruned", curve={250: 1.0 + number}) for number in range(6)]
     assert find_promotable(asha, history, 1000) == 0
     assert find_most_promising(history) == 0
-    history[0] = history[0].model_copy(update={"held": "stopped"})
+    history[0] = history[0].model_copy(update={"decision": "stopped"})
     assert find_promotable(asha, history, 1000) == 1  # the second of six
     assert find_most_promising(history) == 1
     report = sweep_example.report(0).model_copy(update={"trials": tuple(history)})
-    assert compute_savings(report).pruned.trials == 5  # the pruner has not stopped the first one
+    assert compute_savings(report).pruned.trials == 6  # the pruner ended the first one, before a person did
+    trials = (history[0].model_copy(update={"cause": "stopped"}), *history[1:])
+    assert compute_savings(report.model_copy(update={"trials": trials})).pruned.trials == 5

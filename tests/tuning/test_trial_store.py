@@ -304,13 +304,13 @@ def test_requests_of_people_are_kept_in_order_and_begin_a_trial_once(
     for request in (clone, stop):
         store.add_request(request)
     assert other.requests() == [clone, stop]
-    assert other.trials()[0].held == "paused"
+    assert other.trials()[0].decision == "paused"
     assert find_requested_work(other.trials(), other.requests()) == clone
     other.begin(clone.values, ({}, {}), "run-2", here, request=clone)
     assert store.trials()[1].request == clone
     assert find_requested_work(store.trials(), store.requests()) is None
     other.add_request(resume)
-    assert [trial.held for trial in store.trials()] == ["", ""]
+    assert [trial.decision for trial in store.trials()] == ["", ""]
     store.release(1, here)
     assert store.take_over(here, 1e9, only=0) is None  # its worker runs
     taken = store.take_over(here, 1e9, only=1)

@@ -23,6 +23,7 @@ REQUESTS: "dict[RequestAction, str]" = {
     "clone": "request a trial with the values of a trial, changed by --set",
 }
 """Options that request something for a trial, with their help."""
+START = " (if no sweep runs, run `ratchet sweep`)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     if requests:
         [(action, number)] = requests.items()
         changes = parse_changes(arguments.set or [])
-        print_record(sweep.request_trial(project, action, number, changes), format_request, arguments)
+        print_record(sweep.control_trial(project, action, number, changes), format_request, arguments)
     elif arguments.adopt is not None:
         number = None if arguments.adopt is True else arguments.adopt
         print_record(sweep.adopt_trial(project, number), format_adoption, arguments)
@@ -83,7 +84,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_end(result: "SweepResult") -> str:
     """Format the end of a sweep. The display has already shown its trials."""
-    return f"  page: {result.page}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
+    page = f"  page: {result.page}"
+    if result.report.winner is None:
+        return page
+    return f"{page}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
 
 
 def format_request(result: "TrialRequestResult") -> str:
@@ -92,14 +96,15 @@ def format_request(result: "TrialRequestResult") -> str:
     title = f"trial {request.trial} of study {request.study}"
     if request.action == "clone":
         values = ", ".join(f"{key} {value}" for key, value in request.values.items())
-        return f"{title}: a clone is requested ({values}); the next free worker begins it"
+        return f"{title}: a clone is requested ({values}); the next free worker begins it{START}"
     if trial.state in ("complete", "infeasible"):
         return f"{title}: it was {trial.state} before the request had an effect"
     if request.action == "resume":
-        return f"{title}: it may be continued again; the next free worker decides"
+        return f"{title}: it may be continued again; the next free worker decides{START}"
     if not trial.is_over:
-        return f"{title}: its worker saves a checkpoint and ends it now"
-    return f"{title}: {trial.reason}"
+        return f"{title}: its worker saves a checkpoint and ends it now{START}"
+    again = f"; `ratchet sweep --resume {trial.number}` continues it" if request.action == "pause" else ""
+    return f"{title}: {trial.reason}{again}"
 
 
 def format_adoption(adopted: "AdoptedTrial") -> str:

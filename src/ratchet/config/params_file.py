@@ -104,7 +104,7 @@ def parse_changes(items: Sequence[str]) -> dict[str, Any]:
             raise SettingsError(f"--set {item}: found {key} twice; remove one")
         try:
             changes[key] = YAML(typ="safe", pure=True).load(text)
-        except YAMLError:
+        except (YAMLError, ValueError):  # an impossible date is a ValueError
             raise SettingsError(f"--set {item}: found {text!r}; expected a value as in params.yaml") from None
     return changes
 

@@ -391,12 +391,12 @@ def capture_output(
     return OutputCapture(log, output, machine)
 
 
-def _replace_handler_streams(replaced: Sequence[TextIO | None], stream: TextIO) -> None:
+def _replace_log_streams(replaced: Sequence[TextIO | None], stream: TextIO) -> None:
     """Let the handlers of all loggers write to `stream` instead of the replaced streams."""
     for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
-        for handler in getattr(logger, "handlers", ()):  # a placeholder has none
-            if isinstance(handler, logging.StreamHandler) and any(handler.stream is one for one in replaced):
-                handler.setStream(stream)
+        for output in getattr(logger, "handlers", ()):  # a placeholder has none
+            if isinstance(output, logging.StreamHandler) and any(output.stream is one for one in replaced):
+                output.setStream(stream)
 
 
 class OutputCapture:
@@ -415,7 +415,7 @@ class OutputCapture:
         )
         # Libraries that were imported before have handlers with the original streams.
         for replaced, stream in zip(originals, (sys.stdout, sys.stderr), strict=True):
-            _replace_handler_streams(replaced, stream)
+            _replace_log_streams(replaced, stream)
         root = logging.getLogger()
         root.setLevel(machine.log_level.upper())
         root.addHandler(LoggingBridge(log, output))

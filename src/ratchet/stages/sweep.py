@@ -145,7 +145,7 @@ def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
         return adoption.adopt_trial(project.layout, project.settings, session.report(), number)
 
 
-def request_trial(
+def control_trial(
     project: Project, action: RequestAction, number: int, changes: Mapping[str, Any] | None = None
 ) -> TrialRequestResult:
     """Store a request of a person about a trial in the study. The workers of a running sweep find it within seconds.
@@ -158,8 +158,10 @@ def request_trial(
         SettingsError: the changed values cannot be used, or the study has other settings than params.yaml.
     """
     layout, settings = project.layout, project.settings
-    if action not in trial_requests.HELD:
-        raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.HELD)}")
+    if action not in trial_requests.DECISIONS:
+        raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.DECISIONS)}")
+    if changes and action != "clone":
+        raise SettingsError(f"found changed values for the action {action!r}; expected them for `clone` only")
     SearchSpace.from_settings(settings)
     with ForkServer() as server, StudySession.open(layout, settings, fork=False, create=False) as session:
         store, actor = session.store, current_actor(layout.root)
@@ -174,9 +176,17 @@ def request_trial(
                 request = trial_requests.make_request(store.study, history, requests, action, number, actor)
             if request not in requests:
                 store.add_request(request)
-        if trial_requests.HELD[action] and (task := trials.take_over(request.trial)) is not None:
-            run_trial(task, layout, trials.worker, StopSignal(), server)
+            task = None
+            if trial_requests.DECISIONS[action] and _was_run_here(history[request.trial], trials.worker.host):
+                task = trials.take_over(request.trial)
+        if task is not None:
+            run_trial(task, layout, trials.worker, StopSignal(), server, request)
         return TrialRequestResult(request=request, trial=store.trials()[request.trial])
+
+
+def _was_run_here(trial: Trial, host: str) -> bool:
+    """Return whether all workers of a trial ran on this machine. The cost of others is in runs on their disks."""
+    return all(execution.worker.rpartition("/")[0] == host for execution in trial.executions)
 
 
 def _write_result(layout: ProjectLayout, session: StudySession) -> SweepResult:
@@ -318,8 +328,9 @@ class _SweepCommand:
                 or "every point of the search space has been tried"
             )
         if trial_requests.find_requested_work(self._last.trials, self._last.requests) is not None:
-            why = "the sweep has stopped" if self._last.stopped else "its limit of hours or tokens is reached"
-            self._on_progress(f"a clone or a resumed trial was requested, and has not begun, because {why}")
+            limit = self._last.stopped or final_round.check_limits(self._settings.sweep, new_trials)
+            why = f": {limit}" if limit else "; run `ratchet sweep` again"
+            self._on_progress(f"a clone or a resumed trial was requested, and has not begun{why}")
         return "FAILED" if self._last.stopped else "FINISHED"
 
     def _restart_workers(self, pool: WorkerPool) -> bool:

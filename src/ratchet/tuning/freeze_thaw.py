@@ -224,7 +224,7 @@ class FreezeThawSearch:
         predicted = [
             self._predicted[curve]
             for index, curve in self._curve_indices.items()
-            if not self._lineages[index].trials[-1].held
+            if not self._lineages[index].trials[-1].decision
         ]
         return min(complete or predicted or self._predicted)
 
@@ -234,7 +234,7 @@ class FreezeThawSearch:
         paused = [
             index
             for index in self._curve_indices
-            if (self._lineages[index].trials[-1].state == "pruned" and not self._lineages[index].trials[-1].held)
+            if (self._lineages[index].trials[-1].state == "pruned" and not self._lineages[index].trials[-1].decision)
             or self.trial_at_rung in self._lineages[index].numbers
         ]
         if not paused:
@@ -254,15 +254,15 @@ class FreezeThawSearch:
 
         None if all of them have begun, or all values were tried. Further ones begin while no training has a loss.
         """
-        count_begun = sum(not lineage.is_requested for lineage in self._lineages)
-        are_all_begun = count_begun >= self.sampler.n_startup_trials
+        begun_count = sum(not lineage.is_requested for lineage in self._lineages)
+        are_all_begun = begun_count >= self.sampler.n_startup_trials
         if not self.may_begin or (are_all_begun and self._curves):
             return None
         dimensions = self.space.dimensions()
         rng = np.random.default_rng(derive_seed(self.sampler.seed, 0, 0))
-        count = 1 << max(6, (2 * count_begun).bit_length())
+        count = 1 << max(6, (2 * begun_count).bit_length())
         points = qmc.Sobol(len(dimensions), scramble=True, rng=rng).random(count)
-        for point in points[max(0, count_begun - 1) :]:
+        for point in points[max(0, begun_count - 1) :]:
             if not self.is_tried(values := self._to_values(point)):
                 return values
         return draw_untried(self.space, random.Random(self._seed), self.is_tried)

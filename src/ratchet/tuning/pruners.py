@@ -90,7 +90,7 @@ def find_most_promising(history: Sequence[Trial]) -> int | None:
     candidates = []
     for line in group_by_lineage(history):
         last = line.trials[-1]
-        if last.state == "pruned" and not last.held and (curve := replace_non_finite(line.curve)):
+        if last.state == "pruned" and not last.decision and (curve := replace_non_finite(line.curve)):
             rows = max(curve)
             candidates.append((-rows, curve[rows], last.number))
     return min(candidates)[2] if candidates else None
@@ -180,7 +180,7 @@ class HyperbandBracket:
         promotable = []
         for line in self.field:
             last = line.trials[-1]
-            rungs = self._just_reached(line, last) if last.state == "pruned" and not last.held else []
+            rungs = self._just_reached(line, last) if last.state == "pruned" and not last.decision else []
             positions = [self.rank(line, rung) for rung in rungs]
             if positions and all(position.rank <= position.count // self.reduction for position in positions):
                 promotable.append((-rungs[-1], positions[-1].rank, last.number))

@@ -134,7 +134,8 @@ def _iterate_proposals(
         # All attempts use the same study, in which rejected proposals are running trials, so that they are avoided.
         study = build_in_memory_study(space, objectives, history, sampler.kind)
         # The first trials of the sampler are random. A person's trials are observations, but none of its first trials.
-        requested = sum(line.is_requested for line in group_by_lineage(history))
+        known = _select_evidence(space, history)
+        requested = sum(line.is_requested and line.decisive.state != "running" for line in known)
         sampler = sampler.model_copy(update={"n_startup_trials": sampler.n_startup_trials + requested})
         for seed in seeds:
             study.sampler = _create_sampler(sampler, space, seed)
@@ -236,7 +237,9 @@ class TrialLineage:
         no result, because it is no evidence about the values.
         """
         settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
-        return settled[-1] if settled else self.trials[-1]
+        if not settled or (settled[-1].is_ended_by_person and self.trials[-1].state == "running"):
+            return self.trials[-1]  # a resumed training is running for other workers too
+        return settled[-1]
 
     @property
     def is_evidence(self) -> bool:
@@ -290,6 +293,11 @@ def constraint_violations(trial: Trial) -> dict[str, float]:
     return violated or {"unknown": 1.0}
 
 
+def _select_evidence(space: SearchSpace, history: Iterable[Trial]) -> list[TrialLineage]:
+    """Return the trainings from which Optuna's samplers learn."""
+    return [line for line in group_by_lineage(history) if line.is_evidence and space.contains(line.values)]
+
+
 def build_in_memory_study(
     space: SearchSpace, objectives: Sequence[SweepObjective], history: Sequence[Trial], kind: str
 ) -> optuna.Study:
@@ -310,7 +318,7 @@ def build_in_memory_study(
     violations is minimised instead.
     """
     study = create_empty_study(len(objectives))
-    counted = [line for line in group_by_lineage(history) if line.is_evidence and space.contains(line.values)]
+    counted = _select_evidence(space, history)
     ended = [line for line in counted if line.decisive.state != "running"]
     results = [values for line in ended if (values := _final_objectives(line, objectives)) is not None]
     worst = tuple(max(column) for column in zip(*results, strict=True)) if results else (0.0,) * len(objectives)

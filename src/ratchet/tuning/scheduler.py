@@ -203,7 +203,7 @@ class TrialScheduler:
             return None
         # The user has fixed the cause of failures before `forgiven`. Only the newest trial of each run counts.
         latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
-        failed = [t.number for t in latest.values() if t.state == "failed" and t.number < forgiven and not t.held]
+        failed = [t.number for t in latest.values() if t.state == "failed" and t.number < forgiven and not t.decision]
         return min(failed) if failed else pruners.find_promotable(self._pruner, history, self.longest_rows)
 
     def _propose_values(self, history: list[Trial]) -> dict[str, Any] | None:

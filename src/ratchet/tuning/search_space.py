@@ -683,7 +683,9 @@ class SearchSpace:
         drawn, unused = dict(values), {}
         for name, value in changes.items():
             dimension = self._find_dimension(name)
-            unused[dimension.name] = drawn[dimension.name] = self._check_choice(dimension, value)
+            if dimension.name in unused:
+                raise SettingsError(f"{dimension.name}: found two values; remove one")
+            unused[dimension.name] = drawn[dimension.name] = self._validate_change(dimension, value)
 
         def pick(dimension: SearchDimension) -> tuple[Any]:
             unused.pop(dimension.name, None)
@@ -712,7 +714,7 @@ class SearchSpace:
                     raise SettingsError(f"{key}: follows from {variable.rule.text}; set {variable.rule.source} instead")
         raise SettingsError(f"{name}: not a setting of the search space; expected one of: {', '.join(dimensions)}")
 
-    def _check_choice(self, dimension: SearchDimension, value: Any) -> Any:
+    def _validate_change(self, dimension: SearchDimension, value: Any) -> Any:
         """Return a value that a person has chosen as settings store it. Raises SettingsError if it is invalid."""
         try:
             value = find_train_setting(dimension.name).validate(value, dimension.name)
@@ -720,8 +722,10 @@ class SearchSpace:
                 return snap_value(dimension, value)
         except ValueError as error:
             raise SettingsError(f"{error}") from None
-        if dimension.log and value <= 0:
-            raise SettingsError(f"{dimension.name}: found {format_value(value)}; expected a number > 0 (log: true)")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (dimension.log and value <= 0):
+            expected = "a number > 0, because the range is logarithmic" if dimension.log else "a number"
+            raise SettingsError(f"{dimension.name}: found {format_value(value)}; expected {expected}")
         return value
 
     def to_params(self, values: Mapping[str, Any]) -> "Params":

@@ -40,7 +40,7 @@ from ratchet.storage.records.sweep import TrialState as State
 from ratchet.tuning.leases import LEASE, Heartbeat, SweepWorker, TrialLease, TrialLeaseLostError
 from ratchet.tuning.search_space import Params, SearchSpace, to_tuples
 from ratchet.tuning.storage import StudyStorage
-from ratchet.tuning.trial_requests import apply_requests
+from ratchet.tuning.trial_requests import apply_requests, carry_over_requests
 
 OUTCOME = "outcome"
 """Key of the attribute that contains the results of a trial."""
@@ -504,12 +504,16 @@ def _carry_over_trials(parent: TrialStore, study_id: int, identity: Mapping[str,
             "values": values,
             "objectives": tuple(trial.objectives[index] for index in order) if trial.objectives else (),
             "continues": None if continues is None else numbers[continues],
-            "cause": trial.held or trial.cause,  # requests are not copied
         }
         params = space.to_params(values)
         copy = _serialize_finished(trial.model_copy(update=changes), params, origin=(parent.study, number))
         parent.storage.optuna.create_new_trial(study_id, copy)
         numbers[number] = len(numbers)
+    study = parent.storage.optuna.get_study_name_from_id(study_id)
+    decisions = carry_over_requests(study, list(trials.values()), parent.requests(), numbers)
+    for index, request in enumerate(decisions):
+        key, content = f"{_NOTE}{_REQUEST}{index}", request.model_dump(mode="json")
+        parent.storage.optuna.set_study_user_attr(study_id, key, content)
     return len(numbers)
 
 

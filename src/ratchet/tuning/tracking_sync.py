@@ -150,9 +150,9 @@ def _build_trial_run(report: SweepReport, key: str, trials: Sequence[Trial]) -> 
 def _list_commands(trial: Trial) -> str:
     """Return the commands that control the trial."""
     actions = ["--clone {} --set KEY=VALUE"]
-    if trial.held == "paused":
+    if trial.decision == "paused":
         actions = ["--resume {}", "--stop {}", *actions]
-    elif trial.state in ("running", "pruned", "failed") and not trial.held:
+    elif trial.state in ("running", "pruned", "failed") and not trial.decision:
         actions = ["--stop {}", "--pause {}", *actions]
     return "; ".join(f"ratchet sweep {action.format(trial.number)}" for action in actions)
 

@@ -43,7 +43,7 @@ from ratchet.training.run_spec import build_launch, build_run_spec
 from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
 from ratchet.tuning.storage import retry_storage
 from ratchet.tuning.study import TrialStore
-from ratchet.tuning.trial_requests import HELD, describe_request, find_decision
+from ratchet.tuning.trial_requests import DECISIONS, describe_request, find_decision
 
 INFEASIBLE: dict[FailureClass, str] = {"too_large": "memory", "out_of_memory": "memory", "diverged": "diverged"}
 """Name of the constraint that a failure violates, by failure class. Failures of other classes are no evidence about the
@@ -97,6 +97,8 @@ class TrialRunCallback:
     is_lost: bool = False
     """Whether another worker has taken over the trial."""
     _planned_steps: int = 0
+    _has_reported: bool = False
+    """Whether it was reported that requests cannot be read."""
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Report each validation to the study, and then decide about pruning. A repeated validation changes nothing."""
@@ -129,14 +131,20 @@ class TrialRunCallback:
         return self.pruned_reason or (describe_request(self.request) if self.request else None)
 
     def read_request(self) -> None:
-        """Read whether a person has requested to stop or pause the trial. If the storage fails, the next call reads.
+        """Read whether a person has requested to stop or pause the trial. After a failure, the next call reads again.
 
         A request that was read stays, because the run may end already: a trial that was resumed is continued later.
         """
-        with suppress(RatchetError):
+        try:
             request = find_decision(self.store.requests(), self.trial.number)
-            if self.request is None and request is not None and HELD[request.action]:
-                self.request = request
+        except Exception as error:  # the heartbeat of the trial must continue
+            if not self._has_reported:
+                print_message(f"trial {self.trial.number}: requests cannot be read: {first_line(error)}")
+            self._has_reported = True
+            return
+        self._has_reported = False
+        if self.request is None and request is not None and DECISIONS[request.action]:
+            self.request = request
 
 
 class TrialHeartbeat(threading.Thread):
@@ -188,12 +196,18 @@ class TrialTask:
 
 
 def run_trial(
-    task: TrialTask, layout: ProjectLayout, worker: SweepWorker, stop: StopSignal, server: ForkServer
+    task: TrialTask,
+    layout: ProjectLayout,
+    worker: SweepWorker,
+    stop: StopSignal,
+    server: ForkServer,
+    request: TrialRequest | None = None,
 ) -> None:
     """Train or continue a trial, and store its result in the study.
 
     If the training fails, the trial is infeasible or failed, and the sweep continues. During the run, its supervisor
-    handles signals; `stop` has the other requests to stop this process.
+    handles signals; `stop` has the other requests to stop this process. With the `request` of a person to stop or
+    pause it, the trial ends without training.
 
     Raises:
         InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
@@ -205,7 +219,7 @@ def run_trial(
     launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
     decide_pruning = None if paths.is_finished() else task.decide_pruning  # a finished run costs nothing more
-    callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop)
+    callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop, request=request)
     with TrialHeartbeat(callback, worker, task.settings.machine.lease_timeout_s):
         try:
             run = _open_run(layout, task, callback)
@@ -230,7 +244,7 @@ def run_trial(
                     task.store.release(number, worker)
                 raise
             request = None if callback.pruned_reason else callback.request
-            cause = HELD[request.action] if request else ""
+            cause = DECISIONS[request.action] if request else ""
             outcome = _ended_trial(callback, paths, state="pruned", reason=reason, cause=cause)
         except Exception as error:  # a trial may fail in any way, and other trials must continue
             if not isinstance(error, RatchetError | OSError):

@@ -2,8 +2,8 @@
 
 A request is a note of the study, which is never changed. Its effect is computed from the requests and the trials, so it
 is the same for every worker, and a worker that is killed before the effect is replaced by one that finds the request
-again. The sampler and the pruner do not take a request for their own decision: a clone does not count as one of the
-sampler's trials, and the end of a trial that a person has stopped or paused is no evidence about its values.
+again. Samplers and pruners do not treat a request as their own decision: a clone does not count as one of the sampler's
+trials, and the end of a trial that a person has stopped or paused is no evidence about its values.
 """
 
 import time
@@ -14,23 +14,21 @@ from ratchet.errors import DataError, SettingsError
 from ratchet.storage.records.sweep import RequestAction, Trial, TrialRequest
 from ratchet.tuning.search_space import SearchSpace, format_value, to_tuples
 
-HELD: Mapping[RequestAction, Literal["", "stopped", "paused"]] = {
+DECISIONS: Mapping[RequestAction, Literal["", "stopped", "paused"]] = {
     "stop": "stopped", "pause": "paused", "resume": "", "clone": "",
 }  # fmt: skip
-"""Decision about a training (`Trial.held`) by action."""
+"""Decision about a training (`Trial.decision`) by action."""
 
 
 def describe_request(request: TrialRequest) -> str:
     """Return a request to stop or pause a trial as the reason of its end."""
-    if request.action == "pause":
-        return f"paused by {request.by}; `ratchet sweep --resume {request.trial}` continues it"
-    return f"stopped by {request.by}"
+    return f"{'paused' if request.action == 'pause' else 'stopped'} by {request.by}"
 
 
 def describe_clone(trial: Trial) -> str:
     """Return from which trial a person has cloned a trial; empty if the sampler chose its values."""
     request = trial.request
-    return f"clone of trial {request.trial} of {request.study}, requested by {request.by}" if request else ""
+    return f"clone of trial {request.trial} of study {request.study}, requested by {request.by}" if request else ""
 
 
 def find_decision(requests: Sequence[TrialRequest], number: int) -> TrialRequest | None:
@@ -40,23 +38,34 @@ def find_decision(requests: Sequence[TrialRequest], number: int) -> TrialRequest
 
 
 def apply_requests(trials: Sequence[Trial], requests: Sequence[TrialRequest]) -> list[Trial]:
-    """Return the trials with the decisions of people (`held`), and with these as reasons of trials that have ended.
+    """Return the trials with the decisions of people, and with these as reasons of trials that have ended.
 
     A complete or infeasible trial keeps its result, even if it ended after the request.
     """
     applied = []
     for trial in trials:
         request = find_decision(requests, trial.number)
-        held = "" if request is None else HELD[request.action]
-        if request is None and trial.is_ended_by_person:  # copied by a fork, without the request
-            held = "stopped" if trial.cause == "stopped" else "paused"
-        if held and trial.state not in ("complete", "infeasible"):
-            changes: dict[str, Any] = {"held": held}
-            if request is not None and trial.is_over and trial.cause != held:
-                changes["reason"] = "; before: ".join(filter(None, (describe_request(request), trial.reason)))
+        decision = "" if request is None else DECISIONS[request.action]
+        if request is not None and decision and trial.state not in ("complete", "infeasible"):
+            changes: dict[str, Any] = {"decision": decision}
+            if trial.is_over:
+                # The reason of the pruner or of a failure is kept; that of an earlier request is not.
+                before = "" if trial.is_ended_by_person else trial.reason
+                changes["reason"] = "; before: ".join(filter(None, (describe_request(request), before)))
             trial = trial.model_copy(update=changes)  # noqa: PLW2901
         applied.append(trial)
     return applied
+
+
+def carry_over_requests(
+    study: str, trials: Sequence[Trial], requests: Sequence[TrialRequest], numbers: Mapping[int, int]
+) -> list[TrialRequest]:
+    """Return the decisions about trials for a fork of their study, in which trials have new numbers."""
+    continued = {trial.continues for trial in trials}
+    decisions = [find_decision(requests, number) for number in numbers if number not in continued]
+    return [
+        request.model_copy(update={"study": study, "trial": numbers[request.trial]}) for request in decisions if request
+    ]
 
 
 def find_requested_work(trials: Sequence[Trial], requests: Sequence[TrialRequest]) -> TrialRequest | int | None:
@@ -67,13 +76,13 @@ def find_requested_work(trials: Sequence[Trial], requests: Sequence[TrialRequest
     if waiting:
         return waiting[0]
     continued = {trial.continues for trial in trials}
-    resumed = [t.number for t in trials if t.is_ended_by_person and not t.held and t.number not in continued]
+    resumed = [t.number for t in trials if t.is_ended_by_person and not t.decision and t.number not in continued]
     return min(resumed, default=None)
 
 
 def list_paused(trials: Sequence[Trial]) -> list[int]:
     """Return the numbers of trials that have ended and that a person has paused."""
-    return [trial.number for trial in trials if trial.is_over and trial.held == "paused"]
+    return [trial.number for trial in trials if trial.is_over and trial.decision == "paused"]
 
 
 def make_request(
@@ -95,10 +104,10 @@ def make_request(
         raise DataError(
             f"{where} is {trial.state}; expected a trial that is running or paused, or that can be continued"
         )
-    if action == "resume" and trial.held != "paused":
-        paused = ", ".join(str(other.number) for other in trials if other.held == "paused")
+    if action == "resume" and trial.decision != "paused":
+        paused = ", ".join(str(other.number) for other in trials if other.decision == "paused")
         raise DataError(f"{where} is not paused by a person; trials that are: {paused or 'none'}")
-    if action == "pause" and trial.held == "stopped":
+    if action == "pause" and trial.decision == "stopped":
         raise DataError(f"{where} was stopped ({trial.reason or 'it ends now'}), which is final; clone it instead")
     return TrialRequest(action=action, study=study, trial=trial.number, by=by, at=time.time())
 

@@ -266,8 +266,7 @@ def _iterate_trial_savings(report: SweepReport) -> Iterator[tuple[Cause, int, in
     median_plan = int(statistics.median(plans)) if plans else 0
     superseded = superseded_numbers(report)
     for trial in report.trials:
-        is_persons_choice = bool(trial.held) or trial.is_ended_by_person
-        if trial.state == "pruned" and not is_persons_choice and trial.number not in superseded:
+        if trial.state == "pruned" and not trial.is_ended_by_person and trial.number not in superseded:
             tokens = max(0, trial.cost.planned_tokens - trial.cost.trained_tokens)
             rate = _tokens_per_second(trial) or median_rate
             yield "pruned", trial.number, tokens, tokens / rate if rate else 0.0

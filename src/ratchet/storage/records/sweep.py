@@ -92,7 +92,7 @@ class Trial(Record):
     """Number of a pruned or failed trial, whose training this trial continues from its checkpoint, in the same run."""
     request: TrialRequest | None = None
     """Request of a person for this trial (`--clone`). None: the sampler chose its values, or it continues a trial."""
-    held: Literal["", "stopped", "paused"] = ""
+    decision: Literal["", "stopped", "paused"] = ""
     """Decision of a person that this training ends, or that it is not continued until it is resumed."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
