@@ -271,6 +271,12 @@ class WorkerPool:
 
     def stop(self, grace_s: float) -> None:
         """Ask all workers to end, wait until they have sealed their checkpoints, and kill those that have not."""
+        try:
+            self._stop_workers(grace_s)
+        finally:
+            self._launcher.close()
+
+    def _stop_workers(self, grace_s: float) -> None:
         for slot in self.slots:
             if slot.is_alive and slot.process:
                 slot.process.terminate()
@@ -283,7 +289,6 @@ class WorkerPool:
             except subprocess.TimeoutExpired:
                 slot.process.kill()
                 slot.process.wait(GONE_S)
-        self._launcher.close()
 
 
 def _last_log_line(log: Path) -> str:
