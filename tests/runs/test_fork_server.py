@@ -175,6 +175,7 @@ def test_the_workers_of_a_dead_server_are_reported_while_a_new_one_works(starter
     """A worker that seals a checkpoint outlives its server, whose successor is started meanwhile."""
     slow = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1.5)"
     first, second = begun(starter, slow), begun(starter, DYING)
+    until(starter.read, "the second one has not asked to die with its server")
     os.kill(starter.server.pid, signal.SIGKILL)
     assert second.wait(WAIT_S) == -signal.SIGKILL
     assert starter.run("pass") == 0

@@ -5,14 +5,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import tiny_project
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
+from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport, Trial
+from ratchet.tuning.leases import SweepWorker
+from ratchet.tuning.scheduler import TrialScheduler
+from ratchet.tuning.study_session import StudySession
 
 SPACE = {
     "train.rank": SweepParameter(low=2, high=8, log=True),
@@ -22,6 +27,15 @@ SPACE = {
 
 DEADLINE_S = 600.0
 """Timeout in seconds for actions that take seconds."""
+
+
+def open_scheduler(
+    stack: ExitStack, layout: ProjectLayout, wanted: Settings, fork: bool = False
+) -> tuple[TrialScheduler, StudySession]:
+    """Open the study of a project; return a scheduler in it, which has no server, and the session."""
+    session = stack.enter_context(StudySession.open(layout, wanted, fork))
+    worker = SweepWorker.current()
+    return TrialScheduler(layout, wanted, session.store, worker, ForkServer(), lambda: None), session
 
 
 def settings(**sweep: Any) -> Settings:

@@ -14,11 +14,9 @@ import tiny_sweep
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, SweepParameter
 from ratchet.runs.directory import RunSpec
-from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.tuning import final_round
-from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.scheduler import TrialScheduler
 from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask
@@ -48,8 +46,7 @@ def begin(copied: ProjectLayout) -> Iterator[Begin]:
 
         def opened(fork: bool = False, train: Mapping[str, Any] | None = None, **sweep: Any) -> TrialScheduler:
             settings = _settings(train or {}, {"sampler": RANDOM, **sweep})
-            session = stack.enter_context(StudySession.open(copied, settings, fork))
-            return TrialScheduler(copied, settings, session.store, SweepWorker.current(), ForkServer(), lambda: None)
+            return tiny_sweep.open_scheduler(stack, copied, settings, fork)[0]
 
         yield opened
 

@@ -19,14 +19,12 @@ import tiny_sweep
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings
 from ratchet.errors import DataError, RatchetError, SettingsError
 from ratchet.reports import sweep_page
-from ratchet.runs.fork_server import ForkServer
 from ratchet.stages import sweep as stage
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import RequestAction, Trial, TrialRequest
 from ratchet.tuning import final_round
 from ratchet.tuning.freeze_thaw import Continuation, FreezeThawSearch
-from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.pruners import find_most_promising, find_promotable
 from ratchet.tuning.samplers import build_in_memory_study, propose
 from ratchet.tuning.scheduler import TrialScheduler
@@ -90,11 +88,7 @@ def opened(layout: ProjectLayout) -> Iterator[Any]:
 
         def opened(fork: bool = False, **sweep: Any) -> Search:
             settings = tiny_sweep.settings(**sweep)
-            session = stack.enter_context(StudySession.open(layout, settings, fork))
-            scheduler = TrialScheduler(
-                layout, settings, session.store, SweepWorker.current(), ForkServer(), lambda: None
-            )
-            return Search(scheduler, session)
+            return Search(*tiny_sweep.open_scheduler(stack, layout, settings, fork))
 
         yield opened
 

@@ -1,7 +1,7 @@
 """Starts worker processes by fork, from a server process that has imported torch and transformers once.
 
 Importing the libraries takes most of a worker's start (docs/performance.md). The server imports them for its first
-worker, creates no tensor, starts no thread and does not use CUDA, so each fork of it can do all of this itself. A fork
+worker, computes nothing and does not use CUDA, so each fork of it can start threads and use CUDA itself. A fork
 behaves like `python -m MODULE ARGUMENTS`: own session, own environment, standard output and error in a log.
 
 The kernel kills the server when the thread that started it ends, and each worker when the server ends (a worker asks

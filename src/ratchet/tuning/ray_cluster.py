@@ -20,7 +20,7 @@ from typing import Any
 from ratchet.config.machine import Machine, RaySettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, SettingsError, first_line
 from ratchet.storage.digests import code_version
-from ratchet.tuning.worker_pool import WORKER, SweepWorkerProcess
+from ratchet.tuning.worker_pool import WORKER_MODULE, SweepWorkerProcess
 
 REPORT_WAIT_AFTER_S = 30.0
 """Seconds after which a message reports that a worker still waits for a node."""
@@ -59,7 +59,7 @@ class RayWorkerActor:
             settings.write_text(self._settings, encoding="utf-8")
             # The worker stops when the thread that started it ends, so this thread must wait for it.
             self._process = subprocess.Popen(
-                [sys.executable, *WORKER[1:], self._project, str(settings), str(os.getpid())],
+                [sys.executable, "-m", WORKER_MODULE, self._project, str(settings), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
             if self._is_stop_requested:
@@ -116,7 +116,7 @@ class RayWorkerProcess:
         if self._code is None:
             self._is_ready(self._result, timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(WORKER[-1], timeout)
+            raise subprocess.TimeoutExpired(WORKER_MODULE, timeout)
         return code
 
     def terminate(self) -> None:

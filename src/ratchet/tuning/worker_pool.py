@@ -34,8 +34,6 @@ from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask, raise_if_requested, run_trial
 
 WORKER_MODULE = "ratchet.tuning.worker_pool"
-WORKER = (sys.executable, "-m", WORKER_MODULE)
-"""Command of a worker, without its arguments."""
 
 RESTART_DELAY_S = 1.0
 """Seconds before a worker that was interrupted is started again. A worker that died is replaced at once, but after
