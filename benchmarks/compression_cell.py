@@ -103,7 +103,7 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     )
     learned, losses = 0, []
     for step in range(plan.steps):
-        schedule.seed_step(settings.seed, step, rank)
+        torch.manual_seed(schedule.step_seed(settings.seed, step, rank))
         batch = plan.batch(step)
         trained = sum(map(train.count_trained, batch))
         learned += trained

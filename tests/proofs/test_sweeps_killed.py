@@ -52,7 +52,7 @@ def test_workers_are_killed_and_every_trial_is_accounted_for(project: ProjectLay
     sweep = tiny_sweep.begin(project, "--workers", "2")
     for kill in range(1, 4):
         tiny_sweep.until(lambda kill=kill: tiny_sweep.steps_done(project.runs) > 4 * kill, sweep)  # type: ignore[misc]
-        victims = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
+        victims = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
         os.kill(victims[-1], signal.SIGKILL)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 0, output

@@ -65,7 +65,7 @@ def begin_slow(layout: ProjectLayout, epochs: float = 8.0, **sweep: Any) -> subp
 
 def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(project: ProjectLayout) -> None:
     sweep = begin_slow(project, trials=2)
-    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
+    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
     os.kill(worker, signal.SIGSTOP)  # it cannot read the requests
     opened = ratchet.Project(project.root)
     assert ratchet.control_trial(opened, "stop", 0).trial.decision == "stopped"
@@ -93,7 +93,7 @@ def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(proj
 
 def test_a_paused_trial_is_left_out_and_later_continued_from_its_checkpoint(project: ProjectLayout) -> None:
     sweep = begin_slow(project, trials=2)
-    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.worker_pool {project.root}")
+    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
     trainers = tiny_sweep.processes_of(f"ratchet.training.worker_main {project.runs}")
     for pid in trainers:  # otherwise, the training may end before the requests are stored
         os.kill(pid, signal.SIGSTOP)

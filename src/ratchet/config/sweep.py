@@ -182,6 +182,9 @@ class Sweep(Section):
         ObjectiveSettings(),
     )
     """Objectives. With several, the Pareto front is searched and nothing is pruned."""
+    concurrent_trials: Literal["auto"] | Annotated[PositiveCount, Field(le=64)] = "auto"
+    """Trials that one worker trains together, in one pass of the base. auto: up to 8 on a GPU, as memory allows; 1
+    without one."""
     trials: PositiveCount = 20
     """Total number of trials, over all starts of the sweep. Trials that a fork takes over are not counted."""
     max_hours: Positive | None = None

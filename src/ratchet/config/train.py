@@ -215,6 +215,15 @@ class Train(Section):
             raise ValueError(problem)
         return self
 
+    @property
+    def grouping_obstacle(self) -> str | None:
+        """Why a run with these settings cannot share its base with other runs of a process; None if it can."""
+        if self.initialization == "pissa":
+            return "initialization: pissa changes the weights of the base"
+        if self.distill.teacher is not None:
+            return "distill.teacher: the teacher would be loaded for each run"
+        return None
+
 
 REMOVED: Mapping[str, dict[str, Any]] = {
     "gradient_compression": {"topk_fraction": 0.4},

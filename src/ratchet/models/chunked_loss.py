@@ -320,8 +320,8 @@ class ChunkedLoss:
         model: Model,
         batch: SequenceBatch,
         scale: float | None,
-        teacher_targets: TeacherTargets | None,
-        phase: Phase,
+        teacher_targets: TeacherTargets | None = None,
+        phase: Phase = _ignore_phase,
     ) -> None:
         self.model, self.batch, self.phase, self.teacher_targets = model, batch, phase, teacher_targets
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -429,11 +429,19 @@ class ChunkedLoss:
             else:
                 with torch.no_grad():
                     logit_gradient = functional.log_softmax(logits[0].float(), dim=-1)
-                    self.value -= logit_gradient.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+                    self._add_nll(start, -logit_gradient.gather(1, targets.unsqueeze(1)).squeeze(1))
                     if factor is not None:  # in place, so that a chunk needs only one tensor of this size
                         logit_gradient.exp_()[torch.arange(len(targets), device=targets.device), targets] -= 1
             if factor is not None:
-                logits.backward(logit_gradient.mul_(factor).to(logits.dtype).unsqueeze(0))
+                logits.backward(self._scale_gradient(start, logit_gradient, factor).to(logits.dtype).unsqueeze(0))
             if gradient is not None:
                 gradient[positions] = chunk.grad[0]
         return gradient
+
+    def _add_nll(self, start: int, nll: Tensor) -> None:
+        """Add the negative log-likelihoods of the targets from `start` on."""
+        self.value += nll.sum(dtype=torch.float64)
+
+    def _scale_gradient(self, start: int, gradient: Tensor, scale: float) -> Tensor:
+        """Scale the gradient of the logits of the targets from `start` on, in place."""
+        return gradient.mul_(scale)

@@ -65,6 +65,8 @@ def spec_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
         identity["train"] = config_train.train_identity(train)
     if identity.get("distillation_digest") is None:
         identity.pop("distillation_digest", None)
+    if not identity.get("is_grouped"):
+        identity.pop("is_grouped", None)
     return identity
 
 
@@ -111,6 +113,8 @@ class RunSpec(BaseRunSpec):
     distillation_digest: str | None = None
     """Digest of the teacher outputs (DistillationCard), or of the teacher's files if the teacher runs during
     training."""
+    is_grouped: bool = False
+    """Whether a training group computes this run together with others (training/group.py), which rounds differently."""
 
     def require(self, report: TrainReport) -> None:
         """Raise DataError if the report is of another run, because settings, data or base have changed since."""

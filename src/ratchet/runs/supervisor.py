@@ -32,7 +32,8 @@ from ratchet.redaction import redact
 from ratchet.runs import log
 from ratchet.runs.callbacks import CallbackList, RunCallback, RunPruner, Status
 from ratchet.runs.directory import LaunchSpec, RunDirectory, storage_errors
-from ratchet.runs.fork_server import ForkServer, Program
+from ratchet.runs.fork_server import Program
+from ratchet.runs.group_connection import WorkerServer
 from ratchet.runs.heartbeat import HangDetector, Heartbeat, dump_stacks_and_kill, read_process_state
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import JsonLog, Level, LogTrimmer, print_message
@@ -69,11 +70,11 @@ def supervise(  # noqa: PLR0913, PLR0917 (the run, and who takes part in it)
     code_version: str,
     pruner: RunPruner | None = None,
     replicator: ReplicatorProtocol | None = None,
-    server: ForkServer | None = None,
+    server: WorkerServer | None = None,
 ) -> None:
     """Run workers until the run has a sealed result, and until the result is in the replica, if there is a replicator.
 
-    Workers are forks of `server`. Without a server, and on machines with several ranks, they are programs.
+    Workers are started by `server`. Without a server, and on machines with several ranks, they are programs.
 
     Raises:
         InterruptedRunError: the run was asked to stop (SIGTERM, SIGINT, a preemption notice, the pruner) and has saved
@@ -138,7 +139,7 @@ class _Supervisor:
 
     def __init__(
         self, run: RunDirectory, launch: LaunchSpec, stop: StopSignal, pruner: RunPruner | None,
-        replication: ReplicationSession, server: ForkServer | None,
+        replication: ReplicationSession, server: WorkerServer | None,
     ) -> None:  # fmt: skip
         self._launch, self._server = launch, server
         self._run, self._stop, self._pruner, self._replication = run, stop, pruner, replication
@@ -273,7 +274,7 @@ class _Supervisor:
 
 def run_attempt(
     run: RunDirectory, machine: Machine, stop: StopSignal, poll: Callable[[], None], module: str | None = None,
-    server: ForkServer | None = None,
+    server: WorkerServer | None = None,
 ) -> WorkerExit:  # fmt: skip
     """Start a worker and wait for its end. Kill it if it stalls."""
     count = count_local_ranks(machine)
@@ -305,7 +306,7 @@ def run_attempt(
 
 
 def _start_worker(
-    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None, server: ForkServer | None
+    run: RunDirectory, pages: Sequence[Heartbeat], with_agent: bool, module: str | None, server: WorkerServer | None
 ) -> WorkerProcess:
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required for deterministic cuBLAS
     root, attempt = str(run.paths.root), str(run.journal.attempt)

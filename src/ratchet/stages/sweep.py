@@ -1,7 +1,7 @@
 """`ratchet sweep`: runs many supervised trainings, whose hyperparameters an Optuna study chooses. Loads no torch.
 
-Worker processes (tuning/worker_pool.py) share the study, on this machine and on others. This module starts and monitors
-the workers, reports the trials to the terminal and MLflow, and writes the report.
+Worker processes (tuning/sweep_worker.py) share the study, on this machine and on others. This module starts and
+monitors the workers, reports the trials to the terminal and MLflow, and writes the report.
 """
 
 import subprocess
@@ -180,7 +180,7 @@ def control_trial(
             if trial_requests.DECISIONS[action] and _was_run_here(history[request.trial], trials.worker.host):
                 task = trials.take_over(request.trial)
         if task is not None:
-            run_trial(task, layout, trials.worker, StopSignal(), server, request)
+            run_trial(task, layout, trials.worker, StopSignal(), lambda _: server, request)
         return TrialRequestResult(request=request, trial=store.trials()[request.trial])
 
 

@@ -140,6 +140,8 @@ class AsyncCheckpointer:
         self.save_s = 0.0
         """Duration of the last save in seconds; 0 before the first."""
         self.outage = ""
+        self.kept_step = 0
+        """Step whose checkpoint is kept in addition: the last common checkpoint of a group; 0: none."""
         self.progress = 0
         """Counter that grows while a save makes progress."""
         self._waiting: dict[int, tuple[TrainSnapshot, float]] = {}
@@ -232,7 +234,9 @@ class AsyncCheckpointer:
                 blocked_s=round(blocked_s, 6), seconds=round(self.save_s, 4),
             )  # fmt: skip
         unsent_steps = replication_protocol.find_unsent_steps(self._paths)
-        checkpoint.rotate(self._paths, self._keep, {state.best_step, state.rollback_step} | unsent_steps)
+        checkpoint.rotate(
+            self._paths, self._keep, {state.best_step, state.rollback_step, self.kept_step} | unsent_steps
+        )
 
     def _wait_out_error(self, error: OSError) -> None:
         """Report the first error of an outage, and wait before the next attempt.
@@ -242,7 +246,7 @@ class AsyncCheckpointer:
         if error.errno in DISK_FULL:
             in_flight = replication_protocol.find_steps_in_flight(self._paths)
             with contextlib.suppress(OSError):  # the first error is the one to report
-                required = {self.sealed.best_step, self.sealed.rollback_step} | in_flight
+                required = {self.sealed.best_step, self.sealed.rollback_step, self.kept_step} | in_flight
                 checkpoint.rotate(self._paths, self._keep, required)
         if not self.outage:
             self.outage = str(error)
@@ -267,6 +271,7 @@ class NullCheckpointer:
     is_saving = False
     save_s = 0.0
     outage = ""
+    kept_step = 0
 
     def __init__(self, sealed: TrainState) -> None:
         self.sealed = sealed

@@ -272,13 +272,19 @@ def _has_entry(path: Path, entry: files.Entry) -> bool:
     return False
 
 
-def find_newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
+def find_newest_valid(
+    paths: RunPaths, spec: RunSpec, notice: Callable[[str], None], max_step: int | None = None
+) -> Path | None:
     """Return the newest checkpoint that is valid together with all checkpoints that its state requires.
+
+    With `max_step`, later checkpoints do not count.
 
     Newer checkpoints that are damaged or outdated are reported to `notice` and skipped. Raises DamagedFileError if an
     intact checkpoint was written by a newer version, or belongs to another run.
     """
     for step in reversed(paths.checkpoint_steps()):
+        if max_step is not None and step > max_step:
+            continue
         path = paths.checkpoint(step)
         _refuse_newer(path)
         try:

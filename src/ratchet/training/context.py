@@ -1,6 +1,7 @@
 """Inputs of one training attempt: settings, model, rows, run directory and the services that a step uses."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from ratchet.runs.journal import Journal
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
+from ratchet.training.group import GroupMember
 from ratchet.training.memory_monitor import MemoryMonitor
 from ratchet.training.step_timer import StepSpans
 
@@ -53,6 +55,12 @@ class TrainingContext:
     """Whether the base is sharded (sharding.py). Then layers are gathered from all ranks, and every rank must take part
     in every forward pass."""
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
+    group: GroupMember | None = None
+    """Membership of the run in a group of runs that one process trains; None: the process trains only this run."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context for computations outside of a step, which excludes those of other runs of the process."""
+        return nullcontext() if self.group is None else self.group.computing()
 
     @property
     def settings(self) -> Train:

@@ -180,6 +180,7 @@ def require_memory(
     options = {name: True for name in ("activation_checkpointing", "shard_base") if getattr(run_forecast, name)}
     machine = machine.model_copy(update=options)
     available = capacity.measure_device(torch.device(work.device)).available_bytes // work.local_ranks
+    available -= work.reserved_bytes
     peak = run_forecast.needed_bytes(work.local_ranks)
     if peak <= available:
         return _make_initial_plan(machine, work)

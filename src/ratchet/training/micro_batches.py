@@ -147,7 +147,10 @@ class BatchPass:
         """Wait until the device has computed the loss of a micro-batch, and add the loss to the sum."""
         if self._context.is_base_sharded:  # send heartbeats, because the device may wait long for other ranks
             self._context.ranks.wait_for_device(self._context.device)
-        value = loss.item()
+        self.add_value(micro_batch, loss.item())
+
+    def add_value(self, micro_batch: MicroBatch, value: float) -> None:
+        """Add the loss of a micro-batch, in nats, to the sum."""
         if micro_batch.is_own:
             self._loss += value / self.trained_tokens * self.loss_factor if self._phase == "train" else value
 

@@ -48,14 +48,14 @@ def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
     return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seed the random numbers (dropout) of one optimizer step, on every device of a rank.
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """Return the seed of the random numbers (dropout) of one optimizer step of a rank.
 
     Each step has its own seed, so resuming needs no saved state of a random generator. Random numbers that are drawn
     between two steps, or by a repeated step, do not change the random numbers of later steps.
     """
     key = [seed, step, rank] if rank else [seed, step]
-    torch.manual_seed(int(digests.hash_json(key)[:15], 16))
+    return int(digests.hash_json(key)[:15], 16)
 
 
 def build(model: Model, settings: Train, device: torch.device) -> Optimizer:

@@ -130,18 +130,26 @@ class StepExecutor:
 
     def _compute_pass(self, number: int) -> BatchPass:
         """Add the gradients of this rank's micro-batches of a step (from 1) to the parameters' gradients."""
-        optimizer.seed_step(self.context.settings.seed, number - 1, self.context.ranks.environment.rank)
-        self.context.model.train()
-        with self.context.spans.measure("data"):
+        context = self.context
+        seed = optimizer.step_seed(context.settings.seed, number - 1, context.ranks.environment.rank)
+        if context.group is None:
+            torch.manual_seed(seed)
+        else:
+            context.group.seed(seed)
+        context.model.train()
+        with context.spans.measure("data"):
             sequences = self.plan.batch(number - 1)
-            batch_pass = BatchPass(self.context, "train", number, sequences, self.state.budget, self.parameters)
+            batch_pass = BatchPass(context, "train", number, sequences, self.state.budget, self.parameters)
         for micro_batch in batch_pass.micro_batches():
             with batch_pass.catch_out_of_memory(micro_batch):
                 batch = batch_pass.load(micro_batch)
                 # The trained tokens are those of the whole step, so the size of micro-batches changes nothing else.
                 scale = batch_pass.loss_factor / batch_pass.trained_tokens * self.state.loss_scale
                 targets = batch_pass.teacher_targets(micro_batch, batch)
-                loss = chunked_loss.compute_loss(self.context.model, batch, scale, targets, self.context.spans.measure)
+                if context.group is not None:
+                    batch_pass.add_value(micro_batch, context.group.forward_backward(batch, scale, targets))
+                    continue
+                loss = chunked_loss.compute_loss(context.model, batch, scale, targets, context.spans.measure)
                 loss.backward()
                 batch_pass.add_loss(micro_batch, loss)
         return batch_pass
@@ -254,7 +262,9 @@ class StepExecutor:
                 for micro_batch in batch_pass.micro_batches():
                     with batch_pass.catch_out_of_memory(micro_batch):
                         batch = batch_pass.load(micro_batch)
-                        batch_pass.add_loss(micro_batch, chunked_loss.compute_nll(self.context.model, batch))
+                        with self.context.computing():
+                            loss_of_batch = chunked_loss.compute_nll(self.context.model, batch)
+                        batch_pass.add_loss(micro_batch, loss_of_batch)
             result = batch_pass.gather()
             if result.is_stopped:
                 return None

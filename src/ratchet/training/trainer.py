@@ -17,6 +17,7 @@ from ratchet.runs.journal import read_decisions
 from ratchet.training import checkpoint, distributed
 from ratchet.training.async_checkpoint import AsyncCheckpointer, CheckpointInterval, NullCheckpointer
 from ratchet.training.context import TrainingContext
+from ratchet.training.group import GroupMember
 from ratchet.training.train_state import TrainState
 from ratchet.training.train_step import StepExecutor
 
@@ -61,7 +62,7 @@ class TrainingLoop:
         )
         self._submitted = self.state
         """State of the last snapshot that was submitted for saving."""
-        self._is_checkpoint_due = False
+        self._is_checkpoint_due = self._must_save_together = False
         self._exit_lock = threading.Lock()
         """After a stop request, the thread that seals the run takes this lock and never releases it."""
         context.faults.watch_disk(lambda: self.state.step + 1)
@@ -93,7 +94,8 @@ class TrainingLoop:
         context = self.context
         packed_sequence = self.plan.find_multi_row_sequence()
         if packed_sequence and not self.end_reason:
-            require_packing_isolation(context.model, context.train_rows, packed_sequence, context.device)
+            with context.computing():
+                require_packing_isolation(context.model, context.train_rows, packed_sequence, context.device)
         context.shutdown.arm(context.machine.grace_period_s, self._seal_from_signal_thread)
         try:
             return self._train()
@@ -104,6 +106,8 @@ class TrainingLoop:
                 self._seal("interrupted_by_peer")
             raise
         finally:
+            if context.group is not None:
+                context.group.leave()
             context.memory_monitor.close()
             self.checkpointer.close()
 
@@ -123,13 +127,20 @@ class TrainingLoop:
             has_ended = self.end_reason is not None
             if self._is_checkpoint_due or is_best or has_ended or self.executor.is_rollback_snapshot_due():
                 self._submit_checkpoint()
-            if has_ended:
+            is_saved_together = self._must_save_together
+            if is_saved_together:
+                self._save_together()
+            if has_ended and (self.context.group is None or is_saved_together):
                 break
+            if has_ended:  # the next round begins with a common checkpoint
+                continue
             monitor.enter("steady" if "first_step" in monitor.peaks else "first_step")
             self.executor.step()
             monitor.leave("first_step")
         # Training has ended only when the final state is sealed.
         context, timeout_s = self.context, self.context.machine.storage_timeout_s
+        if context.group is not None:
+            context.group.leave()
         context.heartbeat.beat("save")
         if not self.checkpointer.drain(timeout_s, lambda: context.heartbeat.beat("save")):
             raise StorageError(
@@ -144,12 +155,43 @@ class TrainingLoop:
 
         Rank 0 decides by its clock whether a checkpoint is due, and all ranks get this decision.
         """
-        ranks = self.context.ranks
+        ranks, group = self.context.ranks, self.context.group
+        if group is not None:
+            return self._begin_round(group)
         is_saving = self.checkpointer.is_saving
         is_due = ranks.is_first and self.interval.is_due(self.state.step, time.monotonic()) and not is_saving
         by_rank = ranks.gather([float(self.context.shutdown.is_requested), float(is_due)])
         self._is_checkpoint_due = bool(by_rank[0][1])
         return any(is_requested for is_requested, _ in by_rank)
+
+    def _begin_round(self, group: GroupMember) -> bool:
+        """Begin a round of the group; return whether this run was asked to stop, and so has left the group.
+
+        If a run ends or stops, all runs save a checkpoint first, so that a group that is killed later does not repeat
+        steps without it.
+        """
+        shutdown = self.context.shutdown
+        has_ended, is_stopping = self.end_reason is not None, shutdown.is_requested
+        is_due = self.interval.is_due(self.state.step, time.monotonic())
+        self._must_save_together = group.begin_round(is_due or has_ended or is_stopping)
+        self._is_checkpoint_due = self._must_save_together
+        if is_stopping:
+            if self._must_save_together:
+                self._submit_checkpoint()
+                self._save_together()
+            group.leave()
+        return is_stopping
+
+    def _save_together(self) -> None:
+        """Wait until the checkpoint of this step is sealed, and until all runs of the group have sealed theirs."""
+        context, group = self.context, self.context.group
+        if group is None:
+            raise RuntimeError("the run is in no group")
+        self._must_save_together = False
+        # If the disk fails, the group continues: the checkpointer reports it and tries again.
+        is_saved = self.checkpointer.drain(context.machine.storage_timeout_s, lambda: context.heartbeat.beat("save"))
+        if group.end_checkpoint(self.state.step if is_saved else None):
+            self.checkpointer.kept_step = self.state.step
 
     # Checkpoints.
 
@@ -157,7 +199,9 @@ class TrainingLoop:
         """Restore the newest checkpoint that any rank has."""
         context = self.context
         path = distributed.agree_on_checkpoint(
-            context.ranks, context.paths, checkpoint.find_newest_valid(context.paths, context.spec, self._notice)
+            context.ranks,
+            context.paths,
+            checkpoint.find_newest_valid(context.paths, context.spec, self._notice, self._max_restored_step),
         )
         if context.ranks.environment.is_writer:
             checkpoint.quarantine_newer(context.paths, path)
@@ -189,6 +233,11 @@ class TrainingLoop:
         self._submitted = snapshot.state
         self.interval.record(snapshot.state.step, time.monotonic(), blocked_s, self.checkpointer.save_s)
         self.checkpointer.submit(snapshot, blocked_s)
+
+    @property
+    def _max_restored_step(self) -> int | None:
+        """Step of the last common checkpoint of the group, if the group must resume from it."""
+        return None if self.context.group is None else self.context.group.resume_step
 
     # The end after a stop request.
 

@@ -9,7 +9,8 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,17 @@ import torch
 from ratchet.config.machine import Machine
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import EXIT_OK, DamagedFileError, NonFiniteStateError, SettingsError, StorageError
+from ratchet.errors import (
+    EXIT_OK,
+    DamagedFileError,
+    InsufficientMemoryError,
+    NonFiniteStateError,
+    SettingsError,
+    StorageError,
+)
 from ratchet.models import adapters, base_model, loading, model_card, model_spec, targets, vocabulary
 from ratchet.models.memory import parameters as model_parameters
+from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
@@ -30,13 +39,14 @@ from ratchet.runs.journal import Journal, JournalEvent
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import digests, files
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.training import AdapterAnalysis, TrainReport
+from ratchet.storage.records.training import AdapterAnalysis, MemoryForecast, TrainReport
 from ratchet.training import analysis, checkpoint, distillation, distributed, memory_monitor, optimizer, step_timer
 from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
 from ratchet.training.exit_codes import report_worker_end
-from ratchet.training.memory_monitor import MemoryMonitor
+from ratchet.training.group import GroupMember, MemberShutdown, TrainingGroup
+from ratchet.training.memory_monitor import InitialMemoryPlan, MemoryMonitor
 from ratchet.training.trainer import TrainingLoop
 
 REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
@@ -49,14 +59,47 @@ SAMPLE_ROWS = 1000
 """Approximate number of training rows from which the share of trained tokens is estimated."""
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """An attempt of a run, with everything that its process gives it."""
+
+    spec: RunSpec
+    launch: TrainingLaunchSpec
+    paths: RunPaths
+    journal: Journal
+    shutdown: GracefulShutdown
+    heartbeat: Heartbeat
+    group: GroupMember | None
+    """None: the process trains only this run."""
+
+
 def run_worker(paths: RunPaths, attempt: int, shutdown: GracefulShutdown, heartbeat: Heartbeat) -> int:
     """Train the run in `paths` until its result is sealed or a stop is requested; return the exit code."""
     environment = RankEnvironment.from_environment()
     journal = Journal(paths.journal, attempt) if environment.is_writer else RankJournal(paths.journal, attempt)
     try:
-        _train(paths, journal, shutdown, heartbeat)
+        _train(paths, journal, shutdown, heartbeat, None)
     except BaseException as error:
         return report_worker_end(error, journal, MEMORY_ADVICE)
+    return EXIT_OK
+
+
+def run_member(
+    paths: RunPaths, attempt: int, shutdown: MemberShutdown, heartbeat: Heartbeat, group: TrainingGroup
+) -> int:
+    """Train a run as a member of a group, in the calling thread; return what would be the exit code of a worker."""
+    journal = Journal(paths.journal, attempt)
+
+    def notice(text: str) -> None:
+        journal.append("notice", text=text)
+
+    member = group.join(paths.root.name, shutdown, heartbeat, notice)
+    try:
+        _train(paths, journal, shutdown, heartbeat, member)
+    except BaseException as error:
+        return report_worker_end(error, journal, MEMORY_ADVICE)
+    finally:
+        member.leave()
     return EXIT_OK
 
 
@@ -69,7 +112,9 @@ class RankJournal(Journal):
         return JournalEvent(kind, round(time.time(), 3), self.attempt, data)
 
 
-def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartbeat: Heartbeat) -> None:
+def _train(
+    paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartbeat: Heartbeat, group: GroupMember | None
+) -> None:
     spec, launch = RunSpec.load(paths.spec), TrainingLaunchSpec.load(paths.launch)
     hidden_size = base_model.read_hidden_size(Path(launch.base_path))
     loading.use_threads(launch.machine.threads, RankEnvironment.from_environment().local_world_size, hidden_size)
@@ -79,7 +124,7 @@ def _train(paths: RunPaths, journal: Journal, shutdown: GracefulShutdown, heartb
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     heartbeat.beat("load")
-    context = _build_context(spec, launch, paths, journal, heartbeat, shutdown)
+    context = _build_context(_Attempt(spec, launch, paths, journal, shutdown, heartbeat, group))
     if launch.profile_steps is not None:
         from ratchet.training import profiler  # imports libraries that training does not need
 
@@ -125,20 +170,14 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
     return {"flops_per_token": per_token, "peak_flops_per_s": None if math.isnan(peak) else peak}
 
 
-def _build_context(
-    spec: RunSpec,
-    launch: TrainingLaunchSpec,
-    paths: RunPaths,
-    journal: Journal,
-    heartbeat: Heartbeat,
-    shutdown: GracefulShutdown,
-) -> TrainingContext:
+def _build_context(attempt: _Attempt) -> TrainingContext:
     """Check all inputs, forecast the memory and load the model."""
+    spec, launch, journal, heartbeat = attempt.spec, attempt.launch, attempt.journal, attempt.heartbeat
     machine, base_path = launch.machine, Path(launch.base_path)
     rank_environment = RankEnvironment.from_environment()
     device = _select_device(machine, rank_environment)
     ranks = RankGroup(rank_environment, device, lambda: heartbeat.beat("peers"), machine.peer_timeout_s)
-    environment = _describe_environment(spec, device, machine, rank_environment.world_size)
+    environment = _describe_environment(attempt, device, rank_environment.world_size)
     # GPUs and threads may differ between ranks.
     shared_environment = {name: value for name, value in environment.items() if name not in ("device", "threads")}
     distributed.require_consistent(ranks, {"run": spec.model_dump(mode="json"), "environment": shared_environment})
@@ -164,7 +203,7 @@ def _build_context(
     work = replace(work, new_tokens=len(launch.base.added_tokens), teacher=teacher_spec)
     ranks_per_memory = rank_environment.local_world_size if device.type == "cpu" else 1
     work = work.on_ranks(rank_environment.world_size, ranks_per_memory, spec.train.batch_size)
-    memory_plan = memory_monitor.require_memory(paths, base, spec.train, machine, work, journal)
+    memory_plan = _plan_memory(attempt, base, work)
     is_sharded = ranks.any(memory_plan.shard_base)
     if is_sharded and (obstacle := targets.sharding_obstacle(spec.train)):
         raise SettingsError(f"machine.shard_base: {obstacle}; set it to false")
@@ -177,7 +216,8 @@ def _build_context(
         heartbeat.beat("load")
 
     def load_model() -> loading.Model:
-        model = _load_with_adapter(spec, launch, device, plan.steps, monitor, is_sharded)
+        with nullcontext() if attempt.group is None else attempt.group.computing():
+            model = _load_with_adapter(attempt, device, plan.steps, monitor, is_sharded)
         if recompute:
             adapters.enable_activation_checkpointing(model)
         if is_sharded:
@@ -193,10 +233,10 @@ def _build_context(
         device=device,
         train_rows=train_rows,
         validation_rows=validation_rows,
-        paths=paths,
+        paths=attempt.paths,
         journal=journal,
         heartbeat=heartbeat,
-        shutdown=shutdown,
+        shutdown=attempt.shutdown,
         environment=environment,
         batch_plan=plan,
         memory_monitor=monitor,
@@ -209,7 +249,51 @@ def _build_context(
         ranks=ranks,
         is_base_sharded=is_sharded,
         teacher=teacher,
+        group=attempt.group,
     )
+
+
+def _plan_memory(attempt: _Attempt, base: model_spec.ModelSpec, work: MemoryWorkload) -> InitialMemoryPlan:
+    """Plan the memory of the first step; in a group, wait until the other runs leave enough memory."""
+    paths, train, machine, journal = attempt.paths, attempt.spec.train, attempt.launch.machine, attempt.journal
+    group = attempt.group
+    if group is None:
+        return memory_monitor.require_memory(paths, base, train, machine, work, journal)
+    is_reported = False
+    while True:
+        with group.computing():  # the runs plan one after the other
+            work = replace(work, reserved_bytes=group.group.sum_reserved_bytes(group))
+            try:
+                plan = memory_monitor.require_memory(paths, base, train, machine, work, journal)
+            except InsufficientMemoryError as error:
+                refusal = error
+            else:
+                group.reserved_bytes = _count_own_bytes(paths)
+                return plan
+        if not is_reported:
+            journal.append("notice", text=f"waits for memory that other runs of the process use: {refusal}")
+            is_reported = True
+        if not group.group.wait_for_memory(group):
+            raise refusal
+
+
+def _count_own_bytes(paths: RunPaths) -> int:
+    """Return the memory that a run needs by its forecast in addition to the process and the base; at least 1."""
+    if not paths.forecast.exists():  # there is no forecast for this kind of model
+        return 1
+    forecast = MemoryForecast.load(paths.forecast)
+    shared_bytes = forecast.phase_memory("baseline").total_bytes + forecast.peak.parts.get("weights", 0)
+    return max(1, forecast.needed_bytes() - shared_bytes)
+
+
+def _base_key(spec: RunSpec, launch: TrainingLaunchSpec) -> str:
+    """Return the digest of everything that determines the frozen tensors of a base in memory."""
+    train = spec.train
+    parts = (
+        spec.base_digest, launch.base_path, train.quantization, train.double_quantization, train.quantization_storage,
+        train.compute_dtype, train.attention,
+    )  # fmt: skip
+    return digests.hash_json(list(parts))
 
 
 def _select_device(machine: Machine, environment: RankEnvironment) -> torch.device:
@@ -229,21 +313,30 @@ def _select_device(machine: Machine, environment: RankEnvironment) -> torch.devi
 
 
 def _load_with_adapter(
-    spec: RunSpec, launch: TrainingLaunchSpec, device: torch.device, steps: int, monitor: MemoryMonitor, on_host: bool
+    attempt: _Attempt, device: torch.device, steps: int, monitor: MemoryMonitor, on_host: bool
 ) -> loading.Model:
     """Load the base with a new adapter. `on_host`: the base must be complete in the host's memory to be sharded."""
+    spec, launch, group = attempt.spec, attempt.launch, attempt.group
     path = Path(launch.base_path)
     monitor.enter("loaded")
-    base = loading.load(path, launch.base, spec.train, device, torch.device("cpu") if on_host else None)
+
+    def load_base() -> loading.Model:
+        return loading.load(path, launch.base, spec.train, device, torch.device("cpu") if on_host else None)
+
+    base = group.load_base(_base_key(spec, launch), load_base) if group else load_base()
     monitor.enter("adapters")
     tokenizer = base_model.open_tokenizer(path, launch.base.remote_code)
     vocabulary.add_tokens(tokenizer, launch.base.added_tokens)
     new_tokens = vocabulary.list_new_token_ids(tokenizer, launch.base, base)
-    return adapters.attach(base, spec.train, spec.base_digest, new_tokens, steps)
+    model = adapters.attach(base, spec.train, spec.base_digest, new_tokens, steps)
+    if group is not None:
+        group.attach(model, device)
+    return model
 
 
-def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine, world_size: int) -> dict[str, str]:
+def _describe_environment(attempt: _Attempt, device: torch.device, world_size: int) -> dict[str, str]:
     """Return the environment of a training: two runs of one spec are bit-exact only if their environments are equal."""
+    spec, machine = attempt.spec, attempt.launch.machine
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
@@ -251,6 +344,7 @@ def _describe_environment(spec: RunSpec, device: torch.device, machine: Machine,
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_size": str(machine.micro_batch_size), **({"ranks": str(world_size)} if world_size > 1 else {}),
         **({"micro_batch_tokens": str(machine.micro_batch_tokens)} if machine.micro_batch_tokens else {}),
+        **({"computed": "with other runs"} if attempt.group is not None else {}),
     }  # fmt: skip
 
 

@@ -18,10 +18,11 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, SweepReport, Trial
+from ratchet.training.run_spec import build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.samplers import create_empty_study, group_by_lineage, is_infeasible, replace_non_finite
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
-from ratchet.tuning.search_space import SearchSpace, encode_value, to_distribution, to_tuples, to_unit
+from ratchet.tuning.search_space import SearchSpace, apply_values, encode_value, to_distribution, to_tuples, to_unit
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
@@ -153,11 +154,12 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
         files.write_atomic(path, changed)
         lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), path.name, path.name, lineterm="", n=1)
         diff = tuple(lines)
+    run_id = build_run_spec(layout, apply_values(settings, trial.values)).run_id  # as `dvc repro` computes it
     return AdoptedTrial(
         study=report.study,
         trial=trial.number,
-        run_id=str(trial.run_id),
-        is_trained_here=RunPaths(layout.runs / str(trial.run_id)).is_finished(),
+        run_id=run_id,
+        is_trained_here=RunPaths(layout.runs / run_id).is_finished(),
         diff=diff,
         conditional=tuple(axis.name for axis in report.axes if axis.conditional and axis.name in changes),
     )

@@ -79,6 +79,8 @@ class TrialScheduler:
     """Starts trainings and processes that score."""
     check_stop: Callable[[], None]
     """Function that is called while a process scores; it raises an exception after a request to stop."""
+    is_grouped: bool = False
+    """Whether new trials are trained in a group of trials, if that is possible."""
     _last_choice: tuple[list[Trial], NewTrial | Continuation | None] | None = None
     """Last choice of a freeze-thaw search, with its history."""
 
@@ -228,9 +230,9 @@ class TrialScheduler:
         """Return a function that returns whether a trial has these values."""
 
         def is_tried(values: Mapping[str, Any]) -> bool:
-            # Invalid values have no run, so they are compared directly.
+            # Invalid values have no run, and a trial may have been trained in a group or alone.
             run_id, plain = self.run_id(values), dict(values)
-            return any(trial.values == plain if trial.run_id is None else trial.run_id == run_id for trial in history)
+            return any(trial.values == plain or (run_id is not None and trial.run_id == run_id) for trial in history)
 
         return is_tried
 
@@ -253,7 +255,8 @@ class TrialScheduler:
     def require_run_id(self, values: Mapping[str, Any]) -> str:
         """Return the run id of these values. Raises SettingsError if they are invalid settings."""
         train = apply_values(self.settings, values).train
-        return self._spec.model_copy(update={"train": train}).run_id
+        is_grouped = self.is_grouped and train.grouping_obstacle is None
+        return self._spec.model_copy(update={"train": train, "is_grouped": is_grouped}).run_id
 
     def _begin_trial(
         self,
@@ -369,6 +372,7 @@ class FinalRoundScheduler:
             history = self.search.trials()
             if any(not trial.is_over for trial in history):
                 return "wait"
+            history = [self._with_own_run(trial) for trial in history]
             has_front = len(self.settings.sweep.objectives) > 1  # it has no winner: the user chooses
             is_stopped = bool(self.search.notes().get(final_round.STOPPED))
             if has_front or is_stopped or not any(trial.state == "complete" for trial in history):
@@ -409,6 +413,15 @@ class FinalRoundScheduler:
                     trainings.append(final_round.FinalistTraining(trial.number, index, seed.run_id, failed))
         return trainings
 
+    def _with_own_run(self, trial: Trial) -> Trial:
+        """Return the trial with the run that is trained alone. The search may have trained it in a group, which rounds
+        differently; then `_score` trains it again, so that what is compared and adopted does not depend on the
+        group."""
+        if trial.state != "complete":
+            return trial
+        spec = build_run_spec(self.layout, apply_values(self.settings, trial.values))
+        return trial.model_copy(update={"run_id": spec.run_id})
+
     def _make_task(self, trial: Trial) -> TrialTask:
         settings = apply_values(self.settings, trial.values)
         return TrialTask(self.seeds, trial, settings, self._compute_objectives, float(settings.train.batch_size), None)
@@ -430,7 +443,8 @@ class FinalRoundScheduler:
                 self.check_stop()
         try:
             for run_id in job.run_ids:
-                if not RunPaths(self.layout.runs / run_id).is_finished():  # only another machine has trained it
+                # Only another machine has trained it, or a group.
+                if not RunPaths(self.layout.runs / run_id).is_finished():
                     trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
                     settings = apply_values(self.settings, trial.values)
                     run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))

@@ -25,8 +25,8 @@ from ratchet.errors import (
     first_line,
 )
 from ratchet.runs.callbacks import Status
-from ratchet.runs.directory import RunDirectory, RunPaths
-from ratchet.runs.fork_server import ForkServer
+from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
+from ratchet.runs.group_connection import WorkerServer
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.restart_policy import FailureClass
@@ -200,21 +200,21 @@ def run_trial(
     layout: ProjectLayout,
     worker: SweepWorker,
     stop: StopSignal,
-    server: ForkServer,
+    choose_server: Callable[[RunSpec], WorkerServer],
     request: TrialRequest | None = None,
 ) -> None:
     """Train or continue a trial, and store its result in the study.
 
     If the training fails, the trial is infeasible or failed, and the sweep continues. During the run, its supervisor
     handles signals; `stop` has the other requests to stop this process. With the `request` of a person to stop or
-    pause it, the trial ends without training.
+    pause it, the trial ends without training. `choose_server` returns what starts the trainings of a run.
 
     Raises:
         InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
         TrialLeaseLostError: another worker has the trial; nothing was stored.
     """
     trial, number = task.trial, task.trial.number
-    launch, spec = build_launch(layout, task.settings), build_run_spec(layout, task.settings)
+    launch, spec = build_launch(layout, task.settings), build_trial_spec(layout, task)
     # A trial runs on one machine; other machines run other trials.
     launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
@@ -222,9 +222,9 @@ def run_trial(
     callback = TrialRunCallback(task.store, trial, task.rows_per_step, decide_pruning, stop, request=request)
     with TrialHeartbeat(callback, worker, task.settings.machine.lease_timeout_s):
         try:
-            run = _open_run(layout, task, callback)
+            run = _open_run(layout, task, spec, callback)
             try:
-                supervise(run, launch, [callback], code_version(), pruner=callback, server=server)
+                supervise(run, launch, [callback], code_version(), pruner=callback, server=choose_server(spec))
             finally:
                 run.close()
             if callback.pruned_reason is None:
@@ -256,9 +256,15 @@ def run_trial(
     retry_storage(lambda: task.store.finish(number, outcome, worker), wait_s, check_stop)
 
 
-def _open_run(layout: ProjectLayout, task: TrialTask, callback: TrialRunCallback) -> RunDirectory:
+def build_trial_spec(layout: ProjectLayout, task: TrialTask) -> RunSpec:
+    """Return the spec of a trial's run. An earlier start of the trial may have decided that a group trains it."""
+    spec = build_run_spec(layout, task.settings)
+    return spec if spec.run_id == task.trial.run_id else spec.model_copy(update={"is_grouped": True})
+
+
+def _open_run(layout: ProjectLayout, task: TrialTask, spec: RunSpec, callback: TrialRunCallback) -> RunDirectory:
     """Open the run; wait while another process trains it."""
-    spec, is_reported = build_run_spec(layout, task.settings), False
+    is_reported = False
     while True:
         try:
             return RunDirectory.open(layout.runs, spec)

@@ -1,39 +1,20 @@
-"""Starts, restarts and stops the workers of `ratchet sweep`, and contains the main function of a worker.
-
-A worker is the process `python -m ratchet.tuning.worker_pool PROJECT SETTINGS PARENT_PID`, or a fork that behaves like
-it (runs/fork_server.py). It runs one trial of the study after another until all work is done. It uses neither MLflow
-nor torch itself. Any number of workers, on any machines, may work on a study.
-"""
+"""Starts, restarts and stops the workers of `ratchet sweep` (sweep_worker.py)."""
 
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from ratchet.config import params_file
 from ratchet.config.machine import Machine
-from ratchet.config.settings import Settings
-from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RatchetError, RunFailedError
-from ratchet.redaction import print_exception, redact_stderr
+from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
 from ratchet.runs.fork_server import ForkServer, Program
-from ratchet.runs.log import print_message
-from ratchet.runs.signals import StopSignal, die_with_parent
-from ratchet.storage.layout import ProjectLayout
-from ratchet.tuning.leases import SweepWorker, TrialLeaseLostError
-from ratchet.tuning.scheduler import FinalRoundScheduler, TrialScheduler, open_final_store
-from ratchet.tuning.storage import retry_storage
-from ratchet.tuning.study_session import StudySession
-from ratchet.tuning.trial import TrialTask, raise_if_requested, run_trial
 
-WORKER_MODULE = "ratchet.tuning.worker_pool"
+WORKER_MODULE = "ratchet.tuning.sweep_worker"
 
 RESTART_DELAY_S = 1.0
 """Seconds before a worker that was interrupted is started again. A worker that died is replaced at once, but after
@@ -50,12 +31,6 @@ KILL_WAIT_S = 30.0
 
 GONE_S = 60.0
 """Maximum number of seconds to wait for a killed process to end."""
-
-WAIT_S = 1.0
-"""Seconds between two checks for work, while other workers do the remaining work."""
-
-
-# The pool, in the process of the sweep command.
 
 
 def divide_threads(machine: Machine, workers: int) -> Machine:
@@ -118,8 +93,15 @@ class LocalWorkerLauncher:
 
     max_losses = 0
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._arguments, self._gpus, self._server = arguments, visible_gpus(), ForkServer()
+    def __init__(self, arguments: Sequence[str], group: tuple[str, str] | None = None) -> None:
+        """Begin without workers.
+
+        Args:
+            arguments: project and settings of the workers.
+            group: number of the worker whose group trains their trials, and socket of the group; None: no group.
+        """
+        self._arguments, self._group = arguments, group
+        self._gpus, self._server = visible_gpus(), ForkServer()
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
@@ -127,9 +109,8 @@ class LocalWorkerLauncher:
         gpu = {"CUDA_VISIBLE_DEVICES": gpus[(number - 1) % len(gpus)]} if len(gpus) > 1 else {}
         with log.open("ab") as stream:
             # The worker has its own session, so that Ctrl-C reaches only this process. It asks workers to end once.
-            return self._server.start(
-                Program(WORKER_MODULE, (*self._arguments, None), os.environ | gpu), stream.fileno()
-            )
+            arguments = (*self._arguments, None, *(self._group or [str(number)]))
+            return self._server.start(Program(WORKER_MODULE, arguments, os.environ | gpu), stream.fileno())
 
     def close(self) -> None:
         """End the server."""
@@ -292,70 +273,3 @@ class WorkerPool:
 def _last_log_line(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "its log is empty"
-
-
-# A worker.
-
-
-@redact_stderr()
-def main(arguments: list[str]) -> int:
-    """Work on the study until all work is done; return the exit code."""
-    sys.excepthook = print_exception
-    die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(arguments[2]):
-        return EXIT_INTERRUPTED
-    with ForkServer() as server, StopSignal().installed() as stop:
-        layout, settings = ProjectLayout(Path(arguments[0])), params_file.load(Path(arguments[1]))
-        try:
-            run_sweep_worker(layout, settings, stop, server)
-        except RatchetError as error:
-            print(f"{error}", file=sys.stderr)
-            return error.exit_code
-    return EXIT_OK
-
-
-def run_sweep_worker(layout: ProjectLayout, settings: Settings, stop: StopSignal, server: ForkServer) -> None:
-    """Run the trials of the search, then those of the final round. `server` starts the trainings.
-
-    Raises:
-        InterruptedRunError: a stop was requested; the running trial is sealed and released.
-    """
-    worker, wait_s = SweepWorker.current(), settings.machine.storage_timeout_s
-    check_stop = partial(raise_if_requested, stop)
-    with ExitStack() as stack:
-        session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
-        search = TrialScheduler(layout, settings, session.store, worker, server, check_stop)
-        run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, server=server)
-        _run_all_trials(search, session, run, stop)
-        seeds = retry_storage(
-            lambda: open_final_store(session.store, session.identity, settings, session.space), wait_s, check_stop
-        )
-        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, server, check_stop)
-        _run_all_trials(finals, session, run, stop)
-
-
-def _run_all_trials(
-    scheduler: TrialScheduler | FinalRoundScheduler,
-    session: StudySession,
-    run: Callable[[TrialTask], None],
-    stop: StopSignal,
-) -> None:
-    check_stop = partial(raise_if_requested, stop)
-    while True:
-        check_stop()
-        work = retry_storage(scheduler.next, session.settings.machine.storage_timeout_s, check_stop)
-        if work == "over":
-            return
-        if work == "wait":
-            time.sleep(WAIT_S)
-        elif isinstance(work, TrialTask):
-            try:
-                run(work)
-            except TrialLeaseLostError as error:
-                print_message(f"{error}")
-        else:
-            work()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

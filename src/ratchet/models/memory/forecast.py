@@ -83,6 +83,8 @@ class MemoryWorkload:
     """Number of processes that share this memory: on CPUs, the ranks of one machine; 1 if each rank has a GPU."""
     teacher: ModelSpec | None = None
     """Teacher that is also in memory and evaluates every micro-batch (train.distill)."""
+    reserved_bytes: int = 0
+    """Bytes that are reserved for other trainings of the same process."""
 
     def single_row(self) -> "MemoryWorkload":
         """Return the workload with one row at a time."""

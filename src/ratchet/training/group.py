@@ -1,0 +1,454 @@
+"""Trains several runs with the same base and data in one process: a training group.
+
+Each run is a member with a thread, a run directory and a training loop of its own, as if it were alone. Members share
+the frozen base, and compute their micro-batches together in one pass of it (models/merged_pass.py). They go in rounds:
+in each round, each member does one step. Members join and leave between two rounds.
+
+The rounding of a merged pass depends on the members. So that a group that was killed resumes with the same bits, all
+members save a checkpoint in the same round: when one of them wants to, and whenever a member has joined or left. A file
+lists these common checkpoints, and a new process of the group waits for the same members and begins there.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ratchet.errors import InterruptedRunError
+from ratchet.models import chunked_loss, merged_pass, oom
+from ratchet.models.device import Model
+from ratchet.models.loss import SequenceBatch, TeacherTargets
+from ratchet.models.merged_pass import MergedModel, MergedPasses, NotMergeableError, RandomStream, SharedBase
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.signals import GracefulShutdown
+from ratchet.storage import files
+
+WAIT_S = 0.5
+"""Seconds between two heartbeats of a member that waits for others."""
+
+REJOIN_WAIT_S = 20.0
+"""Seconds that a restarted group waits for the members of its last common checkpoint."""
+
+_State = Literal["busy", "round", "pass", "checkpoint"]
+
+
+class MemberShutdown(GracefulShutdown):
+    """Request to stop one member of a group. It comes from the member's supervisor, not from a signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_abandoned = False
+        """Whether the supervisor is gone. The member then ends without saving, as a killed process would."""
+
+    def request(self) -> None:
+        """Ask the member to save its state and end."""
+        self._is_requested = True
+
+    def abandon(self) -> None:
+        """Let the member end at once."""
+        self.is_abandoned = self._is_requested = True
+
+    def arm(self, grace_period_s: float, seal: Callable[[], None]) -> None:
+        """Do nothing: a member that does not stop in time is killed with its group by its supervisor."""
+
+
+@dataclass
+class _MicroBatch:
+    """A micro-batch that a member has submitted, and its result."""
+
+    batch: SequenceBatch
+    scale: float
+    targets: TeacherTargets | None
+    loss: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class GroupMember:
+    """A run in a group. All methods are called by the thread of the run."""
+
+    group: "TrainingGroup"
+    run_id: str
+    shutdown: MemberShutdown
+    heartbeat: Heartbeat
+    notice: Callable[[str], None]
+    """Writes a text to the journal of the run."""
+    resume_step: int | None = None
+    """Step of the last common checkpoint, from which the run must resume; None: the newest checkpoint."""
+    reserved_bytes: int = 0
+    """Memory that the run needs by its forecast, in addition to the process with the base; 0: it does not train yet."""
+    _merged: MergedModel | None = None
+    _random: RandomStream | None = None
+    _model: Model = None
+    _state: _State = "busy"
+    _is_released: bool = True
+    _is_admitted: bool = False
+    _waits_for_memory: bool = False
+    _wants_checkpoint: bool = False
+    _must_save: bool = False
+    _saved_step: int | None = None
+    _is_recorded: bool = False
+    _micro_batch: _MicroBatch | None = None
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers of the next step (dropout)."""
+        self._random_stream.seed(seed)
+
+    def begin_round(self, wants_checkpoint: bool) -> bool:
+        """Wait until all members begin the next round. Return whether all of them must save a checkpoint first.
+
+        Raises InterruptedRunError if the supervisor of this run is gone.
+        """
+        self._wants_checkpoint = wants_checkpoint
+        self.group.wait(self, "round")
+        return self._must_save
+
+    def end_checkpoint(self, step: int | None) -> bool:
+        """Wait until all members have tried to save their checkpoints. Return whether all of them could, so that the
+        group now resumes from these checkpoints.
+
+        Raises InterruptedRunError as `begin_round`.
+
+        Args:
+            step: step of the saved checkpoint; None: it could not be saved.
+        """
+        self._saved_step = step
+        self.group.wait(self, "checkpoint")
+        return self._is_recorded
+
+    def forward_backward(self, batch: SequenceBatch, scale: float, targets: TeacherTargets | None) -> float:
+        """Compute a micro-batch together with those of the other members, and add `scale` times its gradient to the
+        parameters' gradients. Return the sum of its losses in nats.
+
+        Raises InterruptedRunError as `begin_round`, and the exceptions of `chunked_loss.forward_backward`.
+        """
+        self._micro_batch = submitted = _MicroBatch(batch, scale, targets)
+        self.group.wait(self, "pass")
+        if submitted.error is not None:
+            raise submitted.error
+        return submitted.loss
+
+    def load_base(self, key: str, load: Callable[[], Model]) -> Model:
+        """Return a base model that shares the weights of the base with this key, which `load` loads for the first
+        member. Call this inside `computing`."""
+        return self.group.load_base(self, key, load)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Exclude the computations of other members inside the context."""
+        with self.group.computing(lambda: self.heartbeat.beat("peers")):
+            yield
+
+    def leave(self) -> None:
+        """Leave the group. The other members do not wait for this one any more. May be called again."""
+        self.group.remove(self)
+
+    def attach(self, model: Model, device: torch.device) -> None:
+        """Set the model of this run, whose base is a copy of the group's."""
+        self._model, self._random = model, RandomStream(device)
+        if (obstacle := merged_pass.find_obstacle(model)) is None:
+            self._merged = MergedModel(model, self._random)
+        else:
+            self.notice(f"this run takes turns with the others instead of sharing their passes: {obstacle}")
+
+    @property
+    def _random_stream(self) -> RandomStream:
+        if self._random is None:
+            raise RuntimeError("the member has no model yet")
+        return self._random
+
+    @property
+    def _is_mergeable(self) -> bool:
+        """Whether the submitted micro-batch can be merged with others. Recomputed activations would draw other random
+        numbers."""
+        if self._merged is None or self._micro_batch is None or self._micro_batch.targets is not None:
+            return False
+        return not (self._merged.has_dropout and self._merged.recomputes_activations)
+
+
+class TrainingGroup:
+    """The runs that a process trains together."""
+
+    def __init__(self, record: Path) -> None:
+        """Begin a group, or resume it. `record` is the file that lists its common checkpoints."""
+        self._record = record
+        self._expected: dict[str, int] = _read_record(record)
+        """Runs of the last common checkpoint that have not come back yet, with their steps."""
+        self._began_s: float | None = None
+        """Time at which the first run joined a group that has not begun yet."""
+        self._has_begun = False
+        self._members: list[GroupMember] = []
+        self._has_changed = True
+        """Whether a member has joined or left since the last common checkpoint."""
+        self._changed = threading.Condition()
+        self._compute_lock = threading.Lock()
+        self._is_computing = False
+        self._limit: int | None = None
+        """Largest number of micro-batches in a pass, after a pass ran out of memory."""
+        self._bases: dict[str, tuple[SharedBase, MergedPasses]] = {}
+        self._base_of: dict[GroupMember, str] = {}
+
+    # Members.
+
+    def join(
+        self, run_id: str, shutdown: MemberShutdown, heartbeat: Heartbeat, notice: Callable[[str], None]
+    ) -> GroupMember:
+        """Add a run, which takes part from its first `begin_round` on."""
+        with self._changed:
+            if self._began_s is None:
+                self._began_s = time.monotonic()
+            resume_step = None if self._has_begun else self._expected.pop(run_id, None)
+            member = GroupMember(self, run_id, shutdown, heartbeat, notice, resume_step)
+            self._members.append(member)
+            return member
+
+    def remove(self, member: GroupMember) -> None:
+        """Remove a run. Called by `GroupMember.leave`."""
+        with self._changed:
+            if member in self._members:
+                self._members.remove(member)
+                self._base_of.pop(member, None)
+                self._has_changed = self._has_changed or member._is_admitted
+                self._changed.notify_all()
+
+    # Memory and models.
+
+    def load_base(self, member: GroupMember, key: str, load: Callable[[], Model]) -> Model:
+        """Return a base model for a member. Called by `GroupMember.load_base`."""
+        if key not in self._bases:
+            base = SharedBase(load())
+            self._bases[key] = base, MergedPasses(base)
+        with self._changed:
+            self._base_of[member] = key
+        return self._bases[key][0].copy()
+
+    def sum_reserved_bytes(self, member: GroupMember) -> int:
+        """Return the memory that is reserved for the other members."""
+        with self._changed:
+            return sum(other.reserved_bytes for other in self._members if other is not member)
+
+    def wait_for_memory(self, member: GroupMember) -> bool:
+        """Wait until another member has left; return False at once if this member is the only one.
+
+        Raises InterruptedRunError if the supervisor of the run is gone, or asks it to stop.
+        """
+        with self._changed:
+            others = [other for other in self._members if other is not member and other.reserved_bytes]
+            if not others:
+                return False
+            member._waits_for_memory = True
+            while all(other in self._members for other in others):
+                if member.shutdown.is_requested:
+                    raise InterruptedRunError("stopped before it was loaded")
+                member.heartbeat.beat("load")
+                self._changed.wait(WAIT_S)
+            member._waits_for_memory = False
+            return True
+
+    @contextmanager
+    def computing(self, beat: Callable[[], None]) -> Iterator[None]:
+        """Exclude other computations of the process inside the context."""
+        while not self._compute_lock.acquire(timeout=WAIT_S):
+            beat()
+        try:
+            yield
+        finally:
+            self._compute_lock.release()
+
+    # Rounds.
+
+    def wait(self, member: GroupMember, state: _State) -> None:
+        """Wait until all members have come so far that this one can continue. Called by the methods of GroupMember."""
+        with self._changed:
+            member._state, member._is_released = state, False
+            self._changed.notify_all()
+            while not member._is_released:
+                if self._is_computing:
+                    pass
+                elif self._advance():
+                    self._changed.notify_all()
+                    continue
+                elif submitted := self._find_complete_pass():
+                    self._run_pass(submitted)
+                    continue
+                elif member.shutdown.is_abandoned:
+                    raise InterruptedRunError("the supervisor of this run is gone")
+                self._changed.wait(WAIT_S)
+                member.heartbeat.beat("peers")
+
+    def _advance(self) -> bool:
+        """Release the members if all of them have reached the next round, or have saved a common checkpoint."""
+        admitted = [member for member in self._members if member._is_admitted]
+        waiting = [member for member in self._members if not member._is_released]
+        if admitted and all(member in waiting and member._state == "checkpoint" for member in admitted):
+            self._record_checkpoint(admitted)
+            _release(admitted)
+            return True
+        if not all(member in waiting and member._state == "round" for member in admitted):
+            return False
+        joining = [member for member in waiting if member._state == "round" and not member._is_admitted]
+        if not admitted and not (joining and self._may_begin()):
+            return False
+        if joining or self._has_changed or any(member._wants_checkpoint for member in admitted):
+            must_save, self._has_changed = True, False
+        else:
+            must_save = False
+        for member in (*admitted, *joining):
+            member._is_admitted, member._must_save = True, must_save
+        self._has_begun = True
+        _release([*admitted, *joining])
+        return True
+
+    def _record_checkpoint(self, members: Sequence[GroupMember]) -> None:
+        """Record a common checkpoint, unless a member could not save its own."""
+        steps = {member.run_id: member._saved_step for member in members if member._saved_step is not None}
+        is_recorded = len(steps) == len(members)
+        if is_recorded:
+            try:
+                files.write_atomic(self._record, json.dumps({"runs": steps}, sort_keys=True))
+            except OSError as error:
+                is_recorded = False
+                for member in members:
+                    member.notice(f"{self._record} cannot be written ({error}); an earlier common checkpoint counts")
+        for member in members:
+            member._is_recorded = is_recorded
+
+    def _may_begin(self) -> bool:
+        """Return whether a group may begin: all runs have been loaded, and those of the last common checkpoint are
+        back or have had the time."""
+        if self._has_begun:
+            return True
+        if any(member._is_released and not member._waits_for_memory for member in self._members):
+            return False
+        has_waited = self._began_s is not None and time.monotonic() - self._began_s > REJOIN_WAIT_S
+        return not self._expected or has_waited
+
+    def _find_complete_pass(self) -> list[GroupMember]:
+        """Return the members whose micro-batches can be computed now, in the order of their runs; none while a member
+        may still submit one."""
+        admitted = [member for member in self._members if member._is_admitted]
+        if any(member._is_released for member in admitted):
+            return []
+        return sorted((member for member in admitted if member._state == "pass"), key=lambda member: member.run_id)
+
+    def _run_pass(self, submitted: Sequence[GroupMember]) -> None:
+        """Compute micro-batches, with the lock released."""
+        self._is_computing = True
+        self._changed.release()
+        try:
+            with self._compute_lock:
+                self._compute(submitted)
+        finally:
+            self._changed.acquire()
+            self._is_computing = False
+            _release(submitted)
+            self._changed.notify_all()
+
+    # Computation.
+
+    def _compute(self, members: Sequence[GroupMember]) -> None:
+        merged: dict[str, list[GroupMember]] = {}
+        for member in members:
+            if member._is_mergeable:
+                merged.setdefault(self._base_of[member], []).append(member)
+            else:
+                _compute_alone(member)
+        for key, part in merged.items():
+            size = self._limit or len(part)
+            for start in range(0, len(part), size):
+                self._compute_merged(key, part[start : start + size])
+
+    def _compute_merged(self, key: str, members: Sequence[GroupMember]) -> None:
+        """Compute micro-batches in one pass; if memory runs out, in two passes of half as many, and so on."""
+        if len(members) == 1:
+            _compute_alone(members[0])
+            return
+        gradients, states = _take_gradients(members), [member._random_stream.state() for member in members]
+        items = [(member._merged, member._micro_batch) for member in members]
+        pairs = [(model, item) for model, item in items if model is not None and item is not None]
+        try:
+            losses = self._bases[key][1].forward_backward(
+                [model for model, _ in pairs], [item.batch for _, item in pairs], [item.scale for _, item in pairs]
+            )
+        except NotMergeableError as error:
+            _put_gradients(gradients, is_sum=False)
+            for member in members:
+                member._merged = None
+                member.notice(f"this run takes turns with the others instead of sharing their passes: {error}")
+            for member, state in zip(members, states, strict=True):
+                member._random_stream.restore(state)
+                _compute_alone(member)
+        except Exception as error:
+            _put_gradients(gradients, is_sum=False)
+            if not oom.is_out_of_memory(error):
+                for _, item in pairs:
+                    item.error = error
+                return
+            for member, state in zip(members, states, strict=True):
+                member._random_stream.restore(state)
+            oom.release_memory()
+            self._limit = -(-len(members) // 2)
+            for member in members:
+                text = f"the micro-batches of {len(members)} runs do not fit into memory together"
+                member.notice(f"{text}; from now on, at most {self._limit} are computed at a time")
+            for part in (members[: self._limit], members[self._limit :]):
+                self._compute_merged(key, part)
+        else:
+            _put_gradients(gradients, is_sum=True)
+            for (_, item), loss in zip(pairs, losses, strict=True):
+                item.loss = loss
+
+
+def _release(members: Sequence[GroupMember]) -> None:
+    for member in members:
+        member._state, member._is_released = "busy", True
+
+
+def _compute_alone(member: GroupMember) -> None:
+    item = member._micro_batch
+    if item is None:
+        raise RuntimeError("the member has submitted no micro-batch")
+    try:
+        with member._random_stream.use():
+            loss = chunked_loss.compute_loss(member._model, item.batch, item.scale, item.targets)
+            loss.backward()
+        item.loss = loss.item()
+    except Exception as error:  # raised again in the thread of the member
+        item.error = error
+
+
+_Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
+
+
+def _take_gradients(members: Sequence[GroupMember]) -> _Gradients:
+    """Remove and return the gradients of earlier micro-batches, so that a failing pass cannot change them."""
+    gradients: _Gradients = []
+    for member in members:
+        for parameter in member._model.parameters():
+            if parameter.requires_grad:
+                gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+    return gradients
+
+
+def _put_gradients(gradients: _Gradients, is_sum: bool) -> None:
+    """Put gradients back; with `is_sum`, add those of the pass to them."""
+    for parameter, earlier in gradients:
+        if not is_sum:
+            parameter.grad = earlier
+        elif earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def _read_record(path: Path) -> dict[str, int]:
+    try:
+        content: Any = json.loads(path.read_bytes())
+        return {str(run_id): int(step) for run_id, step in content["runs"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # there is no common checkpoint
