@@ -21,6 +21,7 @@ import tiny_sweep
 from ratchet.config.machine import RaySettings
 from ratchet.config.sweep import PrunerSettings
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED
+from ratchet.runs.journal import JournalReader
 from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.ray_cluster import RayWorkerActor
@@ -110,11 +111,13 @@ def server() -> Iterator[postgres.Server]:
         yield running
 
 
-def project(root: Path, database: str, mlflow: Path, ray: RaySettings) -> ProjectLayout:
+def project(
+    root: Path, database: str, mlflow: Path, ray: RaySettings, concurrent_trials: int = 1, epochs: float = 3.0
+) -> ProjectLayout:
     """Create a project without pruning. Its trainings are long enough for a node to disappear during a training."""
-    chosen = tiny_sweep.settings(trials=TRIALS, pruner=PrunerSettings(kind="none"))
+    chosen = tiny_sweep.settings(trials=TRIALS, pruner=PrunerSettings(kind="none"), concurrent_trials=concurrent_trials)
     machine = chosen.machine.model_copy(update={"study_storage": database, "ray": ray})
-    train = chosen.train.model_copy(update={"epochs": 3.0})
+    train = chosen.train.model_copy(update={"epochs": epochs})
     layout = tiny_project.prepared(root, chosen.model_copy(update={"machine": machine, "train": train}))
     shutil.copyfile(mlflow, layout.mlflow_database)
     return layout
@@ -156,6 +159,35 @@ def test_a_node_vanishes_in_mid_trial_and_another_takes_the_trial_up(
     vanish(third)
 
 
+def test_a_group_of_trials_vanishes_with_its_node_and_continues_on_another(
+    nodes: Nodes, server: postgres.Server, tmp_path: Path, mlflow_template: Path
+) -> None:
+    ray = RaySettings(address=nodes.address)
+    layout = project(tmp_path / "project", server.database(), mlflow_template, ray, concurrent_trials=2, epochs=6.0)
+    node = nodes.join()
+    sweep = tiny_sweep.begin(layout, "--engine", "ray")
+    for loss in range(1, 4):
+        tiny_sweep.until(lambda loss=loss: tiny_sweep.steps_done(layout.runs) > 40 * loss, sweep)  # type: ignore[misc]
+        vanish(node)
+        node = nodes.join()
+    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
+    assert sweep.returncode == 0, output
+    assert output.count("was lost") >= 3
+    found = tiny_sweep.report(layout)
+    assert [trial.state for trial in found.trials] == ["complete"] * TRIALS
+    assert sum(len(trial.executions) - 1 for trial in found.trials) >= 3, "nobody took up what the lost nodes had"
+    for trial in found.trials:
+        events = list(JournalReader(layout.runs / str(trial.run_id) / "journal.jsonl").read())
+        sealed = 0
+        for event in events:  # no attempt begins before the last checkpoint that was reported
+            if event.kind == "checkpoint_saved":
+                sealed = event.data["step"]
+            elif event.kind == "worker_ready":
+                assert event.data["start_step"] >= sealed
+    assert not tiny_sweep.processes_of(str(layout.root))
+    vanish(node)
+
+
 def test_a_sweep_that_is_stopped_leaves_no_worker_behind_and_goes_on_when_repeated(
     nodes: Nodes, server: postgres.Server, tmp_path: Path, mlflow_template: Path
 ) -> None:
@@ -192,9 +224,9 @@ def test_no_database_and_no_cluster_are_refused_before_anything_is_done(tmp_path
 
 
 def test_a_node_without_the_project_or_with_another_ratchet_says_so(tmp_path: Path) -> None:
-    code, said = RayWorkerActor(str(tmp_path / "nowhere"), "", code_version()).run_worker()
+    code, said = RayWorkerActor(str(tmp_path / "nowhere"), "", code_version(), 1).run_worker()
     assert code == EXIT_INPUT
     assert f"no project in {tmp_path / 'nowhere'}" in said
-    code, said = RayWorkerActor(str(tmp_path), "", "0.0.1+00000000").run_worker()
+    code, said = RayWorkerActor(str(tmp_path), "", "0.0.1+00000000", 1).run_worker()
     assert code == EXIT_INPUT
     assert "install the same version on every node" in said

@@ -1,9 +1,10 @@
 """Starts sweep workers on a Ray cluster; the only module that imports Ray.
 
 Ray adds and removes nodes, and chooses the node of each worker. On the node, an actor starts the same worker process as
-without Ray, and waits until this process ends. The study and its leases decide which worker has which trial, also after
-the loss of a node, so correctness does not depend on Ray. Each node needs Ratchet, and the project under the same path
-(on a shared disk, or a copy with its prepared data). The study must be in a database.
+without Ray, which may train several trials together, and waits until this process ends. The study and its leases decide
+which worker has which trial, also after the loss of a node, so correctness does not depend on Ray. Each node needs
+Ratchet, and the project under the same path (on a shared disk, or a copy with its prepared data). The study must be in
+a database.
 """
 
 import os
@@ -41,8 +42,8 @@ def adapt_machine_to_nodes(machine: Machine) -> Machine:
 class RayWorkerActor:
     """Actor on a node that starts a worker and waits for it. Its methods run in separate threads."""
 
-    def __init__(self, project: str, settings: str, code: str) -> None:
-        self._project, self._settings, self._code = project, settings, code
+    def __init__(self, project: str, settings: str, code: str, number: int) -> None:
+        self._project, self._settings, self._code, self._number = project, settings, code, number
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stop_requested = False
 
@@ -57,10 +58,15 @@ class RayWorkerActor:
         with tempfile.TemporaryDirectory(prefix="ratchet-worker-") as folder, tempfile.TemporaryFile() as output:
             settings = Path(folder) / "params.yaml"
             settings.write_text(self._settings, encoding="utf-8")
+            # Ray limits the titles of processes to their first length, which would hide the run of a forked process.
+            environment = {name: value for name, value in os.environ.items() if name != "SPT_NOENV"}
             # The worker stops when the thread that started it ends, so this thread must wait for it.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", WORKER_MODULE, self._project, str(settings), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                [
+                    sys.executable, "-m", WORKER_MODULE, self._project, str(settings), str(os.getpid()),
+                    str(self._number),
+                ],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
             )  # fmt: skip
             if self._is_stop_requested:
                 self._process.terminate()
@@ -188,7 +194,7 @@ class RayWorkerLauncher:
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Ask the cluster for a node, and start the worker on it."""
         log.touch()
-        actor = self._actor_class.remote(self._project, self._settings, code_version())
+        actor = self._actor_class.remote(self._project, self._settings, code_version(), number)
         return RayWorkerProcess(
             self._ray,
             actor,
