@@ -3,7 +3,8 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ import group_cases
 import tiny_project
 from group_cases import RunInGroup, group, members, trains, until
 from ratchet.config.train import Train
+from ratchet.models.loss import SequenceBatch
+from ratchet.models.merged_pass import MergedModel, MergedPasses
+from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
+from ratchet.training.group import MemberShutdown, TrainingGroup
+from ratchet.training.worker import run_member
 
 TOLERANCE = 1e-4
 """Largest relative difference between a run in a group and the same run alone, in float32 on a CPU."""
@@ -41,6 +47,15 @@ def kinds(run: RunInGroup) -> list[str]:
     return [event.kind for event in JournalReader(run.paths.journal).read()]
 
 
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """Restore the settings that a training changes in its process."""
+    threads, is_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(is_deterministic)
+    torch.set_num_threads(threads)
+
+
 VARIANTS = trains(
     rank=[4, 16, 8, 12, 8, 8],
     adapter=["lora", "lora", "dora", "adalora", "lora", "lora"],
@@ -49,6 +64,7 @@ VARIANTS = trains(
     target_modules=["all", "attention", "all", "all", "mlp", "all"],
     batching=["by_length", "by_length", "by_length", "shuffled", "shuffled", "packed"],
     schedule=["cosine", "constant", "linear", "cosine", "cosine", "cosine"],
+    epochs=[1, 1, 1, 1, 1, 1],
     seed=[1, 2, 3, 4, 5, 6],
 )
 
@@ -85,6 +101,45 @@ def test_a_killed_group_ends_with_the_same_bytes(copy: Callable[[str], ProjectLa
         resumed = [run.paths for run in runs]
     for expected, found in zip(undisturbed, resumed, strict=True):
         assert group_cases.result_bytes(found) == group_cases.result_bytes(expected)
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_a_pass_without_enough_memory_is_divided_without_a_lost_step(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = group_cases.train_together(copy("enough"), THREE, tmp_path / "g")
+    sizes: list[int] = []
+    original = MergedPasses.forward_backward
+
+    def limited(
+        self: MergedPasses, merged: Sequence[MergedModel], batches: Sequence[SequenceBatch], scales: Sequence[float]
+    ) -> list[float]:
+        sizes.append(len(merged))
+        losses = original(self, merged, batches, scales)  # gradients of a pass that fails at its end must not count
+        if len(merged) > 2:
+            raise torch.OutOfMemoryError("injected")
+        return losses
+
+    monkeypatch.setattr(MergedPasses, "forward_backward", limited)
+    together = TrainingGroup(tmp_path / "record.json")
+    codes: dict[int, int] = {}
+
+    def work(number: int, run: RunInGroup) -> None:
+        codes[number] = run_member(run.paths, 1, MemberShutdown(), Heartbeat(None, 0, 0), together)
+
+    with members(copy("little"), THREE) as runs:
+        threads = [threading.Thread(target=work, args=item) for item in enumerate(runs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert codes == {0: 0, 1: 0, 2: 0}
+        assert sizes.count(3) == 1
+        assert sizes.count(2) > 10
+        for run, other in zip(runs, expected, strict=True):
+            assert "do not fit into memory together" in str(group_cases.events_text(run.paths))
+            losses = group_cases.validation_losses(other)
+            assert group_cases.validation_losses(run.paths) == pytest.approx(losses, rel=TOLERANCE)
 
 
 def test_a_diverging_run_ends_alone(copy: Callable[[str], ProjectLayout], tmp_path: Path) -> None:

@@ -57,11 +57,13 @@ class RandomStream:
     @contextmanager
     def use(self) -> Iterator[None]:
         """Draw torch's random numbers from this stream inside the context."""
+        outside = self._default.get_state()
         self._default.set_state(self._own.get_state())
         try:
             yield
         finally:
             self._own.set_state(self._default.get_state())
+            self._default.set_state(outside)
 
 
 class SharedBase:

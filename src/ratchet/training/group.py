@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,12 @@ WAIT_S = 0.5
 
 REJOIN_WAIT_S = 20.0
 """Seconds that a restarted group waits for the members of its last common checkpoint."""
+
+MAX_MERGED_TOKENS = {"cpu": 512, "cuda": 16384}
+"""Largest number of padded tokens in a merged pass, by device, because the memory of a pass grows with them.
+
+On two cores, a pass over the rows of four runs takes 0.66 of the time of four passes for 512 tokens (hidden size 128),
+0.75 to 1.15 for 2,048, and 1.2 for 4,096 (hidden size 512). The number for GPUs is not measured."""
 
 _State = Literal["busy", "round", "pass", "checkpoint"]
 
@@ -188,6 +195,9 @@ class TrainingGroup:
         """Whether a member has joined or left since the last common checkpoint."""
         self._changed = threading.Condition()
         self._compute_lock = threading.Lock()
+        # A thread of its own, because the heap of each thread keeps the memory of its largest pass: on a base of 60M
+        # parameters, four runs took 4.7 GB when any member's thread computed the passes, and 1.3 GB with this thread.
+        self._pool = ThreadPoolExecutor(1, "passes")
         self._is_computing = False
         self._limit: int | None = None
         """Largest number of micro-batches in a pass, after a pass ran out of memory."""
@@ -343,7 +353,7 @@ class TrainingGroup:
         self._changed.release()
         try:
             with self._compute_lock:
-                self._compute(submitted)
+                self._pool.submit(self._compute, submitted, torch.get_num_threads()).result()
         finally:
             self._changed.acquire()
             self._is_computing = False
@@ -352,17 +362,35 @@ class TrainingGroup:
 
     # Computation.
 
-    def _compute(self, members: Sequence[GroupMember]) -> None:
+    def _compute(self, members: Sequence[GroupMember], threads: int) -> None:
+        torch.set_num_threads(threads)
         merged: dict[str, list[GroupMember]] = {}
         for member in members:
             if member._is_mergeable:
                 merged.setdefault(self._base_of[member], []).append(member)
             else:
                 _compute_alone(member)
-        for key, part in merged.items():
-            size = self._limit or len(part)
-            for start in range(0, len(part), size):
-                self._compute_merged(key, part[start : start + size])
+        for key, submitted in merged.items():
+            for part in self._divide(submitted):
+                self._compute_merged(key, part)
+
+    def _divide(self, members: Sequence[GroupMember]) -> list[list[GroupMember]]:
+        """Divide members into passes."""
+        parts: list[list[GroupMember]] = []
+        rows = columns = 0
+        for member in members:
+            item = member._micro_batch
+            if item is None:
+                raise RuntimeError("the member has submitted no micro-batch")
+            added, longest = item.batch.input_ids.shape
+            largest = MAX_MERGED_TOKENS[item.batch.input_ids.device.type]
+            is_full = bool(parts) and len(parts[-1]) == self._limit
+            if not parts or is_full or (rows + added) * max(columns, longest) > largest:
+                parts.append([])
+                rows = columns = 0
+            parts[-1].append(member)
+            rows, columns = rows + added, max(columns, longest)
+        return parts
 
     def _compute_merged(self, key: str, members: Sequence[GroupMember]) -> None:
         """Compute micro-batches in one pass; if memory runs out, in two passes of half as many, and so on."""
