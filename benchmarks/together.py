@@ -70,7 +70,7 @@ class OpenRun:
     """A run without supervisor, which starts once."""
 
     def __init__(self, layout: ProjectLayout, settings: Settings, is_grouped: bool) -> None:
-        spec = build_run_spec(layout, settings).model_copy(update={"is_grouped": is_grouped})
+        spec = build_run_spec(layout, settings).model_copy(update={"is_grouped": is_grouped or None})
         self.directory = RunDirectory.open(layout.runs, spec)
         build_launch(layout, settings).save(self.directory.paths.launch)
         self._machine = settings.machine

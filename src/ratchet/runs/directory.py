@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ratchet.config import train as config_train
 from ratchet.config.machine import Machine
@@ -65,7 +65,7 @@ def spec_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
         identity["train"] = config_train.train_identity(train)
     if identity.get("distillation_digest") is None:
         identity.pop("distillation_digest", None)
-    if not identity.get("is_grouped"):
+    if identity.get("is_grouped") is None:
         identity.pop("is_grouped", None)
     return identity
 
@@ -113,8 +113,9 @@ class RunSpec(BaseRunSpec):
     distillation_digest: str | None = None
     """Digest of the teacher outputs (DistillationCard), or of the teacher's files if the teacher runs during
     training."""
-    is_grouped: bool = False
-    """Whether a training group computes this run together with others (training/group.py), which rounds differently."""
+    is_grouped: Literal[True] | None = None
+    """Whether a training group computes this run together with others (training/group.py), which rounds differently.
+    None: it does not."""
 
     def require(self, report: TrainReport) -> None:
         """Raise DataError if the report is of another run, because settings, data or base have changed since."""

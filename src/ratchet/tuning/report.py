@@ -13,16 +13,15 @@ from ratchet.config.params_file import amend_text, get_value
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
-from ratchet.runs.directory import RunPaths
+from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, SweepReport, Trial
-from ratchet.training.run_spec import build_run_spec
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.samplers import create_empty_study, group_by_lineage, is_infeasible, replace_non_finite
 from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
-from ratchet.tuning.search_space import SearchSpace, apply_values, encode_value, to_distribution, to_tuples, to_unit
+from ratchet.tuning.search_space import SearchSpace, encode_value, to_distribution, to_tuples, to_unit
 from ratchet.tuning.study import TrialStore
 
 MIN_TRIALS = 6
@@ -154,7 +153,7 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
         files.write_atomic(path, changed)
         lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), path.name, path.name, lineterm="", n=1)
         diff = tuple(lines)
-    run_id = build_run_spec(layout, apply_values(settings, trial.values)).run_id  # as `dvc repro` computes it
+    run_id = _own_run_id(layout, str(trial.run_id))
     return AdoptedTrial(
         study=report.study,
         trial=trial.number,
@@ -163,6 +162,13 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
         diff=diff,
         conditional=tuple(axis.name for axis in report.axes if axis.conditional and axis.name in changes),
     )
+
+
+def _own_run_id(layout: ProjectLayout, run_id: str) -> str:
+    """Return the id of the run that `dvc repro` trains for a trial: if a group has trained it, the run is another
+    one."""
+    path = RunPaths(layout.runs / run_id).spec
+    return RunSpec.load(path).model_copy(update={"is_grouped": None}).run_id if path.exists() else run_id
 
 
 def _select_trial(report: SweepReport, number: int | None) -> Trial:

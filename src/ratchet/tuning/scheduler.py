@@ -255,7 +255,7 @@ class TrialScheduler:
     def require_run_id(self, values: Mapping[str, Any]) -> str:
         """Return the run id of these values. Raises SettingsError if they are invalid settings."""
         train = apply_values(self.settings, values).train
-        is_grouped = self.is_grouped and train.grouping_obstacle is None
+        is_grouped = True if self.is_grouped and train.grouping_obstacle is None else None
         return self._spec.model_copy(update={"train": train, "is_grouped": is_grouped}).run_id
 
     def _begin_trial(
